@@ -1,0 +1,62 @@
+"""`AioConfig`: how an engine talks to a drive."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from .errors import UsageError
+
+BACKENDS = ("libaio", "posix")
+MAX_QUEUE_DEPTH = 4096
+MAX_THREAD_COUNT = 128
+MAX_BLOCK_SIZE = 1 << 30
+MIN_BLOCK_SIZE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class AioConfig:
+    """Settings of an `Engine`; validated on creation, immutable after.
+
+    block_size: bytes handed to the kernel at a time, a multiple of 4096.
+    queue_depth: blocks in flight for one worker thread.
+    thread_count: worker threads, each with a kernel queue of its own.
+    backend: "libaio" (Linux native AIO) or "posix" (pread and pwrite, one block at a time for each thread; any filesystem).
+    single_submit: hand blocks to the kernel one by one instead of in batches.
+    overlap_events: refill the queue whenever a block completes; otherwise only when it has run empty.
+    direct: True for O_DIRECT or an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the page cache.
+
+    Raises: UsageError naming the field and the values that are possible.
+    """
+
+    block_size: int = 1 << 20
+    queue_depth: int = 32
+    thread_count: int = 1
+    backend: str = "libaio"
+    single_submit: bool = False
+    overlap_events: bool = True
+    direct: bool | Literal["auto"] = True
+
+    def __post_init__(self) -> None:
+        self._require_count("block_size", MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+        if self.block_size % MIN_BLOCK_SIZE:
+            raise UsageError(f"block_size must be a multiple of {MIN_BLOCK_SIZE} bytes, not {self.block_size}")
+        self._require_count("queue_depth", 1, MAX_QUEUE_DEPTH)
+        self._require_count("thread_count", 1, MAX_THREAD_COUNT)
+        if self.backend not in BACKENDS:
+            raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+        for name in ("single_submit", "overlap_events"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if not (isinstance(self.direct, bool) or self.direct == "auto"):
+            raise UsageError(f"direct must be true, false or 'auto', not {self.direct!r}")
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that the kernel holds at once when every queue is full."""
+        return self.block_size * self.queue_depth * self.thread_count
+
+    def _require_count(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")

@@ -1,0 +1,77 @@
+"""The error family: everything that this package raises on purpose is an `OffloadError`."""
+
+from __future__ import annotations
+
+from .units import format_bytes
+
+
+class OffloadError(Exception):
+    """Base of every error of this package."""
+
+
+class UsageError(OffloadError, ValueError):
+    """The caller's fault; nothing was changed, nothing was started."""
+
+
+class UnsupportedError(OffloadError):
+    """This machine, filesystem or build lacks something; the message names it and says what to do."""
+
+
+class WaitTimeout(OffloadError, TimeoutError):
+    """The time given to a wait ran out; the request goes on, its memory stays held, and it can be waited for again."""
+
+
+class _TransferError(OffloadError):
+    """What every failed transfer says of itself.
+
+    Attributes: *operation* is "read" or "write"; *path* the file; *offset* the place of the request in the file, *nbytes* the bytes asked for and
+    *done* the bytes moved before the failure (in blocks that finish in any order, so not always the first ones), all in bytes.
+    """
+
+    def __init__(self, reason: str, *, operation: str, path: str, offset: int, nbytes: int, done: int) -> None:
+        self.reason = reason
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.done = done
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        place = f"{format_bytes(self.nbytes)} at {format_bytes(self.offset)} in {self.path}"
+        return f"{self.operation} of {place}: {self.reason} ({format_bytes(self.done)} done)"
+
+    def _fields(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("operation", "path", "offset", "nbytes", "done")}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), (self.reason,), self._fields())
+
+
+class TruncatedError(_TransferError):
+    """The file ended before the bytes asked for."""
+
+
+class CorruptionError(_TransferError):
+    """Bytes came back other than they were written."""
+
+
+class IOFailure(_TransferError, OSError):
+    """The kernel or the drive refused or failed a transfer; *errno* says why."""
+
+    def __init__(self, errno: int, reason: str, *, operation: str, path: str, offset: int, nbytes: int, done: int) -> None:
+        _TransferError.__init__(self, reason, operation=operation, path=path, offset=offset, nbytes=nbytes, done=done)
+        self.errno = errno
+        self.strerror = reason
+        self.filename = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), (self.errno, self.reason), self._fields())
+
+
+class NoSpaceError(IOFailure):
+    """The drive, a quota or a limit on it is full."""
+
+
+def _rebuild(kind: type[_TransferError], positional: tuple[object, ...], fields: dict[str, object]) -> _TransferError:
+    return kind(*positional, **fields)  # type: ignore[arg-type]

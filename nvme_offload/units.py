@@ -1,0 +1,39 @@
+"""Byte counts as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1,
+    **{f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)},
+    **{letter: 1000**power for power, letter in enumerate("KMGT", 1)},
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]i?|)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """The bytes that *text* says: "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is itself.
+
+    Raises: ValueError, with what was written, when it is no size or not a whole number of bytes.
+    """
+    match = _SIZE.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    prefix = match["prefix"]
+    prefix = prefix[:1].upper() + prefix[1:].lower()
+    value = float(match["number"]) * _FACTORS[prefix]
+    if "." not in match["number"]:
+        return int(match["number"]) * _FACTORS[prefix]
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not a whole number of bytes")
+    return int(value)
+
+
+def format_bytes(count: int) -> str:
+    """*count* for people, in binary units: "4 MiB", "1.5 GiB", "1000 bytes"; rounded to three digits where it does not divide."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if abs(count) >= 1 << (10 * power):
+            scaled = count / (1 << (10 * power))
+            return f"{scaled:.0f} {letter}iB" if scaled >= 1000 else f"{scaled:.3g} {letter}iB"
+    return f"{count} byte{'' if count == 1 else 's'}"
