@@ -1,0 +1,391 @@
+"""What a path sits on: filesystem, device and disks, as the kernel tells them, and what that means for offloading."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .units import format_bytes
+
+_MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+# With or without "fuse." in front.
+_NETWORK_FILESYSTEMS = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "vboxsf", "afs", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "orangefs", "wekafs"),
+    *("sshfs", "s3fs", "mountpoint-s3", "gcsfuse", "blobfuse2", "juicefs", "rclone", "davfs", "ceph-fuse"),
+}
+_OVERLAY_FILESYSTEMS = {"overlay", "aufs", "fuse.fuse-overlayfs"}
+_NEARLY_FULL = 0.10
+
+# PCI vendors whose devices are software (virtio, QEMU): the link that they report is made up and limits nothing.
+_EMULATED_PCI_VENDORS = {"0x1af4", "0x1b36"}
+
+# Share of a PCIe lane's transfers that carries data, after line coding (8b/10b, 128b/130b) or, at 64 GT/s, framing (236 of a flit's 256 bytes).
+_LANE_EFFICIENCY = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 236 / 256}
+
+
+@dataclasses.dataclass(frozen=True)
+class Drive:
+    """What a path sits on. None and "" stand for what the kernel did not tell.
+
+    path: as given, made absolute. device: "/dev/nvme0n1p1", "/dev/mapper/data", or the source of a filesystem without a block device.
+    layers: what lies between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop". physical_devices: the disks below.
+    size_bytes, free_bytes: of the filesystem; free is what this user may still write. max_block_kib: the largest request that the kernel does not split.
+    pcie_link, link_bytes_per_second: as negotiated now, in each direction; the sum over all disks.
+    rotational, scheduler, queue_requests, temperature_celsius: of the worst disk. numa_node: where all disks share one.
+    """
+
+    path: str
+    mount_point: str
+    device: str
+    filesystem: str
+    mount_options: tuple[str, ...]
+    layers: tuple[str, ...]
+    physical_devices: tuple[str, ...]
+    model: str
+    firmware: str | None
+    transport: str | None
+    rotational: bool | None
+    logical_block_bytes: int | None
+    physical_block_bytes: int | None
+    max_block_kib: int | None
+    scheduler: str | None
+    queue_requests: int | None
+    size_bytes: int
+    free_bytes: int
+    pcie_link: str | None
+    link_bytes_per_second: int | None
+    numa_node: int | None
+    temperature_celsius: float | None
+
+    @property
+    def name(self) -> str:
+        """A short name for directories: the model or else the device, of letters, digits and hyphens."""
+        slug = re.sub(r"[^a-z0-9]+", "-", (self.model or self.device.removeprefix("/dev/")).lower()).strip("-")
+        return slug[:48].strip("-") or "drive"
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether there is no drive at all: the files live in memory."""
+        in_memory = [re.match(r"/dev/(ram|zram)\d", device) is not None for device in self.physical_devices]
+        return self.filesystem in _MEMORY_FILESYSTEMS or (bool(in_memory) and all(in_memory))
+
+    @property
+    def is_network(self) -> bool:
+        """Whether the files live on another machine."""
+        return self.filesystem.removeprefix("fuse.") in _NETWORK_FILESYSTEMS
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plain values of a profile's `drive`, with lists as JSON has them."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+
+
+def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
+    """Say what *path* sits on.
+
+    proc, sys: where procfs and sysfs are mounted. Whatever they lack (a container, a filesystem without a device) is left out of the answer.
+    Raises: OSError when *path* itself cannot be looked at.
+    Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
+    """
+    absolute = Path(path).absolute()
+    space = os.statvfs(absolute)
+    sys = sys.resolve()
+    mount = _mount_of(absolute.resolve(), proc)
+    blocks = _blocks_of(mount, sys)
+    layers: list[str] = []
+    disks = [disk for block in blocks for disk in _disks_below(block, proc, sys, layers)]
+    lineages = [_lineage(disk, sys) for disk in disks]
+    links = [_pcie_link(lineage) for lineage in lineages]
+    whole = [block.parent if (block / "partition").exists() else block for block in blocks]
+    disk_queues, top_queues = [disk / "queue" for disk in disks], [block / "queue" for block in whole]
+    temperatures = [value for lineage in lineages if (value := _temperature(lineage)) is not None]
+    nodes = {_number(_first(lineage, "numa_node")) for lineage in lineages}
+    node = nodes.pop() if len(nodes) == 1 else None
+    rotational = [flag for queue in disk_queues if (flag := _number(_text(queue / "rotational"))) is not None]
+    return Drive(
+        path=str(absolute),
+        mount_point=mount.point,
+        device=_device_name(blocks[0]) if blocks else mount.source or mount.filesystem,
+        filesystem=mount.filesystem,
+        mount_options=mount.options,
+        layers=tuple(dict.fromkeys(layers)),
+        physical_devices=tuple(dict.fromkeys(map(_device_name, disks))),
+        model=_joined([_model(lineage) for lineage in lineages]),
+        firmware=_alternatives([_first(lineage, "firmware_rev", "rev") for lineage in lineages]),
+        transport=_alternatives([_first(lineage, "transport") for lineage in lineages]),
+        rotational=any(rotational) if rotational else None,
+        logical_block_bytes=_largest(top_queues, "logical_block_size"),
+        physical_block_bytes=_largest(top_queues, "physical_block_size"),
+        max_block_kib=_smallest(top_queues, "max_sectors_kb"),
+        scheduler=_alternatives([_scheduler(queue) for queue in disk_queues]),
+        queue_requests=_smallest(disk_queues, "nr_requests"),
+        size_bytes=space.f_blocks * space.f_frsize,
+        free_bytes=space.f_bavail * space.f_frsize,
+        pcie_link=_joined([link.text for link in links if link]) or None,
+        link_bytes_per_second=sum(link.bytes_per_second for link in links if link) if links and all(links) else None,
+        numa_node=node if node is not None and node >= 0 else None,
+        temperature_celsius=max(temperatures, default=None),
+    )
+
+
+def warnings(drive: Drive) -> list[str]:
+    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what it means and one on what to do, for each."""
+    return list(_warnings(drive))
+
+
+def _warnings(drive: Drive) -> Iterator[str]:
+    disks = [device.removeprefix("/dev/") for device in drive.physical_devices]
+    if drive.is_memory:
+        yield (
+            f"{drive.path} is held in memory ({drive.filesystem}), so offloading to it frees nothing. "
+            "Give a directory on an NVMe drive; `findmnt -t ext4,xfs` lists candidates."
+        )
+    if drive.is_network:
+        yield (
+            f"{drive.path} is on a network filesystem ({drive.filesystem} from {drive.device}): its speed is the network's, shared with others. "
+            "Give a directory on a drive of this machine."
+        )
+    if drive.transport in ("tcp", "rdma", "fc"):
+        yield (
+            f"{drive.device} is reached over a network (NVMe over {drive.transport}), whose speed others share. "
+            "Prefer a drive in this machine, or sweep again under the load that training will meet."
+        )
+    if drive.filesystem in _OVERLAY_FILESYSTEMS:
+        yield (
+            f"{drive.path} is in a container's overlay, whose first write to a file copies it and whose files vanish with the container. "
+            "Mount a directory of the host's drive into the container, for example `docker run -v /local_nvme:/local_nvme`, and give that."
+        )
+    # Virtual disks claim to rotate, or not, as their host happens to be configured.
+    if drive.rotational and not any(disk.startswith(("vd", "xvd")) for disk in disks):
+        yield (
+            f"{drive.device} says that it is a rotating disk, which is far too slow to train from. "
+            "Give a directory on an NVMe drive, unless this is a virtual disk that misreports itself."
+        )
+    if "dm-crypt" in drive.layers:
+        yield (
+            f"{drive.device} is encrypted (dm-crypt): the CPU encrypts every byte, which competes with training and often limits the speed below the drive's. "
+            f"Use an unencrypted partition if your rules allow it; otherwise try "
+            f"`cryptsetup refresh --perf-no_read_workqueue --perf-no_write_workqueue {drive.device.rpartition('/')[2]}` and sweep again."
+        )
+    if "loop" in drive.layers:
+        yield (
+            f"{drive.device} is a file mounted as a disk (loop): every transfer passes two filesystems, and the page cache unless direct I/O is on. "
+            f"Give a directory on the drive itself, or run `losetup --direct-io=on {drive.device}` and sweep again."
+        )
+    if drive.filesystem == "btrfs" and "nodatacow" not in drive.mount_options:
+        yield (
+            "btrfs copies on write and checksums: rewriting the same file fragments it and slows down with time. "
+            "Run `chattr +C` on an empty directory of its own for offloading, or mount with nodatacow; ignore this if the directory has that flag already."
+        )
+    if drive.filesystem in ("zfs", "bcachefs"):
+        yield (
+            f"{drive.filesystem} copies on write: rewriting the same file fragments it, and direct I/O may pass through its cache. "
+            "Prefer ext4 or XFS on a partition of its own for offloading."
+        )
+    if "discard" in drive.mount_options:
+        yield (
+            f"{drive.mount_point} is mounted with discard: deleting a file tells the drive to erase at once, which stalls other transfers on many drives. "
+            f"Run `mount -o remount,nodiscard {drive.mount_point}` and let fstrim.timer do it weekly."
+        )
+    if drive.size_bytes and drive.free_bytes < _NEARLY_FULL * drive.size_bytes:
+        yield (
+            f"Only {format_bytes(drive.free_bytes)} of {format_bytes(drive.size_bytes)} are free: flash writes slowly when nearly full. "
+            "Free at least a tenth of the drive, run `fstrim` on it and sweep again."
+        )
+    if drive.scheduler not in (None, "none") and any(disk.startswith("nvme") for disk in disks):
+        yield (
+            f"The kernel sorts requests for this NVMe drive with the {drive.scheduler} scheduler, which costs CPU time and gains nothing on flash. "
+            f"Run `echo none | sudo tee {' '.join(f'/sys/block/{disk}/queue/scheduler' for disk in disks)}` and sweep again."
+        )
+
+
+class _Mount(NamedTuple):
+    identity: str
+    device_number: str
+    point: str
+    options: tuple[str, ...]
+    filesystem: str
+    source: str
+
+
+class _Link(NamedTuple):
+    text: str
+    bytes_per_second: int
+
+
+def _mount_of(path: Path, proc: Path) -> _Mount:
+    """The mount that shows at *path*, which is absolute and without symlinks."""
+    mounts = list(_mounts(proc))
+    identity = _mount_identity(path, proc)
+    exact = [mount for mount in mounts if mount.identity == identity]
+    around = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    if exact or around:
+        # Of several mounts on one point the last one listed lies on top, and max() keeps the first of equals.
+        return exact[-1] if exact else max(reversed(around), key=lambda mount: len(Path(mount.point).parts))
+    device = path.stat().st_dev if path.exists() else 0
+    return _Mount("", f"{os.major(device)}:{os.minor(device)}", "", (), "unknown", "")
+
+
+def _mounts(proc: Path) -> Iterator[_Mount]:
+    for line in (_text(proc / "self/mountinfo") or "").split("\n"):
+        # The optional fields between the options and the lone hyphen vary in number.
+        before, hyphen, after = line.partition(" - ")
+        fields, rest = before.split(" "), after.split(" ")
+        if not hyphen or len(fields) < 6 or len(rest) < 3:
+            continue
+        options = [_unescape(option) for option in f"{fields[5]},{rest[2]}".split(",")]
+        yield _Mount(fields[0], fields[2], _unescape(fields[4]), tuple(dict.fromkeys(options)), rest[0], _unescape(rest[1]))
+
+
+def _mount_identity(path: Path, proc: Path) -> str | None:
+    """The kernel's own answer, right also where one mount hides another; None where this procfs does not say."""
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        match = re.search(r"^mnt_id:\s*(\d+)", _text(proc / f"self/fdinfo/{descriptor}") or "", re.MULTILINE)
+    finally:
+        os.close(descriptor)
+    return match[1] if match else None
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
+    """The sysfs directories of the devices that *mount* is on: one, several for btrfs, none for a filesystem without a device."""
+    block = sys / "dev/block" / mount.device_number
+    if block.exists():
+        return [block.resolve()]
+    # btrfs gives every subvolume an anonymous device number; what it was mounted from is the way to its disk.
+    if not mount.source.startswith("/dev/"):
+        return []
+    name = Path(mount.source).resolve().name
+    mapped = [entry for entry in (sys / "class/block").glob("dm-*") if _text(entry / "dm/name") == name]
+    for candidate in (sys / "class/block" / name, *mapped):
+        if candidate.exists():
+            members = [member for entry in (sys / "fs/btrfs").glob(f"*/devices/{candidate.name}") for member in sorted(entry.parent.iterdir())]
+            return [member.resolve() for member in members] or [candidate.resolve()]
+    return []
+
+
+def _disks_below(block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0) -> list[Path]:
+    """The disks under *block*, noting each layer passed. A loop device may sit on itself by way of a bind mount, hence the limit on depth."""
+    if depth > 16:
+        return []
+    if (block / "partition").exists():
+        layers.append("partition")
+        return _disks_below(block.parent, proc, sys, layers, depth + 1)
+    slaves = block / "slaves"
+    below = [slave.resolve() for slave in sorted(slaves.iterdir())] if slaves.is_dir() else []
+    if below:
+        layers.append(_layer(block))
+    elif backing_file := _text(block / "loop/backing_file"):
+        layers.append("loop")
+        below = _blocks_of(_mount_of(Path(backing_file), proc), sys)
+    if not below:
+        return [block]
+    return [disk for lower in below for disk in _disks_below(lower, proc, sys, layers, depth + 1)]
+
+
+def _layer(block: Path) -> str:
+    kinds = {"CRYPT": "dm-crypt", "LVM": "lvm", "mpath": "multipath"}
+    if identity := _text(block / "dm/uuid"):
+        return kinds.get(identity.partition("-")[0], "device mapper")
+    return _text(block / "md/level") or re.sub(r"\d+$", "", block.name)
+
+
+def _device_name(block: Path) -> str:
+    mapped = _text(block / "dm/name")
+    return f"/dev/mapper/{mapped}" if mapped else "/dev/" + block.name.replace("!", "/")
+
+
+def _lineage(disk: Path, sys: Path) -> list[Path]:
+    """*disk* and the devices that it hangs from, nearest first."""
+    lineage = [disk, *disk.parents]
+    # With native NVMe multipath a disk hangs from a virtual subsystem, and the controllers with their PCI slots beside it.
+    if disk.parent.name.startswith("nvme-subsys"):
+        controllers = sorted(entry.resolve() for entry in disk.parent.glob("nvme*") if (entry / "transport").exists())
+        lineage += [ancestor for controller in controllers[:1] for ancestor in (controller, *controller.parents)]
+    return [ancestor for ancestor in lineage if ancestor.is_relative_to(sys / "devices")]
+
+
+def _model(lineage: list[Path]) -> str:
+    for device in lineage:
+        if model := _text(device / "model"):
+            vendor = _text(device / "vendor") or ""
+            # SATA disks carry the bus instead of a vendor there, and PCI devices a number.
+            return model if vendor in ("", "ATA") or vendor.startswith("0x") else f"{vendor} {model}"
+    return ""
+
+
+def _pcie_link(lineage: list[Path]) -> _Link | None:
+    if not (lineage and lineage[0].name.startswith("nvme")):
+        return None  # Other disks share their controller's link.
+    for device in lineage:
+        speed_text, width = _text(device / "current_link_speed"), _number(_text(device / "current_link_width"))
+        if speed_text is None or width is None:
+            continue
+        match = re.match(r"(\d+(?:\.\d+)?) GT/s", speed_text)
+        speed = float(match[1]) if match else 0.0
+        if speed not in _LANE_EFFICIENCY or not 1 <= width <= 32 or _text(device / "vendor") in _EMULATED_PCI_VENDORS:
+            return None
+        return _Link(f"{speed} GT/s x{width}", int(speed * 1e9 * width * _LANE_EFFICIENCY[speed] / 8))
+    return None
+
+
+def _temperature(lineage: list[Path]) -> float | None:
+    for device in lineage:
+        for pattern in ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input"):
+            for sensor in sorted(device.glob(pattern)):
+                if (millidegrees := _number(_text(sensor))) is not None:
+                    return millidegrees / 1000
+    return None
+
+
+def _scheduler(queue: Path) -> str | None:
+    text = _text(queue / "scheduler")
+    match = re.search(r"\[([^]]+)\]", text or "")
+    return match[1] if match else text
+
+
+def _first(lineage: list[Path], *names: str) -> str | None:
+    return next((text for device in lineage for name in names if (text := _text(device / name))), None)
+
+
+def _joined(texts: list[str]) -> str:
+    """Each different text once, with its count: "2x 16.0 GT/s x4"."""
+    counts = {text: texts.count(text) for text in texts if text}
+    return " + ".join(text if count == 1 else f"{count}x {text}" for text, count in counts.items())
+
+
+def _alternatives(texts: list[str | None]) -> str | None:
+    return ", ".join(dict.fromkeys(text for text in texts if text)) or None
+
+
+def _largest(queues: list[Path], name: str) -> int | None:
+    return max((value for queue in queues if (value := _number(_text(queue / name))) is not None), default=None)
+
+
+def _smallest(queues: list[Path], name: str) -> int | None:
+    return min((value for queue in queues if (value := _number(_text(queue / name))) is not None), default=None)
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def _text(path: Path) -> str | None:
+    """What the file says, or None where there is no such file, as on any kernel but the one at hand."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except OSError:
+        return None

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.drive import Drive, describe, warnings
+
+PCI = "devices/pci0000:00/0000:00:01.1"
+
+
+class Machine:
+    """A made-up machine: procfs and sysfs as trees of files below a temporary directory, laid out as Linux lays them out."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.proc, self.sys = root / "proc", root / "sys"
+        (self.proc / "self").mkdir(parents=True)
+        (self.sys / "dev/block").mkdir(parents=True)
+        (self.sys / "class/block").mkdir(parents=True)
+        self.mounts: list[str] = []
+
+    def mount(self, point: str, number: str, filesystem: str, source: str, options: str = "rw", superblock: str = "rw", optional: str = "shared:1 ") -> Path:
+        where = self.root / point.lstrip("/")
+        where.mkdir(parents=True, exist_ok=True)
+        escaped = str(where).replace(" ", "\\040")
+        self.mounts.append(f"{len(self.mounts) + 20} 1 {number} / {escaped} {options} {optional}- {filesystem} {source} {superblock}")
+        (self.proc / "self/mountinfo").write_text("\n".join(self.mounts) + "\n")
+        return where
+
+    def write(self, place: str, **files: object) -> Path:
+        directory = self.sys / place
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (directory / name).write_text(f"{value}\n")
+        return directory
+
+    def block(self, place: str, number: str, slaves: tuple[Path, ...] = (), **files: object) -> Path:
+        directory = self.write(place, dev=number, **files)
+        (self.sys / "dev/block" / number).symlink_to(os.path.relpath(directory, self.sys / "dev/block"))
+        (self.sys / "class/block" / directory.name).symlink_to(os.path.relpath(directory, self.sys / "class/block"))
+        (directory / "slaves").mkdir()
+        for slave in slaves:
+            (directory / "slaves" / slave.name).symlink_to(os.path.relpath(slave, directory / "slaves"))
+        return directory
+
+    def nvme(self, index: int, model: str = "Made-Up Drive 2TB", speed: str = "16.0 GT/s PCIe", width: object = 4, node: int = 0, celsius: int = 41) -> Path:
+        slot = f"{PCI}/0000:0{index + 1}:00.0"
+        self.write(slot, current_link_speed=speed, current_link_width=width, numa_node=node, vendor="0x144d")
+        self.write(f"{slot}/nvme/nvme{index}", model=f"{model}      ", firmware_rev="4B2QJXD7", transport="pcie")
+        self.write(f"{slot}/nvme/nvme{index}/hwmon{index}", temp1_input=celsius * 1000 + 850)
+        disk = self.block(f"{slot}/nvme/nvme{index}/nvme{index}n1", f"259:{index * 10}", size=3907029168)
+        self.queue(disk, max_sectors_kb=128, scheduler="[none] mq-deadline kyber", nr_requests=1023, rotational=0)
+        return disk
+
+    def queue(self, block: Path, **changes: object) -> None:
+        values: dict[str, object] = {"logical_block_size": 512, "physical_block_size": 4096, **changes}
+        self.write(str(block.relative_to(self.sys) / "queue"), **values)
+
+    def partition(self, disk: Path, index: int) -> Path:
+        number = (disk / "dev").read_text().strip()
+        return self.block(str(disk.relative_to(self.sys) / f"{disk.name}p{index}"), f"{number}{index}", partition=index)
+
+    def describe(self, path: str | Path) -> Drive:
+        return describe(path, proc=self.proc, sys=self.sys)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
+    machine.mount("/", "8:1", "ext4", "/dev/sda1")
+    machine.partition(machine.nvme(0), 1)
+    where = machine.mount("/local_nvme", "259:01", "ext4", "/dev/nvme0n1p1", "rw,noatime", "rw,stripe=32")
+    drive = machine.describe(where)
+    space = os.statvfs(where)
+    expected = Drive(
+        path=str(where),
+        mount_point=str(where),
+        device="/dev/nvme0n1p1",
+        filesystem="ext4",
+        mount_options=("rw", "noatime", "stripe=32"),
+        layers=("partition",),
+        physical_devices=("/dev/nvme0n1",),
+        model="Made-Up Drive 2TB",
+        firmware="4B2QJXD7",
+        transport="pcie",
+        rotational=False,
+        logical_block_bytes=512,
+        physical_block_bytes=4096,
+        max_block_kib=128,
+        scheduler="none",
+        queue_requests=1023,
+        size_bytes=space.f_blocks * space.f_frsize,
+        free_bytes=drive.free_bytes,  # moves while the test runs
+        pcie_link="16.0 GT/s x4",
+        link_bytes_per_second=7_876_923_076,
+        numa_node=0,
+        temperature_celsius=41.85,
+    )
+    assert drive == expected
+    assert drive.name == "made-up-drive-2tb"
+    assert not drive.is_memory
+    assert not drive.is_network
+    assert warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50)) == []
+    assert json.loads(json.dumps(drive.as_dict())) == drive.as_dict()
+
+
+def test_the_deepest_mount_counts_and_the_last_of_equals(machine: Machine) -> None:
+    machine.mount("/", "0:50", "overlay", "overlay")
+    machine.mount("/data", "0:51", "nfs4", "server:/export")
+    machine.mount("/data", "0:52", "tmpfs", "tmpfs")
+    machine.mount("/data/deep", "0:53", "xfs", "/dev/sdz1")
+    (machine.root / "data/other").mkdir()
+    (machine.root / "database").mkdir()
+    (machine.root / "data/deep/er").mkdir()
+    assert machine.describe(machine.root / "data/other").filesystem == "tmpfs"
+    assert machine.describe(machine.root / "data/deep/er").filesystem == "xfs"
+    assert machine.describe(machine.root / "database").filesystem == "overlay"
+
+
+def test_a_symlink_leads_to_the_drive_and_keeps_its_name(machine: Machine) -> None:
+    machine.nvme(0)
+    where = machine.mount("/mnt/disk", "259:0", "xfs", "/dev/nvme0n1")
+    link = machine.root / "local_nvme"
+    link.symlink_to(where)
+    drive = machine.describe(link)
+    assert (drive.path, drive.mount_point, drive.device) == (str(link), str(where), "/dev/nvme0n1")
+
+
+def test_spaces_in_mount_points_are_unescaped(machine: Machine) -> None:
+    machine.nvme(0)
+    where = machine.mount("/my fast drive", "259:0", "ext4", "/dev/nvme0n1", optional="")
+    assert machine.describe(where).mount_point == str(where)
+
+
+def test_raid0_of_two_nvme_adds_the_links(machine: Machine) -> None:
+    first, second = machine.nvme(0), machine.nvme(1, node=1, celsius=55)
+    array = machine.block("devices/virtual/block/md0", "9:0", slaves=(first, second))
+    machine.write("devices/virtual/block/md0/md", level="raid0")
+    machine.queue(array, max_sectors_kb=1280, logical_block_size=4096)
+    drive = machine.describe(machine.mount("/local_nvme", "9:0", "xfs", "/dev/md0"))
+    assert drive.device == "/dev/md0"
+    assert drive.layers == ("raid0",)
+    assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
+    assert drive.model == "2x Made-Up Drive 2TB"
+    assert drive.firmware == "4B2QJXD7"
+    assert drive.pcie_link == "2x 16.0 GT/s x4"
+    assert drive.link_bytes_per_second == 2 * 7_876_923_076
+    assert (drive.max_block_kib, drive.logical_block_bytes) == (1280, 4096)
+    assert drive.numa_node is None
+    assert drive.temperature_celsius == 55.85
+    assert drive.name == "2x-made-up-drive-2tb"
+
+
+def test_dm_crypt_on_an_nvme_partition(machine: Machine) -> None:
+    partition = machine.partition(machine.nvme(0), 3)
+    mapped = machine.block("devices/virtual/block/dm-0", "254:0", slaves=(partition,))
+    machine.write("devices/virtual/block/dm-0/dm", name="luks-data", uuid="CRYPT-LUKS2-0123456789abcdef-luks-data")
+    machine.queue(mapped, max_sectors_kb=64)
+    drive = machine.describe(machine.mount("/local_nvme", "254:0", "ext4", "/dev/mapper/luks-data"))
+    assert drive.device == "/dev/mapper/luks-data"
+    assert drive.layers == ("dm-crypt", "partition")
+    assert drive.physical_devices == ("/dev/nvme0n1",)
+    assert (drive.max_block_kib, drive.scheduler) == (64, "none")
+    assert any("dm-crypt" in warning and "cryptsetup refresh" in warning and warning.count(" luks-data`") == 1 for warning in warnings(drive))
+
+
+def test_lvm_is_not_taken_for_encryption(machine: Machine) -> None:
+    machine.block("devices/virtual/block/dm-1", "254:1", slaves=(machine.nvme(0),))
+    machine.write("devices/virtual/block/dm-1/dm", name="vg-scratch", uuid="LVM-abc")
+    drive = machine.describe(machine.mount("/scratch", "254:1", "xfs", "/dev/mapper/vg-scratch"))
+    assert drive.layers == ("lvm",)
+    assert not any("dm-crypt" in warning for warning in warnings(drive))
+
+
+def test_loop_file_leads_to_the_disk_of_its_file(machine: Machine) -> None:
+    machine.partition(machine.nvme(0), 1)
+    below = machine.mount("/srv", "259:01", "ext4", "/dev/nvme0n1p1")
+    loop = machine.block("devices/virtual/block/loop7", "7:7")
+    machine.write("devices/virtual/block/loop7/loop", backing_file=below / "disk.img")
+    machine.queue(loop, logical_block_size=4096)
+    drive = machine.describe(machine.mount("/local_nvme", "7:7", "xfs", "/dev/loop7"))
+    assert drive.device == "/dev/loop7"
+    assert drive.layers == ("loop", "partition")
+    assert drive.physical_devices == ("/dev/nvme0n1",)
+    assert drive.model == "Made-Up Drive 2TB"
+    assert drive.logical_block_bytes == 4096
+    assert any("losetup --direct-io=on /dev/loop7" in warning for warning in warnings(drive))
+
+
+def test_a_loop_on_itself_ends(machine: Machine) -> None:
+    where = machine.mount("/round", "7:1", "ext4", "/dev/loop1")
+    machine.block("devices/virtual/block/loop1", "7:1")
+    machine.write("devices/virtual/block/loop1/loop", backing_file=where / "self.img")
+    assert machine.describe(where).physical_devices == ()
+
+
+def test_virtio_disk_has_no_model_and_its_flag_of_rotation_is_not_believed(machine: Machine) -> None:
+    machine.write("devices/pci0000:00/0000:00:02.0", numa_node=-1, vendor="0x1af4", current_link_speed="2.5 GT/s PCIe", current_link_width=1)
+    disk = machine.block("devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "254:0")
+    machine.queue(disk, scheduler="none [mq-deadline] kyber bfq", rotational=1, max_sectors_kb=4096, nr_requests=256)
+    drive = machine.describe(machine.mount("/", "254:0", "ext4", "/dev/vda", superblock="rw,discard"))
+    assert (drive.device, drive.model, drive.name) == ("/dev/vda", "", "vda")
+    assert (drive.scheduler, drive.rotational, drive.numa_node) == ("mq-deadline", True, None)
+    assert (drive.pcie_link, drive.link_bytes_per_second) == (None, None)
+    told = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert [warning for warning in told if "nodiscard" in warning] == told
+
+
+def test_emulated_nvme_has_no_link(machine: Machine) -> None:
+    machine.nvme(0, model="QEMU NVMe Ctrl", speed="2.5 GT/s PCIe", width=1)
+    machine.write(f"{PCI}/0000:01:00.0", vendor="0x1b36")
+    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    assert (drive.model, drive.pcie_link, drive.link_bytes_per_second) == ("QEMU NVMe Ctrl", None, None)
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "link", "bytes_per_second"),
+    [
+        ("2.5 GT/s PCIe", 1, "2.5 GT/s x1", 250_000_000),
+        ("8.0 GT/s PCIe", 4, "8.0 GT/s x4", 3_938_461_538),
+        ("8 GT/s", 2, "8.0 GT/s x2", 1_969_230_769),
+        ("32.0 GT/s PCIe", 4, "32.0 GT/s x4", 15_753_846_153),
+        ("64.0 GT/s PCIe", 4, "64.0 GT/s x4", 29_500_000_000),
+        ("Unknown", 4, None, None),
+        ("16.0 GT/s PCIe", 0, None, None),
+        ("16.0 GT/s PCIe", 63, None, None),
+        ("16.0 GT/s PCIe", "", None, None),
+    ],
+)
+def test_pcie_link(machine: Machine, speed: str, width: object, link: str | None, bytes_per_second: int | None) -> None:
+    machine.nvme(0, speed=speed, width=width)
+    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    assert (drive.pcie_link, drive.link_bytes_per_second) == (link, bytes_per_second)
+
+
+def test_native_multipath_hides_the_controller_beside_the_disk(machine: Machine) -> None:
+    controller = machine.write(f"{PCI}/0000:01:00.0/nvme/nvme0", transport="pcie", model="Made-Up Enterprise", firmware_rev="GDC5")
+    machine.write(f"{PCI}/0000:01:00.0", current_link_speed="16.0 GT/s PCIe", current_link_width=4, numa_node=1, vendor="0x144d")
+    subsystem = machine.write("devices/virtual/nvme-subsystem/nvme-subsys0", model="Made-Up Enterprise", firmware_rev="GDC5")
+    (subsystem / "nvme0").symlink_to(os.path.relpath(controller, subsystem))
+    disk = machine.block("devices/virtual/nvme-subsystem/nvme-subsys0/nvme0n1", "259:1")
+    machine.queue(disk, scheduler="[none]")
+    drive = machine.describe(machine.mount("/local_nvme", "259:1", "xfs", "/dev/nvme0n1"))
+    assert (drive.model, drive.firmware, drive.transport) == ("Made-Up Enterprise", "GDC5", "pcie")
+    assert (drive.pcie_link, drive.numa_node) == ("16.0 GT/s x4", 1)
+
+
+def test_scsi_vendor_belongs_to_the_model(machine: Machine) -> None:
+    machine.write("devices/pci0000:00/host0/0:0:0:0", vendor="Msft    ", model="Virtual Disk    ", rev="1.0 ")
+    machine.block("devices/pci0000:00/host0/0:0:0:0/block/sdb", "8:16")
+    machine.write("devices/pci0000:00/host1/1:0:0:0", vendor="ATA     ", model="Made-Up SATA SSD", rev="2B6Q")
+    machine.block("devices/pci0000:00/host1/1:0:0:0/block/sdc", "8:32")
+    assert machine.describe(machine.mount("/one", "8:16", "ext4", "/dev/sdb")).model == "Msft Virtual Disk"
+    second = machine.describe(machine.mount("/two", "8:32", "ext4", "/dev/sdc"))
+    assert (second.model, second.firmware) == ("Made-Up SATA SSD", "2B6Q")
+
+
+def test_btrfs_is_found_by_its_source_with_all_its_devices(machine: Machine) -> None:
+    first, second = machine.partition(machine.nvme(0), 2), machine.nvme(1)
+    devices = machine.write("fs/btrfs/1b4e28ba/devices")
+    for member in (first, second):
+        (devices / member.name).symlink_to(os.path.relpath(member, devices))
+    where = machine.mount("/local_nvme", "0:43", "btrfs", "/dev/nvme0n1p2", superblock="rw,ssd,discard=async,subvol=/@scratch")
+    drive = machine.describe(where)
+    assert drive.device == "/dev/nvme0n1p2"
+    assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
+    drive = dataclasses.replace(drive, size_bytes=100, free_bytes=50)
+    told = warnings(drive)
+    assert [warning for warning in told if "chattr +C" in warning] == told
+    assert warnings(dataclasses.replace(drive, mount_options=(*drive.mount_options, "nodatacow"))) == []
+
+
+def test_btrfs_on_a_mapped_device_is_found_by_its_mapped_name(machine: Machine) -> None:
+    machine.block("devices/virtual/block/dm-4", "254:4", slaves=(machine.nvme(0),))
+    machine.write("devices/virtual/block/dm-4/dm", name="made-up-luks-name", uuid="CRYPT-LUKS2-00")
+    drive = machine.describe(machine.mount("/local_nvme", "0:44", "btrfs", "/dev/mapper/made-up-luks-name"))
+    assert (drive.device, drive.layers, drive.physical_devices) == ("/dev/mapper/made-up-luks-name", ("dm-crypt",), ("/dev/nvme0n1",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "memory", "network", "said"),
+    [
+        ("nfs4", "filer:/export/scratch", False, True, "network filesystem"),
+        ("fuse.sshfs", "me@host:/data", False, True, "network filesystem"),
+        ("virtiofs", "shared", False, True, "network filesystem"),
+        ("tmpfs", "tmpfs", True, False, "held in memory"),
+        ("ramfs", "none", True, False, "held in memory"),
+        ("overlay", "overlay", False, False, "docker run -v"),
+        ("zfs", "tank/scratch", False, False, "copies on write"),
+    ],
+)
+def test_filesystems_without_a_device(machine: Machine, kind: str, source: str, memory: bool, network: bool, said: str) -> None:
+    drive = machine.describe(machine.mount("/local_nvme", "0:60", kind, source))
+    assert (drive.device, drive.filesystem, drive.model) == (source, kind, "")
+    assert (drive.is_memory, drive.is_network) == (memory, network)
+    assert drive.physical_devices == ()
+    told = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert [warning for warning in told if said in warning] == told
+
+
+def test_compressed_memory_disk_is_memory(machine: Machine) -> None:
+    machine.block("devices/virtual/block/zram0", "253:0")
+    assert machine.describe(machine.mount("/local_nvme", "253:0", "ext4", "/dev/zram0")).is_memory
+
+
+def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
+    drive = describe(tmp_path, proc=tmp_path / "no-proc", sys=tmp_path / "no-sys")
+    assert (drive.path, drive.filesystem, drive.device, drive.model, drive.mount_options) == (str(tmp_path), "unknown", "unknown", "", ())
+    assert drive.size_bytes > 0
+    assert drive.name == "unknown"
+
+
+def test_missing_path_is_the_callers_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        describe(tmp_path / "absent")
+
+
+def test_this_machine() -> None:
+    drive = describe("/proc")
+    assert (drive.filesystem, drive.mount_point, drive.device) == ("proc", "/proc", "proc")
+    here = describe(Path(__file__).parent)
+    assert Path(__file__).is_relative_to(here.mount_point)
+    assert 0 <= here.free_bytes <= here.size_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rotational": True, "physical_devices": ("/dev/sda",)}, "rotating disk"),
+        ({"transport": "tcp"}, "NVMe over tcp"),
+        ({"scheduler": "mq-deadline"}, "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler"),
+        ({"mount_options": ("rw", "discard")}, "remount,nodiscard"),
+        ({"free_bytes": 9 * 10**9}, "Only 8.38 GiB of 93.1 GiB are free"),
+    ],
+)
+def test_each_warning_comes_alone_and_says_what_to_do(machine: Machine, change: dict[str, object], said: str) -> None:
+    machine.nvme(0)
+    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    sound = dataclasses.replace(drive, size_bytes=100 * 10**9, free_bytes=10 * 10**9)
+    assert warnings(sound) == []
+    (told,) = warnings(dataclasses.replace(sound, **change))  # type: ignore[arg-type]
+    assert said in told
+    assert told.endswith(".")
