@@ -38,6 +38,8 @@ class _TransferError(OffloadError):
         super().__init__(reason)
 
     def __str__(self) -> str:
+        if self.nbytes == 0:  # the file itself: opening, syncing
+            return f"{self.operation} of {self.path}: {self.reason}"
         place = f"{format_bytes(self.nbytes)} at {format_bytes(self.offset)} in {self.path}"
         return f"{self.operation} of {place}: {self.reason} ({format_bytes(self.done)} done)"
 

@@ -140,9 +140,7 @@ class Profile:
         if version != SCHEMA_VERSION:
             raise UsageError(f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again")
         try:
-            data["trials"] = tuple(
-                Trial(**{**trial, "samples": tuple((seconds, count) for seconds, count in trial["samples"])}) for trial in data["trials"]
-            )
+            data["trials"] = tuple(Trial(**{**trial, "samples": tuple((seconds, count) for seconds, count in trial["samples"])}) for trial in data["trials"])
             for group in ("best", "performance"):
                 data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
             data["chosen"] = Setting(**data["chosen"])

@@ -1,0 +1,42 @@
+#include "backend.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "failure.h"
+
+namespace nvme_offload {
+
+std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth) {
+  if (name == "libaio") return make_libaio_backend(queue_depth);
+  if (name == "posix") return make_posix_backend();
+  throw Misuse("there is no backend called " + name);
+}
+
+WakeSignal::WakeSignal() : descriptor_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (descriptor_ < 0) throw SystemFailure("open", "eventfd", errno);
+}
+
+WakeSignal::~WakeSignal() { ::close(descriptor_); }
+
+void WakeSignal::raise() noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(descriptor_, &one, sizeof one);  // fails only where the flag is up already
+}
+
+void WakeSignal::lower() noexcept {
+  std::uint64_t count = 0;
+  [[maybe_unused]] const auto taken = ::read(descriptor_, &count, sizeof count);  // fails only where the flag is down already
+}
+
+void WakeSignal::wait() noexcept {
+  pollfd entry{descriptor_, POLLIN, 0};
+  while (::poll(&entry, 1, -1) < 0 && errno == EINTR) {
+  }
+  lower();
+}
+
+}  // namespace nvme_offload

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "request.h"
+
+namespace nvme_offload {
+
+struct Settings {
+  std::string backend;
+  std::uint64_t block_size = 0;
+  std::uint32_t queue_depth = 0;
+  std::uint32_t thread_count = 0;
+  bool single_submit = false;
+  bool overlap_events = true;
+};
+
+/// What went one way (read or write) since the engine was made.
+struct DirectionStats {
+  std::uint64_t requests = 0;   // submitted
+  std::uint64_t bytes = 0;      // moved, block by block
+  std::uint64_t in_flight = 0;  // requests not yet finished
+  std::uint64_t retries = 0;    // transfers handed to the kernel again: refused, interrupted or short
+  double busy_seconds = 0;      // during which at least one request was in flight
+};
+
+struct Stats {
+  std::array<DirectionStats, 2> directions;  // by Operation
+  std::shared_ptr<Request> oldest;           // the unfinished request that was submitted first, if any
+};
+
+class Worker;
+
+/// Worker threads that move requests block by block. All public methods may be called from any thread.
+class Engine {
+ public:
+  /// Throws Unsupported, SystemFailure.
+  explicit Engine(Settings settings);
+  /// Waits for every request.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// Starts moving *nbytes* bytes between *data* and *file*; never waits for the drive. *data* must stay until the request is finished;
+  /// *owner* then appears in take_released_owners(). Throws Misuse (and *owner* stays the caller's), SystemFailure.
+  std::shared_ptr<Request> submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset, void* owner);
+
+  /// The owners of finished requests, each once.
+  std::vector<void*> take_released_owners();
+
+  /// Refuses new requests from now on.
+  void refuse_requests();
+  /// Waits until no request is unfinished, *limit* at the most. Returns whether that is so.
+  bool wait_idle(std::chrono::nanoseconds limit);
+  /// The first request that failed without anybody learning of it, if any; it counts as observed from now on.
+  std::shared_ptr<Request> take_unobserved_failure();
+
+  [[nodiscard]] Stats stats() const;
+  [[nodiscard]] const Settings& settings() const noexcept { return settings_; }
+
+ private:
+  friend class Worker;
+
+  using Requests = std::vector<std::shared_ptr<Request>>;
+
+  bool exchange(Worker& worker);
+  void take_blocks(Worker& worker);
+  void fail(Request& request, Failure failure);
+  void finish_if_exhausted(Request& request, Requests& finished);
+  std::vector<Worker*> hungry_workers();
+  [[nodiscard]] std::uint64_t queued_blocks() const;
+  void stop_workers();
+
+  const Settings settings_;
+  const std::uint64_t page_size_;
+
+  mutable std::mutex mutex_;  // guards all below, and the inner fields of unfinished requests
+  std::list<std::shared_ptr<Request>> unfinished_;
+  std::array<std::deque<Request*>, 2> queues_;  // by Operation: requests with bytes that are not cut yet
+  std::uint64_t queued_bytes_ = 0;
+  std::size_t turn_ = 0;  // the direction that goes next: neither waits behind a long queue of the other
+  std::array<DirectionStats, 2> stats_;
+  std::array<Clock::time_point, 2> busy_since_;
+  Requests failures_;
+  std::vector<void*> released_owners_;
+  bool refusing_ = false;
+  bool stopping_ = false;
+  std::condition_variable idle_;
+
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace nvme_offload

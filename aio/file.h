@@ -1,0 +1,70 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+namespace nvme_offload {
+
+enum class Access : std::uint8_t { read, write, read_write };
+
+/// Whether transfers bypass the page cache: always or an error, where the filesystem can, or never.
+enum class Direct : std::uint8_t { required, automatic, off };
+
+/// An open file, shared by its requests; its descriptors close with the last of them.
+class File {
+ public:
+  /// Opens *path*; for writing it is created (mode 0600) where missing, never truncated, and a symbolic link in the last place is refused.
+  /// Throws SystemFailure, Misuse for what is neither a regular file nor a block device, Unsupported where *direct* cannot be had.
+  static std::shared_ptr<File> open(const std::string& path, Access access, Direct direct);
+
+  /// A file without a name in *directory*, for reading and writing: gone with the last descriptor, also after kill -9.
+  static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct);
+
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  [[nodiscard]] const std::string& path() const noexcept { return path_; }
+  [[nodiscard]] bool readable() const noexcept { return access_ != Access::write; }
+  [[nodiscard]] bool writable() const noexcept { return access_ != Access::read; }
+  [[nodiscard]] bool direct() const noexcept { return direct_; }
+  /// What addresses of buffers, and offsets and lengths in the file, must be multiples of for O_DIRECT; 1 where it is not used.
+  [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
+  [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
+  [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
+
+  /// A second descriptor that goes through the page cache, opened on first use. Throws SystemFailure.
+  [[nodiscard]] int buffered_descriptor();
+
+  /// Bytes; asks the kernel. Throws SystemFailure.
+  [[nodiscard]] std::uint64_t size() const;
+
+  /// True where a write that ends at *end* would extend the file, as far as is known without asking.
+  [[nodiscard]] bool extends(std::uint64_t end) const noexcept { return end > known_size_.load(std::memory_order_relaxed); }
+
+  /// Allocates the range and extends the file to its end where it is shorter. Where the filesystem cannot preallocate, only the size is set.
+  /// Returns 0 or an errno; space taken beyond the file's end is given back on failure.
+  [[nodiscard]] int reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept;
+
+  /// Data and the metadata needed to read it are on the drive on return. Throws SystemFailure.
+  void sync();
+
+ private:
+  File(std::string path, int descriptor, Access access) : path_(std::move(path)), descriptor_(descriptor), access_(access) {}
+  void settle(Direct direct);
+
+  std::string path_;
+  int descriptor_;
+  Access access_;
+  bool direct_ = false;
+  std::uint64_t memory_alignment_ = 1;
+  std::uint64_t offset_alignment_ = 1;
+  std::atomic<std::uint64_t> known_size_{0};  // a lower bound: another process may have extended the file
+  std::mutex mutex_;                          // guards the lazily opened descriptor and serialises reserve()
+  int buffered_descriptor_ = -1;
+};
+
+}  // namespace nvme_offload

@@ -1,0 +1,45 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <new>
+
+namespace nvme_offload {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+std::size_t mapped_bytes(std::size_t nbytes) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return (nbytes + page - 1) / page * page;
+}
+
+}  // namespace
+
+Memory::Memory(std::size_t nbytes, InChild in_child) : nbytes_(nbytes) {
+  if (nbytes == 0) return;
+  const std::size_t length = mapped_bytes(nbytes);
+  if (length < nbytes || length > SIZE_MAX - kHugePage) throw std::bad_alloc();
+  // Huge pages need a start on their own boundary: map that much more and give the slack back.
+  const std::size_t slack = length >= kHugePage ? kHugePage : 0;
+  void* mapping = ::mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) throw std::bad_alloc();
+  auto* start = static_cast<std::byte*>(mapping);
+  if (slack != 0) {
+    const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(start) % kHugePage) % kHugePage;
+    if (head != 0) ::munmap(start, head);
+    if (slack - head != 0) ::munmap(start + head + length, slack - head);
+    start += head;
+    ::madvise(start, length, MADV_HUGEPAGE);  // advice: a kernel without transparent huge pages refuses it, and small pages do
+  }
+  if (in_child == InChild::absent) ::madvise(start, length, MADV_DONTFORK);
+  data_ = start;
+}
+
+Memory::~Memory() {
+  if (data_ != nullptr) ::munmap(data_, mapped_bytes(nbytes_));
+}
+
+}  // namespace nvme_offload

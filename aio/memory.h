@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace nvme_offload {
+
+/// Anonymous memory at page granularity, on huge pages where the kernel grants them, zeroed; unmapped on destruction.
+///
+/// Contiguous physical pages are what a drive wants: a block on scattered 4 KiB pages needs one entry of the scatter list for each.
+class Memory {
+ public:
+  enum class InChild { copied, absent };
+
+  Memory() = default;
+  /// *in_child*: whether a forked child gets a copy of the memory, or no mapping at all (for what only this process' kernel queues use).
+  /// Throws std::bad_alloc.
+  explicit Memory(std::size_t nbytes, InChild in_child = InChild::copied);
+  ~Memory();
+  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(nbytes_, other.nbytes_);
+    return *this;
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] std::size_t nbytes() const noexcept { return nbytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t nbytes_ = 0;
+};
+
+}  // namespace nvme_offload

@@ -1,0 +1,291 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <system_error>
+
+#include "engine.h"
+#include "failure.h"
+#include "file.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+namespace nvme_offload {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// How often a wait looks for signals: Ctrl-C ends it within this time.
+constexpr std::chrono::milliseconds kSignalInterval{50};
+
+py::object error_class(const char* name) { return py::module_::import("nvme_offload.errors").attr(name); }
+
+[[noreturn]] void raise(const py::object& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  throw py::error_already_set();
+}
+
+py::str decoded(const std::string& path) {
+  return py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
+}
+
+/// Text for *error*; a full drive and a full quota are one kind to the caller.
+py::object system_error(int error, const char* operation, const std::string& path, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t done) {
+  using py::literals::operator""_a;
+  const bool full = error == ENOSPC || error == EDQUOT;
+  return error_class(full ? "NoSpaceError" : "IOFailure")(error, std::generic_category().message(error), "operation"_a = operation, "path"_a = decoded(path),
+                                                          "offset"_a = offset, "nbytes"_a = nbytes, "done"_a = done);
+}
+
+const char* name_of(Operation operation) { return operation == Operation::read ? "read" : "write"; }
+
+[[noreturn]] void raise_failure(const Request& request) {
+  using py::literals::operator""_a;
+  const std::string& path = request.file->path();
+  if (request.failure->kind == Failure::Kind::system) {
+    raise(system_error(request.failure->error, name_of(request.operation), path, request.offset, request.nbytes, request.done));
+  }
+  raise(error_class("TruncatedError")("the file ends before that", "operation"_a = name_of(request.operation), "path"_a = decoded(path),
+                                      "offset"_a = request.offset, "nbytes"_a = request.nbytes, "done"_a = request.done));
+}
+
+/// What keeps the memory of a request alive: the exporter of a buffer, locked while the buffer is, or any object.
+struct Owner {
+  Py_buffer view{};
+  py::object object;
+
+  ~Owner() {
+    if (view.obj != nullptr) PyBuffer_Release(&view);
+  }
+};
+
+class PyRequest;
+
+/// The engine as Python holds it: who may call it, and when what Python lent it is given back.
+class PyEngine : public std::enable_shared_from_this<PyEngine> {
+ public:
+  PyEngine(std::string backend, std::uint64_t block_size, std::uint32_t queue_depth, std::uint32_t thread_count, bool single_submit, bool overlap_events)
+      : engine_(std::make_shared<Engine>(Settings{std::move(backend), block_size, queue_depth, thread_count, single_submit, overlap_events})) {}
+
+  ~PyEngine() {
+    if (engine_ == nullptr) return;
+    if (process_ != ::getpid()) {
+      // A forked child has a copy of the memory but none of the threads: nothing can be waited for, and a lock may be held for ever.
+      new std::shared_ptr<Engine>(std::move(engine_));
+      return;
+    }
+    engine_->refuse_requests();
+    {
+      const py::gil_scoped_release unlocked;
+      while (!engine_->wait_idle(std::chrono::hours{1})) {
+      }
+    }
+    release_owners(*engine_);
+  }
+
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  std::unique_ptr<PyRequest> submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
+                                    std::unique_ptr<Owner> owner);
+
+  std::unique_ptr<PyRequest> submit_buffer(bool write, const std::shared_ptr<File>& file, const py::object& buffer, std::uint64_t offset) {
+    auto owner = std::make_unique<Owner>();
+    if (PyObject_GetBuffer(buffer.ptr(), &owner->view, write ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0) throw py::error_already_set();
+    auto* data = static_cast<std::byte*>(owner->view.buf);
+    const auto nbytes = static_cast<std::uint64_t>(owner->view.len);
+    return submit(write, file, data, nbytes, offset, std::move(owner));
+  }
+
+  std::unique_ptr<PyRequest> submit_address(bool write, const std::shared_ptr<File>& file, std::uintptr_t address, std::uint64_t nbytes,
+                                            const py::object& object, std::uint64_t offset) {
+    auto owner = std::make_unique<Owner>();
+    owner->object = object;
+    return submit(write, file, reinterpret_cast<std::byte*>(address), nbytes, offset, std::move(owner));
+  }
+
+  /// Waits for every request and ends the threads; raises the first failure that nobody learned of. Does nothing in a forked child.
+  void close() {
+    if (engine_ == nullptr || process_ != ::getpid()) return;
+    const std::shared_ptr<Engine> engine = engine_;
+    engine->refuse_requests();
+    for (bool idle = false; !idle;) {
+      {
+        const py::gil_scoped_release unlocked;
+        idle = engine->wait_idle(kSignalInterval);
+      }
+      if (!idle && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    release_owners(*engine);
+    const std::shared_ptr<Request> failed = engine->take_unobserved_failure();
+    engine_.reset();
+    if (failed != nullptr) raise_failure(*failed);
+  }
+
+  [[nodiscard]] bool closed() const { return engine_ == nullptr; }
+
+  py::tuple stats() {
+    const Stats now = live()->stats();
+    py::list directions;
+    for (const DirectionStats& one : now.directions) {
+      directions.append(py::make_tuple(one.requests, one.bytes, one.in_flight, one.retries, one.busy_seconds));
+    }
+    py::object oldest = py::none();
+    if (now.oldest != nullptr) {
+      const Request& request = *now.oldest;
+      const double age = std::chrono::duration<double>(Clock::now() - request.submitted).count();
+      oldest = py::make_tuple(name_of(request.operation), decoded(request.file->path()), request.offset, request.nbytes, age);
+    }
+    return py::make_tuple(directions[0], directions[1], oldest);
+  }
+
+  /// Lets go of the memory of finished requests.
+  void release_owners() {
+    if (engine_ != nullptr && process_ == ::getpid()) release_owners(*engine_);
+  }
+
+ private:
+  static void release_owners(Engine& engine) {
+    for (void* owner : engine.take_released_owners()) delete static_cast<Owner*>(owner);
+  }
+
+  std::shared_ptr<Engine> live() const {
+    if (process_ != ::getpid()) throw Misuse("the engine belongs to the process that this one was forked from: make one here");
+    if (engine_ == nullptr) throw Misuse("the engine is closed");
+    return engine_;
+  }
+
+  std::shared_ptr<Engine> engine_;  // every call holds its own reference: another thread may close meanwhile
+  const pid_t process_ = ::getpid();
+};
+
+class PyRequest {
+ public:
+  PyRequest(std::shared_ptr<PyEngine> engine, std::shared_ptr<Request> request) : engine_(std::move(engine)), request_(std::move(request)) {}
+
+  ~PyRequest() { engine_->release_owners(); }
+  PyRequest(const PyRequest&) = delete;
+  PyRequest& operator=(const PyRequest&) = delete;
+
+  [[nodiscard]] bool done() const { return request_->finished(); }
+  [[nodiscard]] std::uint64_t nbytes() const { return request_->nbytes; }
+
+  std::uint64_t wait(std::optional<double> timeout_seconds) {
+    if (!request_->finished()) wait_until_finished(timeout_seconds);
+    engine_->release_owners();
+    if (request_->failure) {
+      request_->observed = true;
+      raise_failure(*request_);
+    }
+    return request_->nbytes;
+  }
+
+ private:
+  void wait_until_finished(std::optional<double> timeout_seconds) {
+    if (!request_->of_this_process()) throw Misuse("the request belongs to the process that this one was forked from: wait for it there");
+    constexpr double kLongestSeconds = 1e9;  // beyond it a deadline would overflow the clock
+    const bool limited = timeout_seconds.has_value() && *timeout_seconds < kLongestSeconds;
+    const Clock::time_point deadline =
+        limited ? Clock::now() + std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(std::max(0.0, *timeout_seconds)))
+                : Clock::time_point::max();
+    for (bool finished = false; !finished;) {
+      const nanoseconds left = limited ? deadline - Clock::now() : nanoseconds::max();
+      {
+        const py::gil_scoped_release unlocked;
+        finished = request_->wait_for(std::clamp<nanoseconds>(left, nanoseconds{0}, kSignalInterval));
+      }
+      if (finished) return;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (limited && Clock::now() >= deadline) {
+        const std::string text = std::string(name_of(request_->operation)) + " in " + request_->file->path() + " is not done within " +
+                                 py::cast<std::string>(py::str(py::float_(*timeout_seconds))) + " s; it goes on";
+        raise(error_class("WaitTimeout")(decoded(text)));
+      }
+    }
+  }
+
+  std::shared_ptr<PyEngine> engine_;
+  std::shared_ptr<Request> request_;
+};
+
+std::unique_ptr<PyRequest> PyEngine::submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
+                                            std::unique_ptr<Owner> owner) {
+  const std::shared_ptr<Engine> engine = live();
+  release_owners(*engine);
+  if (write ? !file->writable() : !file->readable()) {
+    throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
+  }
+  auto request = engine->submit(write ? Operation::write : Operation::read, file, data, nbytes, offset, owner.get());
+  (void)owner.release();
+  return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
+}
+
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const SystemFailure& failure) {
+    const py::object exception = system_error(failure.error, failure.operation.c_str(), failure.path, 0, 0, 0);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  } catch (const Misuse& misuse) {
+    PyErr_SetObject(error_class("UsageError").ptr(), decoded(misuse.what()).ptr());
+  } catch (const Unsupported& unsupported) {
+    PyErr_SetObject(error_class("UnsupportedError").ptr(), decoded(unsupported.what()).ptr());
+  }
+}
+
+}  // namespace
+}  // namespace nvme_offload
+
+PYBIND11_MODULE(_aio, module) {
+  using namespace nvme_offload;
+  using py::literals::operator""_a;
+  module.doc() = "The C++ core. Its interface is private: use nvme_offload.engine.";
+  py::register_exception_translator(translate);
+
+  py::class_<Memory>(module, "Memory", py::buffer_protocol())
+      .def(py::init([](std::size_t nbytes) { return std::make_unique<Memory>(nbytes); }), "nbytes"_a)
+      .def_buffer([](Memory& memory) { return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()), static_cast<py::ssize_t>(memory.nbytes())); });
+
+  py::enum_<Access>(module, "Access").value("READ", Access::read).value("WRITE", Access::write).value("READ_WRITE", Access::read_write);
+  py::enum_<Direct>(module, "Direct").value("REQUIRED", Direct::required).value("AUTOMATIC", Direct::automatic).value("OFF", Direct::off);
+
+  py::class_<File, std::shared_ptr<File>>(module, "File")
+      .def_static("open", &File::open, "path"_a, "access"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
+      .def_static("open_anonymous", &File::open_anonymous, "directory"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "reserve",
+          [](File& file, std::uint64_t nbytes) {
+            int error = 0;
+            {
+              const py::gil_scoped_release unlocked;
+              error = file.reserve(0, nbytes);
+            }
+            if (error != 0) raise(system_error(error, "preallocate", file.path(), 0, nbytes, 0));
+          },
+          "nbytes"_a)
+      .def("sync", &File::sync, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("path", [](const File& file) { return decoded(file.path()); })
+      .def_property_readonly("size", &File::size)
+      .def_property_readonly("direct", &File::direct)
+      .def_property_readonly("memory_alignment", &File::memory_alignment)
+      .def_property_readonly("offset_alignment", &File::offset_alignment);
+
+  py::class_<PyRequest>(module, "Request")
+      .def("done", &PyRequest::done)
+      .def("wait", &PyRequest::wait, "timeout_seconds"_a = py::none())
+      .def_property_readonly("nbytes", &PyRequest::nbytes);
+
+  py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
+      .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool>(), "backend"_a, "block_size"_a, "queue_depth"_a, "thread_count"_a,
+           "single_submit"_a, "overlap_events"_a)
+      .def("submit_buffer", &PyEngine::submit_buffer, "write"_a, "file"_a, "buffer"_a, "offset"_a)
+      .def("submit_address", &PyEngine::submit_address, "write"_a, "file"_a, "address"_a, "nbytes"_a, "owner"_a, "offset"_a)
+      .def("close", &PyEngine::close)
+      .def_property_readonly("closed", &PyEngine::closed)
+      .def("stats", &PyEngine::stats);
+}

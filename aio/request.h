@@ -1,0 +1,145 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "file.h"
+
+namespace nvme_offload {
+
+enum class Operation : std::uint8_t { read = 0, write = 1 };
+
+using Clock = std::chrono::steady_clock;
+
+/// Why a request did not move every byte.
+struct Failure {
+  enum class Kind : std::uint8_t { system, truncated };
+  Kind kind;
+  int error = 0;  // errno, for Kind::system
+};
+
+/// One read or write of one buffer.
+///
+/// Its life: submitted -> (cut into blocks, which workers move) -> finished, once and for good, with every byte moved or with a failure.
+/// Up to then only the engine touches the fields of the second group, under its mutex; from then on nobody changes anything.
+class Request {
+ public:
+  Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, void* owner_)
+      : operation(operation_), file(std::move(file_)), data(data_), nbytes(nbytes_), offset(offset_), owner(owner_) {}
+
+  const Operation operation;
+  const std::shared_ptr<File> file;
+  std::byte* const data;
+  const std::uint64_t nbytes;
+  const std::uint64_t offset;
+  void* const owner;  // what keeps *data* alive; the engine hands it back when the request is finished
+  const Clock::time_point submitted = Clock::now();
+
+  std::uint64_t cut = 0;          // bytes already handed out in blocks
+  std::uint64_t done = 0;         // bytes moved
+  std::uint32_t outstanding = 0;  // blocks with a worker, or the request itself while one reserves its space
+  bool reserved = false;          // the file reaches to the end of this write
+  std::optional<Failure> failure;
+  std::list<std::shared_ptr<Request>>::iterator place;  // in the engine's list of unfinished requests
+
+  /// Nothing more will happen to it.
+  [[nodiscard]] bool exhausted() const noexcept { return outstanding == 0 && (cut == nbytes || failure); }
+
+  void finish() {
+    {
+      const std::lock_guard lock(mutex_);
+      finished_.store(true, std::memory_order_release);
+    }
+    changed_.notify_all();
+  }
+
+  [[nodiscard]] bool finished() const noexcept { return finished_.load(std::memory_order_acquire); }
+
+  /// Waits until it is finished, *limit* at the most. Returns whether it is.
+  bool wait_for(std::chrono::nanoseconds limit) {
+    if (finished()) return true;
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, limit, [this] { return finished(); });
+  }
+
+  /// Set when somebody learned of the failure, so that close() need not report it.
+  std::atomic<bool> observed{false};
+
+  /// A forked child has the memory of a request but not the threads that would finish it.
+  [[nodiscard]] bool of_this_process() const noexcept { return process_ == ::getpid(); }
+
+ private:
+  const pid_t process_ = ::getpid();
+  std::atomic<bool> finished_{false};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+/// How a block reaches the file.
+enum class Route : std::uint8_t {
+  direct,    // between the caller's memory and the file as they lie
+  bounced,   // through a buffer of the worker's, which the drive's alignment allows
+  buffered,  // through the page cache
+};
+
+/// The next part of a request to hand to the kernel: *nbytes* bytes, *begin* bytes into the request.
+struct Block {
+  Request* request = nullptr;
+  std::uint64_t begin = 0;
+  std::uint64_t nbytes = 0;
+  Route route = Route::direct;
+};
+
+/// Cuts the next block of at most *block_size* bytes off *request*; *page_size* is that of the page cache.
+///
+/// Unaligned edges of a read are read with the rest of their sector into a bounce buffer, which harms nobody. Edges of a write go through the
+/// page cache, which merges them with what else the page holds. They extend to the whole page: direct and cached writes to one page at a
+/// time would overwrite each other.
+inline Block cut_block(const Request& request, std::uint64_t block_size, std::uint64_t page_size) {
+  Block block;
+  block.request = const_cast<Request*>(&request);
+  block.begin = request.cut;
+  const std::uint64_t left = request.nbytes - request.cut;
+  const File& file = *request.file;
+  if (!file.direct()) {
+    block.nbytes = std::min(left, block_size);
+    block.route = Route::buffered;
+    return block;
+  }
+  const bool reading = request.operation == Operation::read;
+  const std::uint64_t granule = reading ? file.offset_alignment() : std::max(file.offset_alignment(), page_size);
+  block_size = std::max(block_size, granule);
+  const std::uint64_t position = request.offset + request.cut;
+  const std::uint64_t head = (granule - position % granule) % granule;
+  const bool has_body = left >= head + granule;
+  const auto address = reinterpret_cast<std::uintptr_t>(request.data + request.cut + head);
+  const bool aligned = address % file.memory_alignment() == 0;
+  const std::uint64_t body = std::min(left, block_size) / granule * granule;
+
+  if (reading && has_body && aligned) {
+    block.nbytes = head == 0 ? body : head;
+    block.route = head == 0 ? Route::direct : Route::bounced;
+  } else if (reading) {  // all of it has to be copied, edges too
+    block.nbytes = std::min(left, head == 0 ? block_size : block_size - granule + head);
+    block.route = Route::bounced;
+  } else if (head == 0 && has_body) {
+    block.nbytes = body;
+    block.route = aligned ? Route::direct : Route::bounced;
+  } else {
+    block.nbytes = head == 0 ? left : std::min(left, head);
+    block.route = Route::buffered;
+  }
+  return block;
+}
+
+}  // namespace nvme_offload

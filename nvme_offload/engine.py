@@ -1,0 +1,330 @@
+"""The engine: moves tensors and buffers between memory and files, asynchronously."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import operator
+import os
+import warnings
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Union
+
+from . import _aio
+from .config import AioConfig
+from .errors import OffloadError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from _typeshed import ReadableBuffer
+
+    Buffer = torch.Tensor | ReadableBuffer  # a contiguous tensor on the CPU, or whatever has the buffer protocol
+
+StrPath = Union[str, "os.PathLike[str]"]
+
+_ACCESS = {"r": _aio.Access.READ, "w": _aio.Access.WRITE, "rw": _aio.Access.READ_WRITE}
+_DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _aio.Direct.OFF}
+
+
+def allocate(nbytes: int) -> memoryview:
+    """Memory that a drive likes: zeroed, aligned to pages, on huge pages where the kernel grants them.
+
+    Shapes: one dimension of *nbytes* unsigned bytes; `numpy.frombuffer` and `torch.frombuffer` make arrays of it.
+    Lifetime: freed when the last view, array or request on it is gone.
+    Raises: MemoryError; UsageError when *nbytes* is negative.
+    Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
+    """
+    return memoryview(_aio.Memory(_count("nbytes", nbytes)))
+
+
+class File:
+    """A file opened once and used by many requests; made by `Engine.open` and `Engine.open_anonymous`.
+
+    Lifetime: `close` refuses further requests; those under way finish, and the descriptor closes after the last of them.
+    """
+
+    def __init__(self, opened: _aio.File) -> None:
+        self._opened: _aio.File | None = opened
+        self._path = opened.path
+
+    @property
+    def path(self) -> str:
+        """The path as it was given."""
+        return self._path
+
+    @property
+    def size(self) -> int:
+        """Bytes, as the kernel says now."""
+        return self._live().size
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self._live().direct
+
+    @property
+    def memory_alignment(self) -> int:
+        """Bytes that a buffer's address should be a multiple of, to be moved without a copy; 1 where O_DIRECT is not used."""
+        return self._live().memory_alignment
+
+    @property
+    def offset_alignment(self) -> int:
+        """Bytes that offsets and sizes should be multiples of, to bypass the page cache whole; 1 where O_DIRECT is not used."""
+        return self._live().offset_alignment
+
+    def sync(self) -> None:
+        """Return when everything written by finished requests would survive a loss of power.
+
+        Raises: IOFailure. Source: fdatasync(2).
+        """
+        self._live().sync()
+
+    def close(self) -> None:
+        """Refuse further requests; a second call does nothing."""
+        self._opened = None
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<File {self._path!r}{'' if self._opened else ' closed'}>"
+
+    def _live(self) -> _aio.File:
+        if self._opened is None:
+            raise UsageError(f"{self._path} is closed")
+        return self._opened
+
+
+class Ticket:
+    """The caller's handle on one read or write.
+
+    Lifetime: the request does not need it: dropping a ticket neither cancels the transfer nor frees its buffer early.
+    """
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: _aio.Request) -> None:
+        self._request = request
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes asked for."""
+        return self._request.nbytes
+
+    def done(self) -> bool:
+        """Whether the request is finished, well or not; never blocks."""
+        return self._request.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the bytes asked for once every one of them has been moved; a second call answers the same.
+
+        Units: *timeout* in seconds, None for as long as it takes.
+        Raises: IOFailure, NoSpaceError or TruncatedError when the transfer failed; WaitTimeout when it is not finished in time, which leaves
+        it going on and able to be waited for; UsageError in a process forked since.
+        """
+        return self._request.wait(timeout)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectionStats:
+    """What went one way since the engine was made.
+
+    requests: submitted. bytes: moved, counted block by block. in_flight: requests not yet finished.
+    retries: transfers that had to be handed to the kernel again (short, interrupted, refused for the moment).
+    busy_seconds: during which at least one request was in flight.
+    """
+
+    requests: int
+    bytes: int
+    in_flight: int
+    retries: int
+    busy_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingRequest:
+    """An unfinished request: *offset* and *nbytes* in bytes, *age_seconds* since it was submitted."""
+
+    operation: str
+    path: str
+    offset: int
+    nbytes: int
+    age_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counters by direction, and the unfinished request that was submitted first: an age of seconds is a drive that is stuck."""
+
+    read: DirectionStats
+    write: DirectionStats
+    oldest: PendingRequest | None
+
+
+class Engine:
+    """Worker threads that move requests block by block between memory and files.
+
+    Requests are independent: they finish in any order, and one that reads bytes which another still writes gets either. All methods may be
+    called from any thread. A process forked while an engine is live can go on without it, and makes its own if it needs one.
+
+    Lifetime: `close`, or the end of a `with` block, waits for every request. An engine that is dropped or still open when the interpreter
+    ends is closed likewise.
+    Raises: UnsupportedError when the kernel lacks the backend or has no room for its queues.
+    """
+
+    def __init__(self, config: AioConfig | None = None) -> None:
+        self.config = config or AioConfig()
+        self._core = _aio.Engine(
+            self.config.backend,
+            self.config.block_size,
+            self.config.queue_depth,
+            self.config.thread_count,
+            self.config.single_submit,
+            self.config.overlap_events,
+        )
+        self._process_id = os.getpid()
+        _open_engines.add(self)
+
+    def open(self, path: StrPath, mode: str = "r", size: int | None = None) -> File:
+        """Open a file for many requests.
+
+        *mode* is "r", "w" or "rw". For writing, a missing file is created with mode 0600, an existing one keeps its contents, and a symbolic
+        link is refused in the path's last place. *size* (bytes) allocates that much on the drive now, which makes writes faster and a full
+        drive known early.
+        Raises: IOFailure, with the errno, when the file cannot be opened; NoSpaceError when *size* does not fit; UsageError for what is neither
+        a file nor a block device; UnsupportedError when the filesystem has no O_DIRECT and the configuration wants it.
+        Source: open(2), statx(2) for the alignment, fallocate(2).
+        """
+        if mode not in _ACCESS:
+            raise UsageError(f'mode must be "r", "w" or "rw", not {mode!r}')
+        if mode == "r" and size is not None:
+            raise UsageError('a file that is opened with mode "r" cannot be given a size')
+        opened = _aio.File.open(os.fsencode(path), _ACCESS[mode], _DIRECT[self.config.direct])
+        if size is not None:
+            opened.reserve(_count("size", size))
+        return File(opened)
+
+    def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
+        """Open a file without a name on the drive of *directory*, for reading and writing, with *size* bytes allocated.
+
+        Lifetime: its space is free again when the file is closed or the process ends, also after kill -9.
+        Raises: as `open`. Source: open(2) for O_TMPFILE.
+        """
+        opened = _aio.File.open_anonymous(os.fsencode(directory), _DIRECT[self.config.direct])
+        opened.reserve(_count("size", size))
+        return File(opened)
+
+    def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0) -> Ticket:
+        """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds.
+
+        Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous and writable.
+        Lifetime: the buffer's memory is held until the request is finished; do not use its contents before.
+        Raises: UsageError at once; IOFailure at once when a path cannot be opened; from `Ticket.wait` IOFailure, and TruncatedError where the
+        file ends too early.
+        Source: io_submit(2).
+        """
+        return self._submit(False, buffer, file, offset)
+
+    def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0) -> Ticket:
+        """Start writing *buffer* to *file*, from *offset* bytes into it; other bytes of the file stay as they are.
+
+        Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous.
+        Lifetime: the buffer's memory is held until the request is finished; do not change its contents before. Finished means that every
+        reader sees the bytes; that they survive a loss of power takes `File.sync`.
+        Raises: as `read`; from `Ticket.wait` also NoSpaceError.
+        Source: io_submit(2).
+        """
+        return self._submit(True, buffer, file, offset)
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made; cheap enough to poll. Raises: UsageError when the engine is closed."""
+        read, write, oldest = self._core.stats()
+        return EngineStats(DirectionStats(*read), DirectionStats(*write), oldest and PendingRequest(*oldest))
+
+    def close(self) -> None:
+        """Wait for every request and end the threads; a second call does nothing, nor does one in a forked child.
+
+        Raises: the first error of a request that nobody waited for.
+        """
+        _open_engines.discard(self)
+        self._core.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)  # absent where __init__ raised
+        if core is not None and not core.closed and os.getpid() == self._process_id:
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
+
+    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int) -> Ticket:
+        offset = _count("offset", offset)
+        opened = file if isinstance(file, File) else self.open(file, "w" if write else "r")
+        if _is_tensor(buffer):
+            address, nbytes, owner = _tensor_memory(buffer)
+            return Ticket(self._core.submit_address(write, opened._live(), address, nbytes, owner, offset))
+        try:
+            return Ticket(self._core.submit_buffer(write, opened._live(), buffer, offset))
+        except (BufferError, TypeError) as error:
+            use = "contiguous" if write else "contiguous and writable"
+            raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} must be a whole number of bytes, not {value!r}") from None
+    if not 0 <= count < 1 << 63:
+        raise UsageError(f"{name} must be a number of bytes from 0 to 2**63 - 1, not {count}")
+    return count
+
+
+def _is_tensor(buffer: object) -> bool:
+    return hasattr(buffer, "untyped_storage") and hasattr(buffer, "data_ptr")
+
+
+def _tensor_memory(tensor: Any) -> tuple[int, int, object]:
+    """Address, bytes, and what keeps them alive: the storage, since the tensor itself can be pointed elsewhere (`tensor.data = ...`)."""
+    if tensor.device.type != "cpu":
+        raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
+    if tensor.layout != _torch_strided() or not tensor.is_contiguous():
+        raise UsageError("the tensor is not contiguous: pass tensor.contiguous(), or read into a contiguous one and copy")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError("the tensor is a conjugate or negative view, whose memory holds other numbers: pass tensor.resolve_conj().resolve_neg()")
+    return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+
+
+def _torch_strided() -> object:
+    import torch
+
+    return torch.strided
+
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_open_engines() -> None:
+    """Let every transfer finish before the interpreter takes its memory away."""
+    failures = []
+    for engine in list(_open_engines):
+        try:
+            engine.close()
+        except OffloadError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+atexit.register(_close_open_engines)
