@@ -1,0 +1,43 @@
+# Every target sets up what it needs (tools/setup-env): system headers, .venv, torch, the built package. A second run is quick.
+
+DIR ?= $(CURDIR)
+ARGS ?=
+export PYTHON TORCH
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
+ENGINE_TESTS = $(wildcard tests/unit/test_engine*.py tests/property tests/faults)
+
+.PHONY: help sweep test build lint format asan tsan clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+sweep: ## tune the drive under DIR (default: this directory); more options of nvme-sweep in ARGS
+	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
+
+test: ## run all tests; more options of pytest in ARGS
+	@python=$$(tools/setup-env test) && exec "$$python" -m pytest $(ARGS)
+
+build: ## build the package into .venv
+	@tools/setup-env >/dev/null
+
+lint: ## ruff, mypy, clang-format, and a compile where every warning is an error
+	@python=$$(tools/setup-env test) && bin=$$(dirname "$$python") && \
+	$$bin/ruff check . && $$bin/ruff format --check . && $$bin/mypy && \
+	$$bin/clang-format --dry-run -Werror $(CXX_FILES) && \
+	NVME_OFFLOAD_WERROR=1 $$bin/pip --disable-pip-version-check wheel -q --no-deps -w build/lint . && echo "lint: all clean"
+
+format: ## rewrite the sources as ruff and clang-format want them
+	@python=$$(tools/setup-env test) && bin=$$(dirname "$$python") && \
+	$$bin/ruff check --fix . ; $$bin/ruff format . && $$bin/clang-format -i $(CXX_FILES)
+
+asan: ## run the engine tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/sanitized-tests address,undefined $(ENGINE_TESTS) $(ARGS)
+
+tsan: ## run the engine tests under ThreadSanitizer
+	@tools/sanitized-tests thread $(ENGINE_TESTS) $(ARGS)
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv build dist *.egg-info nvme_offload/_aio.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

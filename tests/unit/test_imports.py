@@ -1,0 +1,135 @@
+"""Who may import whom, and that importing stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "nvme_offload"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
+PURE = {"config", "drive", "ds_config", "errors", "profile", "units"}
+MAY_IMPORT = {
+    "__init__": PURE | {"engine"},
+    **dict.fromkeys(PURE, PURE),
+    "engine": PURE | {"_aio"},
+    "report": PURE,
+    "sweep": PURE | {"engine", "report"},
+}
+# Slow to import, or not always there: imported where they are used, never when a module is loaded.
+LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    name: str
+    line: int
+    when_loaded: bool
+
+    @property
+    def root(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def part(self) -> str:
+        """The part of this package that is imported; "__init__" for the package itself."""
+        return self.name.split(".")[1] if "." in self.name else "__init__"
+
+
+def imports_of(source: str, module: str) -> Iterator[Import]:
+    """Every import in *source*, the text of *module* ("nvme_offload.sweep.cli"), except those made for type checkers only."""
+    package = module.split(".")[:-1]
+
+    def walk(node: ast.AST, when_loaded: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, when_loaded)
+        if isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*start, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                yield Import(f"{origin}.{alias.name}", node.lineno, when_loaded)
+        inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, when_loaded and not inside_function)
+
+    yield from walk(ast.parse(source), True)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_in(path: Path) -> list[Import]:
+    module = ".".join(("nvme_offload", *path.relative_to(PACKAGE).with_suffix("").parts))
+    return list(imports_of(path.read_text(encoding="utf-8"), module))
+
+
+each_module = pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in MODULES])
+
+
+@each_module
+def test_a_part_imports_only_the_parts_that_it_may(path):
+    part = part_of(path)
+    assert part in MAY_IMPORT, f"{part} is new: give it a row in MAY_IMPORT"
+    # The package itself is its version, which everyone may ask for.
+    allowed = MAY_IMPORT[part] | {part, "__init__", "__version__"}
+    assert [found for found in imports_in(path) if found.root == "nvme_offload" and found.part not in allowed] == []
+
+
+@each_module
+def test_what_is_slow_is_imported_where_it_is_used(path):
+    assert [found for found in imports_in(path) if found.when_loaded and found.root in LAZY] == []
+
+
+@pytest.mark.parametrize("part", sorted(PURE))
+def test_a_pure_module_needs_only_the_standard_library(part):
+    outside = [found for found in imports_in(PACKAGE / f"{part}.py") if found.root not in {"nvme_offload", *sys.stdlib_module_names}]
+    assert outside == []
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) == "sweep"], ids=lambda path: path.name)
+def test_the_sweep_never_needs_torch(path):
+    assert [found for found in imports_in(path) if found.root == "torch"] == []
+
+
+@pytest.mark.parametrize("module", ["nvme_offload", "nvme_offload.sweep.cli"])
+def test_loading_stays_light(module):
+    code = f"import {module}, sys; print(*sorted({{'torch', 'pandas', 'matplotlib', 'numpy', 'deepspeed'}} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.split() == []
+
+
+def test_every_way_to_write_an_import_is_seen():
+    source = """
+import torch.nn as nn
+from typing import TYPE_CHECKING
+from . import space
+from ..engine import Engine
+from .. import __version__
+from nvme_offload import drive
+if TYPE_CHECKING:
+    import pandas
+def draw():
+    import matplotlib.pyplot
+"""
+    found = [(item.name, item.when_loaded) for item in imports_of(source, "nvme_offload.sweep.cli")]
+    assert found == [
+        ("torch.nn", True),
+        ("typing.TYPE_CHECKING", True),
+        ("nvme_offload.sweep.space", True),
+        ("nvme_offload.engine.Engine", True),
+        ("nvme_offload.__version__", True),
+        ("nvme_offload.drive", True),
+        ("matplotlib.pyplot", False),
+    ]
+    assert [Import(name, 1, True).part for name in ("nvme_offload", "nvme_offload.engine.Engine")] == ["__init__", "engine"]
