@@ -1,0 +1,127 @@
+"""What a newcomer meets: the README's commands, the set-up behind them, and the build's one line where a header is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+import nvme_offload
+
+ROOT = Path(__file__).parents[2]
+
+
+def quick_start_commands() -> list[tuple[str, str]]:
+    """The fenced blocks under "Quick start", each as (language, text)."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Quick start\n")[1].split("\n## ")[0]
+    return re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+def test_the_quick_start_is_two_shell_commands():
+    assert quick_start_commands() == [("sh", "make sweep\n"), ("sh", "make test\n")]
+
+
+@pytest.fixture
+def small_project(tmp_path):
+    """A project with our .ci/run and a README of its own."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+
+    def write(second_command: str) -> Path:
+        (tmp_path / "README.md").write_text(
+            f"# x\n```sh\nexit 9\n```\n## Quick start\n```sh\nexit 8\n```\ntext\n```sh\n{second_command}\n```\n## More\n```sh\nexit 7\n```\n"
+        )
+        return tmp_path / ".ci" / "run"
+
+    return write
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ci_runs_the_second_command_and_exits_as_it_does(small_project, code):
+    done = subprocess.run([small_project(f"pwd\n(exit {code})")], capture_output=True, text=True, cwd="/")
+    assert (done.returncode, done.stderr) == (code, "")
+    assert Path(done.stdout.strip()).samefile(small_project("").parents[1])
+
+
+def test_ci_stops_at_the_first_failure_of_the_command(small_project):
+    done = subprocess.run([small_project("false\necho went on")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_ci_says_when_there_is_no_command(small_project):
+    done = subprocess.run([small_project("")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "README.md has no second command under 'Quick start'\n")
+
+
+def test_bare_make_lists_every_target():
+    listing = subprocess.run(["make"], capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "MAKEFLAGS": ""}).stdout
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert re.findall(r"^  make (\S+) +\S", listing, re.MULTILINE) == phony
+
+
+@pytest.fixture
+def compiler_without(tmp_path):
+    """A compiler that finds every header but one."""
+
+    def write(header: str) -> str:
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\ncase $(cat) in *'<{header}>'*) exit 1 ;; esac\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("libaio.h", "nvme-offload: libaio.h not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"),
+        ("string", "nvme-offload: no working C++ compiler; install g++ (Debian, Ubuntu) or gcc-c++ (Fedora, RHEL), or set CXX"),
+    ],
+)
+def test_a_build_without_what_it_needs_ends_in_one_line(compiler_without, header, line):
+    pytest.importorskip("setuptools", reason="setuptools is not installed in this environment")
+    environment = {**os.environ, "CXX": compiler_without(header)}
+    done = subprocess.run([sys.executable, "setup.py", "build_ext"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line + "\n")
+
+
+def test_set_up_leaves_the_users_torch_alone(tmp_path):
+    """.venv sees a torch that the user's environment has, and pip is not asked for another."""
+    venv.create(tmp_path / "mine")
+    packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "mine"), "platbase": str(tmp_path / "mine")})
+    (Path(packages) / "torch.py").write_text("mine = True\n")
+    project = tmp_path / "project"
+    for name in ("tools/setup-env", "pyproject.toml", "setup.py", "nvme_offload/__init__.py", "aio/module.cpp"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, project / name)
+
+    # Without an index pip cannot go on to build the package: the set-up ends there, after torch was decided on.
+    environment = {**os.environ, "PYTHON": str(tmp_path / "mine/bin/python"), "PIP_NO_INDEX": "1"}
+    environment = {name: value for name, value in environment.items() if name not in ("PIP_FIND_LINKS", "TORCH")}
+    done = subprocess.run([project / "tools/setup-env"], capture_output=True, text=True, env=environment)
+
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]
+    assert said[-2:] == [f"setup: using the torch of {tmp_path}/mine/bin/python", "setup: building nvme-offload"]
+    seen = subprocess.run([project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"], capture_output=True, text=True, check=True)
+    assert seen.stdout == f"{packages}/torch.py\n"
+
+
+def test_the_installed_package_says_what_it_is():
+    metadata = importlib.metadata.metadata("nvme-offload")
+    assert metadata["Version"] == nvme_offload.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    requirements = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert sorted(requirements) == ["click", "jinja2", "matplotlib", "numpy", "pandas", "torch"]
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="nvme-sweep")
+    assert command.value == "nvme_offload.sweep.cli:main"
