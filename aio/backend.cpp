@@ -13,6 +13,15 @@ namespace nvme_offload {
 std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth) {
   if (name == "libaio") return make_libaio_backend(queue_depth);
   if (name == "posix") return make_posix_backend();
+  if (name == "io_uring") {
+#ifdef NVME_OFFLOAD_HAVE_URING
+    return make_uring_backend(queue_depth);
+#else
+    throw Unsupported(
+        "this build has no io_uring: install liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora, RHEL) and install nvme-offload again, or use "
+        "backend=\"libaio\"");
+#endif
+  }
   throw Misuse("there is no backend called " + name);
 }
 

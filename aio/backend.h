@@ -13,7 +13,8 @@ namespace nvme_offload {
 /// One call of pread or pwrite, as the kernel is to carry it out.
 struct Transfer {
   Operation operation = Operation::read;
-  int descriptor = -1;
+  const std::shared_ptr<File>* file = nullptr;  // the request's: valid until the transfer completes
+  int descriptor = -1;                          // one of the file's
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   std::uint64_t offset = 0;
@@ -50,6 +51,9 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
 
 std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth);
 std::unique_ptr<Backend> make_posix_backend();
+#ifdef NVME_OFFLOAD_HAVE_URING
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth);
+#endif
 
 /// An eventfd: a flag that another thread raises, and that a kernel queue can wait for beside its completions.
 class WakeSignal {

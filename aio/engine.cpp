@@ -126,11 +126,8 @@ class Worker {
       for (const std::uint32_t index : accepted_) prepare(index);
       accepted_.clear();
       submit_ready();
-      if (reserving != nullptr) {
-        reserve();
-      } else {
-        reap();
-      }
+      reap();
+      if (reserving != nullptr) reserve();
     }
   }
 
@@ -163,6 +160,7 @@ class Worker {
     }
     slot.transfer.operation = request.operation;
     slot.transfer.slot = index;
+    slot.transfer.file = &request.file;
     // Opened at submission where a block can take this route, so this cannot fail here.
     slot.transfer.descriptor = block.route == Route::buffered ? file.buffered_descriptor() : file.descriptor();
     offer(slot);
@@ -231,7 +229,7 @@ class Worker {
     longest_stall_ = 0;
     const bool nothing_to_do = in_flight_ > 0 ? may_sleep || room() == 0 || !ready_.empty() : may_sleep && ready_.empty();
     completions_.clear();
-    if (backend_->reap(completions_, nothing_to_do && retired.empty()) != 0) std::this_thread::sleep_for(kLongestPause);
+    if (backend_->reap(completions_, nothing_to_do && retired.empty() && reserving == nullptr) != 0) std::this_thread::sleep_for(kLongestPause);
     in_flight_ -= completions_.size();
     for (const Completion& completion : completions_) judge(slots_[completion.slot], completion.result);
   }
@@ -289,8 +287,11 @@ class Worker {
 };
 
 Engine::Engine(Settings settings) : settings_(std::move(settings)), page_size_(static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))) {
+  const auto script = settings_.faults.empty() ? nullptr : std::make_shared<FaultScript>(settings_.faults);
   for (std::uint32_t i = 0; i < settings_.thread_count; ++i) {
-    workers_.push_back(std::make_unique<Worker>(*this, make_backend(settings_.backend, settings_.queue_depth)));
+    auto backend = make_backend(settings_.backend, settings_.queue_depth);
+    if (script != nullptr) backend = make_fault_backend(std::move(backend), script);
+    workers_.push_back(std::make_unique<Worker>(*this, std::move(backend)));
   }
   try {
     for (auto& worker : workers_) worker->start();

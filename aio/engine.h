@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "backend_fault.h"
 #include "request.h"
 
 namespace nvme_offload {
@@ -24,6 +25,7 @@ struct Settings {
   std::uint32_t thread_count = 0;
   bool single_submit = false;
   bool overlap_events = true;
+  std::vector<Fault> faults;  // for tests
 };
 
 /// What went one way (read or write) since the engine was made.

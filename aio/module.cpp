@@ -69,8 +69,10 @@ class PyRequest;
 /// The engine as Python holds it: who may call it, and when what Python lent it is given back.
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
-  PyEngine(std::string backend, std::uint64_t block_size, std::uint32_t queue_depth, std::uint32_t thread_count, bool single_submit, bool overlap_events)
-      : engine_(std::make_shared<Engine>(Settings{std::move(backend), block_size, queue_depth, thread_count, single_submit, overlap_events})) {}
+  PyEngine(std::string backend, std::uint64_t block_size, std::uint32_t queue_depth, std::uint32_t thread_count, bool single_submit, bool overlap_events,
+           std::vector<Fault> faults)
+      : engine_(
+            std::make_shared<Engine>(Settings{std::move(backend), block_size, queue_depth, thread_count, single_submit, overlap_events, std::move(faults)})) {}
 
   ~PyEngine() {
     if (engine_ == nullptr) return;
@@ -254,6 +256,17 @@ PYBIND11_MODULE(_aio, module) {
   py::enum_<Access>(module, "Access").value("READ", Access::read).value("WRITE", Access::write).value("READ_WRITE", Access::read_write);
   py::enum_<Direct>(module, "Direct").value("REQUIRED", Direct::required).value("AUTOMATIC", Direct::automatic).value("OFF", Direct::off);
 
+  py::enum_<Fault::Kind>(module, "FaultKind")
+      .value("FAIL", Fault::Kind::fail)
+      .value("CUT", Fault::Kind::cut)
+      .value("REFUSE", Fault::Kind::refuse)
+      .value("DELAY", Fault::Kind::delay);
+  py::class_<Fault>(module, "Fault")
+      .def(py::init([](std::uint64_t transfer, std::uint64_t count, Fault::Kind kind, std::uint64_t value) {
+             return Fault{transfer, count, kind, value};
+           }),
+           "transfer"_a, "count"_a, "kind"_a, "value"_a);
+
   py::class_<File, std::shared_ptr<File>>(module, "File")
       .def_static("open", &File::open, "path"_a, "access"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
       .def_static("open_anonymous", &File::open_anonymous, "directory"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
@@ -281,8 +294,8 @@ PYBIND11_MODULE(_aio, module) {
       .def_property_readonly("nbytes", &PyRequest::nbytes);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
-      .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool>(), "backend"_a, "block_size"_a, "queue_depth"_a, "thread_count"_a,
-           "single_submit"_a, "overlap_events"_a)
+      .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
+           "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
       .def("submit_buffer", &PyEngine::submit_buffer, "write"_a, "file"_a, "buffer"_a, "offset"_a)
       .def("submit_address", &PyEngine::submit_address, "write"_a, "file"_a, "address"_a, "nbytes"_a, "owner"_a, "offset"_a)
       .def("close", &PyEngine::close)

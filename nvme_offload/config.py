@@ -7,7 +7,7 @@ from typing import Literal
 
 from .errors import UsageError
 
-BACKENDS = ("libaio", "posix")
+BACKENDS = ("libaio", "io_uring", "posix")
 MAX_QUEUE_DEPTH = 4096
 MAX_THREAD_COUNT = 128
 MAX_BLOCK_SIZE = 1 << 30
@@ -21,8 +21,8 @@ class AioConfig:
     block_size: bytes handed to the kernel at a time, a multiple of 4096.
     queue_depth: blocks in flight for one worker thread.
     thread_count: worker threads, each with a kernel queue of its own.
-    backend: "libaio" (Linux native AIO) or "posix" (pread and pwrite, one block at a time for each thread; any filesystem).
-    single_submit: hand blocks to the kernel one by one instead of in batches.
+    backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a time for each thread; any filesystem).
+    single_submit: hand blocks to the kernel one by one instead of in batches; libaio only, the others have nothing to gain or to lose.
     overlap_events: refill the queue whenever a block completes; otherwise only when it has run empty.
     direct: True for O_DIRECT or an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the page cache.
 

@@ -8,6 +8,7 @@ import operator
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
@@ -176,7 +177,7 @@ class Engine:
     Raises: UnsupportedError when the kernel lacks the backend or has no room for its queues.
     """
 
-    def __init__(self, config: AioConfig | None = None) -> None:
+    def __init__(self, config: AioConfig | None = None, *, _faults: Sequence[tuple[int, int, _aio.FaultKind, int]] = ()) -> None:
         self.config = config or AioConfig()
         self._core = _aio.Engine(
             self.config.backend,
@@ -185,6 +186,7 @@ class Engine:
             self.config.thread_count,
             self.config.single_submit,
             self.config.overlap_events,
+            [_aio.Fault(*fault) for fault in _faults],
         )
         self._process_id = os.getpid()
         _open_engines.add(self)

@@ -1,0 +1,226 @@
+#ifdef NVME_OFFLOAD_HAVE_URING
+
+#include <liburing.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "backend.h"
+#include "failure.h"
+
+namespace nvme_offload {
+namespace {
+
+constexpr std::uint64_t kWake = UINT64_MAX;  // user data of the poll on the wake signal; transfers carry their slot
+
+/// Files known to the ring, so that the kernel need not look a descriptor up for each transfer.
+///
+/// The kernel holds a registered file open. So no file stays registered that nobody else holds, and none at all while the worker sleeps.
+class FileTable {
+ public:
+  /// Does nothing where the kernel cannot register files one by one (before Linux 5.19).
+  void enable(io_uring* ring) { ring_ = ::io_uring_register_files_sparse(ring, kSize) == 0 ? ring : nullptr; }
+
+  /// The place under which the descriptor is registered, for one transfer and until release(); -1 where it is not.
+  int acquire(const std::shared_ptr<File>& file, int descriptor) {
+    if (ring_ == nullptr) return -1;
+    Entry* vacant = nullptr;
+    for (Entry& entry : entries_) {
+      if (entry.descriptor == descriptor && !entry.file.owner_before(file) && !file.owner_before(entry.file)) {
+        entry.seen += 1;
+        if (entry.seen < kWorthIt || (!entry.registered && !set(entry, true))) return -1;
+        entry.uses += 1;
+        return place_of(entry);
+      }
+      if (entry.descriptor < 0) vacant = &entry;
+    }
+    if (vacant != nullptr) *vacant = Entry{descriptor, file, 1, 0, false};
+    return -1;
+  }
+
+  void release(int place) {
+    if (place >= 0) entries_[static_cast<std::size_t>(place)].uses -= 1;
+  }
+
+  /// Forgets the files that no transfer uses and nobody else holds; with *all*, also those that somebody holds.
+  void forget_unused(bool all) {
+    for (Entry& entry : entries_) {
+      if (entry.descriptor < 0 || entry.uses > 0 || !(all || entry.file.expired())) continue;
+      if (entry.registered && !set(entry, false)) continue;
+      entry = Entry{};
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kSize = 16;
+  static constexpr std::uint32_t kWorthIt = 8;  // transfers after which registering, two calls of the kernel, has paid
+
+  struct Entry {
+    int descriptor = -1;
+    std::weak_ptr<File> file;  // tells a file from a later one with the same descriptor
+    std::uint32_t seen = 0;    // transfers so far
+    std::uint32_t uses = 0;    // transfers under way
+    bool registered = false;
+  };
+
+  bool set(Entry& entry, bool registered) {
+    const int descriptor = registered ? entry.descriptor : -1;
+    if (::io_uring_register_files_update(ring_, static_cast<unsigned>(place_of(entry)), &descriptor, 1) < 0) return false;
+    entry.registered = registered;
+    return true;
+  }
+
+  [[nodiscard]] int place_of(const Entry& entry) const { return static_cast<int>(&entry - entries_.data()); }
+
+  io_uring* ring_ = nullptr;
+  std::array<Entry, kSize> entries_;
+};
+
+/// io_uring. What submit() takes is handed over by the next reap(), which waits in the same system call.
+class UringBackend final : public Backend {
+ public:
+  explicit UringBackend(std::uint32_t queue_depth) : places_(queue_depth, -1) {
+    // With a single issuer, completions are worked off when that thread asks for them (Linux 6.1); the ring starts disabled because the
+    // thread that will use it is not the one that makes it. Older kernels get a plain ring.
+    constexpr unsigned kSingleIssuer = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
+    int result = set_up(queue_depth + 1, kSingleIssuer);
+    if (result == -EINVAL) result = set_up(queue_depth + 1, IORING_SETUP_R_DISABLED);
+    if (result == -ENOSYS || result == -EPERM || result == -EACCES) {
+      throw Unsupported("io_uring is refused here (" + std::string(std::strerror(-result)) +
+                        "): by the kernel (sysctl kernel.io_uring_disabled) or by the container's seccomp profile; use backend=\"libaio\"");
+    }
+    if (result == -ENOMEM) {
+      throw Unsupported("there is no locked memory left for an io_uring of depth " + std::to_string(queue_depth) +
+                        ": raise the limit (ulimit -l), lower queue_depth or thread_count, or use backend=\"libaio\"");
+    }
+    if (result < 0) throw SystemFailure("io_uring_setup", "io_uring", -result);
+  }
+
+  ~UringBackend() override { ::io_uring_queue_exit(&ring_); }
+  UringBackend(const UringBackend&) = delete;
+  UringBackend& operator=(const UringBackend&) = delete;
+
+  [[nodiscard]] std::uint32_t depth() const noexcept override { return static_cast<std::uint32_t>(places_.size()); }
+
+  std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) override {
+    enable();
+    if (broken_ != 0) {
+      error = broken_;
+      return 0;
+    }
+    for (std::size_t i = 0; i < count; ++i) prepare(*transfers[i]);  // the ring has an entry for each
+    return count;
+  }
+
+  int reap(std::vector<Completion>& completions, bool wait) override {
+    enable();
+    files_.forget_unused(wait && in_flight_ == 0);
+    if (broken_ == 0) {
+      if (wait && !armed_) arm();
+      enter(wait);
+    }
+    if (broken_ != 0) give_up(completions, wait);
+    unsigned head = 0;
+    unsigned seen = 0;
+    io_uring_cqe* entry = nullptr;
+    io_uring_for_each_cqe(&ring_, head, entry) {
+      seen += 1;
+      if (entry->user_data == kWake) {
+        armed_ = false;
+        wake_.lower();
+      } else {
+        finish(completions, entry->user_data, entry->res);
+      }
+    }
+    ::io_uring_cq_advance(&ring_, seen);
+    return broken_;
+  }
+
+  void wake() noexcept override { wake_.raise(); }
+
+ private:
+  int set_up(unsigned entries, unsigned flags) {
+    io_uring_params parameters{};
+    parameters.flags = flags;
+    return ::io_uring_queue_init_params(entries, &ring_, &parameters);
+  }
+
+  /// On the first call from the worker: a ring with a single issuer belongs to the thread that enables it.
+  void enable() {
+    if (enabled_) return;
+    enabled_ = true;
+    // Not io_uring_enable_rings(): the shared library of liburing 2.3 (Debian 12) does not export it.
+    if (::syscall(SYS_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0) broken_ = errno;
+    files_.enable(&ring_);
+  }
+
+  void prepare(const Transfer& transfer) {
+    io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    const int place = files_.acquire(*transfer.file, transfer.descriptor);
+    const int file = place >= 0 ? place : transfer.descriptor;
+    const auto nbytes = static_cast<unsigned>(transfer.nbytes);
+    if (transfer.operation == Operation::read) {
+      ::io_uring_prep_read(entry, file, transfer.data, nbytes, transfer.offset);
+    } else {
+      ::io_uring_prep_write(entry, file, transfer.data, nbytes, transfer.offset);
+    }
+    if (place >= 0) ::io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
+    ::io_uring_sqe_set_data64(entry, transfer.slot);
+    places_[transfer.slot] = place;
+    in_flight_ += 1;
+  }
+
+  void arm() {
+    io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    ::io_uring_prep_poll_add(entry, wake_.descriptor(), POLLIN);
+    ::io_uring_sqe_set_data64(entry, kWake);
+    armed_ = true;
+  }
+
+  /// Hands over what is prepared, and waits. Shortage passes; any other error means that this ring takes nothing any more.
+  void enter(bool wait) {
+    const int result = wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_);
+    if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) broken_ = -result;
+  }
+
+  /// Fails the transfers that the kernel has not taken, which it will never see now, and waits for those that it has.
+  void give_up(std::vector<Completion>& completions, bool wait) {
+    const unsigned mask = *ring_.sq.kring_mask;
+    for (unsigned place = *ring_.sq.khead; place != ring_.sq.sqe_tail; ++place) {
+      io_uring_sqe& entry = ring_.sq.sqes[place & mask];
+      if (entry.user_data == kWake) continue;
+      finish(completions, entry.user_data, -broken_);
+      entry.user_data = kWake;
+    }
+    io_uring_cqe* entry = nullptr;
+    if (wait && in_flight_ > 0) ::io_uring_wait_cqe(&ring_, &entry);
+  }
+
+  void finish(std::vector<Completion>& completions, std::uint64_t slot, int result) {
+    files_.release(places_[slot]);
+    in_flight_ -= 1;
+    completions.push_back({static_cast<std::uint32_t>(slot), result});
+  }
+
+  io_uring ring_{};
+  FileTable files_;
+  std::vector<int> places_;  // by slot: where its file is registered
+  std::size_t in_flight_ = 0;
+  bool enabled_ = false;
+  bool armed_ = false;
+  int broken_ = 0;  // the errno after which nothing is submitted any more
+  WakeSignal wake_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth) { return std::make_unique<UringBackend>(queue_depth); }
+
+}  // namespace nvme_offload
+
+#endif
