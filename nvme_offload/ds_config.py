@@ -1,0 +1,580 @@
+"""A DeepSpeed config file, edited as text: its `aio` section is set, and every other byte stays.
+
+DeepSpeed 0.19.8 reads the file with hjson (`DeepSpeedConfig.__init__` in deepspeed/runtime/config.py) and refuses duplicate keys. So a config may
+hold comments, trailing commas, keys and strings without quotes, or no outer braces, which no JSON writer would give back. The text is therefore read
+once into nodes that know their places (`_Reader`, by the rules of hjson 3.1.0, decoder.py), and an edit replaces or inserts at such places only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .config import AioConfig
+from .errors import UsageError
+from .profile import Profile, Setting
+
+# DeepSpeed's key for each of our names (deepspeed/runtime/swap_tensor/constants.py). `thread_count`, which its documentation and Lightning write, is not read.
+_OUR_NAMES = {
+    "block_size": "block_size",
+    "queue_depth": "queue_depth",
+    "intra_op_parallelism": "thread_count",
+    "single_submit": "single_submit",
+    "overlap_events": "overlap_events",
+}
+_FLAGS = ("single_submit", "overlap_events")
+_READ_BY_DEEPSPEED = (*_OUR_NAMES, "use_gds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What `apply` did to a file.
+
+    path: as it was given. changed: False when the file already said so and was not written. settings: the keys that the `aio` section holds now.
+    before: those of them that were there, with their old values. ignored: keys of the section that DeepSpeed does not read, such as `thread_count`;
+    they were left as they are.
+    """
+
+    path: Path
+    changed: bool
+    settings: dict[str, int | bool]
+    before: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def aio_section(setting: Profile | Setting | AioConfig | Mapping[str, Any]) -> dict[str, int | bool]:
+    """*setting* in DeepSpeed's keys: what belongs in its `aio` section.
+
+    Shapes: a profile gives its chosen setting; a mapping is in DeepSpeed's keys already, any number of them, and is checked.
+    Units: block_size in bytes.
+    Raises: UsageError for a key that DeepSpeed does not read or a value that it would not take.
+    Source: deepspeed/runtime/swap_tensor/aio_config.py.
+    """
+    if isinstance(setting, Profile):
+        setting = setting.chosen
+    if not isinstance(setting, Mapping):
+        setting = {key: getattr(setting, name) for key, name in _OUR_NAMES.items()}
+    for key, value in setting.items():
+        if key not in _OUR_NAMES:
+            hint = "; DeepSpeed calls it intra_op_parallelism" if key in ("thread_count", "num_threads") else ""
+            raise UsageError(f"{key!r} cannot be set in the aio section, only {', '.join(_OUR_NAMES)}{hint}")
+        if key in _FLAGS and not isinstance(value, bool):
+            raise UsageError(f"aio.{key} must be true or false, not {value!r}")
+        if key not in _FLAGS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"aio.{key} must be a whole number from 1, not {value!r}")
+    if not setting:
+        raise UsageError("there is nothing to set in the aio section; give at least one of " + ", ".join(_OUR_NAMES))
+    return {key: setting[key] for key in _OUR_NAMES if key in setting}
+
+
+def zero_infinity(aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_path: str | Path) -> str:
+    """The text of a config for ZeRO-Infinity, parameters and optimizer states on *nvme_path*: plain JSON that DeepSpeed takes as it stands.
+
+    `max_in_cpu` is 0, or DeepSpeed would keep the first billion parameters in host memory. `pipeline_read` and `pipeline_write` stay off, because
+    with them `zero_to_fp32` collates wrong weights. Batch size, optimizer and learning rate (DeepSpeed's default) are there to be edited.
+
+    Units: max_in_cpu and buffer_size in elements. Shapes: *nvme_path* is written as given, so give an absolute one.
+    Raises: UsageError, as `aio_section`.
+    Source: deepspeed/runtime/zero/offload_config.py.
+    """
+    offload = {"device": "nvme", "nvme_path": os.fspath(nvme_path), "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**offload, "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 0},
+            "offload_optimizer": {**offload, "buffer_count": 4},
+        },
+        "aio": aio_section(aio),
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[str, Any]) -> Applied:
+    """Set *settings* in the `aio` section of the DeepSpeed config *path* and leave every other byte as it is.
+
+    A file that already says so is not written. Otherwise the new text is written aside in the same directory, synced and renamed, so that a crash
+    leaves the old file or the new one. Mode, owner (where permitted) and a symlink that leads to the file are kept.
+
+    Raises: UsageError, with file, line and column, when *path* is no file or not one that DeepSpeed would read; OSError when it cannot be written.
+    The file is untouched then.
+    Source: rename(2), fsync(2).
+    """
+    path = Path(path)
+    wanted = aio_section(settings)
+    text = _read_text(path)
+    with _naming(path):
+        edited = edit(text, wanted)
+        before = _section_values(parse(text))
+    if edited != text:
+        _replace_file(path, edited.encode("utf-8"))
+    return Applied(
+        path=path,
+        changed=edited != text,
+        settings=wanted,
+        before={key: before[key] for key in wanted if key in before},
+        ignored=tuple(key for key in before if key not in _READ_BY_DEEPSPEED),
+    )
+
+
+def read_aio(path: str | Path) -> dict[str, Any]:
+    """The `aio` section of the config file *path* as DeepSpeed will read it; empty when there is none.
+
+    Raises: UsageError, with file, line and column, when DeepSpeed would not read the file; OSError.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    with _naming(path):
+        return _section_values(parse(text))
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The config *text* as DeepSpeed reads it: the values that hjson gives.
+
+    Raises: UsageError with line and column when DeepSpeed would refuse it.
+    """
+    root = _Reader(text).root
+    return root.value if root else {}
+
+
+def edit(text: str, aio: Mapping[str, Any]) -> str:
+    """*text* with the keys of *aio* set in its `aio` section; text that already says so comes back as it is.
+
+    A value is replaced where it is not written as *aio*'s would be: `"8"` and `8.0` become `8`, because the latter is not an integer to a reader of
+    plain JSON such as Hugging Face's. Missing keys, or a missing section, are added last and in the file's own style.
+
+    Raises: UsageError with line and column when DeepSpeed would refuse *text*, or its `aio` is no object.
+    """
+    wanted = {key: json.dumps(value) for key, value in aio_section(aio).items()}
+    reader = _Reader(text)
+    newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
+    return reader.splice([(start, end, new.replace("\n", newline)) for start, end, new in _edits(reader, wanted)])
+
+
+# Reading
+
+
+@dataclasses.dataclass
+class _Node:
+    """A value and where it stands; *bare* is a string without quotes, which only the end of its line ends."""
+
+    start: int
+    end: int
+    value: Any
+    bare: bool = False
+    members: list[_Member] = dataclasses.field(default_factory=list)
+    inside: tuple[int, int] = (0, 0)  # of an object: what is between its braces
+
+
+@dataclasses.dataclass
+class _Member:
+    key: str
+    start: int
+    key_end: int
+    node: _Node
+    comma: int | None = None
+
+
+# hjson's own NUMBER_RE; what ends a number, true, false or null; and a key without quotes.
+_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*")
+_STOP = re.compile(r"[,}\]#\n]|//|/\*|\Z")
+_BARE_KEY = re.compile(r"([^ \t\n:{}\[\],]+)([ \t\n]*)(?=:)")
+_STRING = re.compile(r""" "((?:[^"\\\x00-\x1f]|\\.)*)" | '((?:[^'\\\x00-\x1f]|\\.)*)' """, re.VERBOSE)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
+_ESCAPED = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class _Reader:
+    """The nodes of a config. Places count in `text`, which is what DeepSpeed sees: no byte order mark, every line end a newline."""
+
+    def __init__(self, original: str) -> None:
+        self.original = original
+        self.mark = original.startswith("\ufeff")
+        body = original.removeprefix("\ufeff")
+        self.text = body.replace("\r\n", "\n").replace("\r", "\n")
+        self._shrunk = [match.start() - index for index, match in enumerate(re.finditer("\r\n", body))]
+        try:
+            self.root = self._read_root()
+        except RecursionError:
+            raise UsageError("line 1, column 1: brackets are nested too deeply to be read; remove some levels") from None
+
+    def splice(self, edits: list[tuple[int, int, str]]) -> str:
+        """The original with each (start, end, new) of *edits* done; none overlap."""
+        pieces, done = [], 0
+        for start, end, new in sorted(edits, key=lambda edit: edit[0]):
+            pieces += [self.original[done : self._place(start)], new]
+            done = self._place(end)
+        return "".join([*pieces, self.original[done:]])
+
+    def fail(self, at: int, message: str) -> NoReturn:
+        raise UsageError(f"line {self._line(at)}, column {at - self.text.rfind(chr(10), 0, at)}: {message}")
+
+    def skip(self, at: int) -> int:
+        """The first place from *at* on that is neither blank nor comment."""
+        while True:
+            while self.text[at : at + 1] in (" ", "\t", "\n"):
+                at += 1
+            after = self.after_comment(at)
+            if after is None:
+                return at
+            at = after
+
+    def after_comment(self, at: int) -> int | None:
+        """Where the comment that begins at *at* is over, its line end not included; None when none begins there."""
+        if self.text.startswith(("#", "//"), at):
+            end = self.text.find("\n", at)
+            return len(self.text) if end < 0 else end
+        if self.text.startswith("/*", at):
+            end = self.text.find("*/", at + 2)
+            if end < 0:
+                self.fail(at, "this comment is never closed; add the missing '*/'")
+            return end + 2
+        return None
+
+    def indentation(self, at: int) -> str:
+        """The blanks that begin the line of *at*."""
+        line = self.text[self.text.rfind("\n", 0, at) + 1 : at]
+        return line[: len(line) - len(line.lstrip(" \t"))]
+
+    def _place(self, at: int) -> int:
+        return at + bisect.bisect_left(self._shrunk, at) + self.mark
+
+    def _line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
+    def _read_root(self) -> _Node | None:
+        start = self.skip(0)
+        if start == len(self.text) and not self.mark:  # hjson reads an empty file as an empty object, unless it has a byte order mark
+            return None
+        if self.text.startswith("[", start):
+            self.fail(start, "the config is a list; DeepSpeed needs an object, { ... }")
+        root = self._read_object(start, braces=self.text.startswith("{", start))
+        rest = self.skip(root.end)
+        if rest != len(self.text):
+            self.fail(rest, "there is more text after the end of the config; remove it, or the bracket that closes too early")
+        return root
+
+    def _read_value(self, at: int) -> _Node:
+        first = self.text[at : at + 1]
+        if first == "":
+            self.fail(at, "the file ends where a value should be; complete it")
+        if first == "{":
+            return self._read_object(at, braces=True)
+        if first == "[":
+            return self._read_list(at)
+        if self.text.startswith("'''", at):
+            return self._read_lines(at)
+        if first in "\"'":
+            value, end = self._read_string(at)
+            return _Node(at, end, value)
+        return self._read_bare(at)
+
+    def _read_object(self, start: int, *, braces: bool) -> _Node:
+        members: list[_Member] = []
+        inside = start + braces
+        at = self.skip(inside)
+        places: dict[str, int] = {}
+        while at < len(self.text) or braces or not members:
+            if braces and self.text.startswith("}", at):
+                break
+            if at == len(self.text):
+                self.fail(start, "this '{' is never closed; add the missing '}'" if braces else "there is no 'key: value' here")
+            member = self._read_member(at)
+            if member.key in places:
+                line = self._line(places[member.key])
+                self.fail(at, f"key {json.dumps(member.key)} is at line {line} already; DeepSpeed refuses that: remove one of the two")
+            places[member.key] = at
+            members.append(member)
+            at = self.skip(member.node.end)
+            if self.text.startswith(",", at):
+                member.comma = at
+                at = self.skip(at + 1)
+        return _Node(start, at + braces, {member.key: member.node.value for member in members}, members=members, inside=(inside, at))
+
+    def _read_member(self, start: int) -> _Member:
+        if self.text[start] in "\"'":
+            key, key_end = self._read_string(start)
+        else:
+            match = _BARE_KEY.match(self.text, start)
+            if match is None:
+                self.fail(start, "a key and ':' should be here; remove what is here, or put the key in quotes")
+            key, key_end = match[1].rstrip() if match[2] else match[1], match.end(1)
+        colon = self.skip(key_end)
+        if not self.text.startswith(":", colon):
+            self.fail(colon, f"':' should follow the key {json.dumps(key)}; add it")
+        return _Member(key, start, key_end, self._read_value(self.skip(colon + 1)))
+
+    def _read_list(self, start: int) -> _Node:
+        values = []
+        at = self.skip(start + 1)
+        while not self.text.startswith("]", at):
+            if at == len(self.text):
+                self.fail(start, "this '[' is never closed; add the missing ']'")
+            node = self._read_value(at)
+            values.append(node.value)
+            at = self.skip(node.end)
+            if self.text.startswith(",", at):
+                at = self.skip(at + 1)
+        return _Node(start, at + 1, values)
+
+    def _read_string(self, start: int) -> tuple[str, int]:
+        match = _STRING.match(self.text, start)
+        if match is None:
+            self.fail(start, "this string is not closed on its line; close it, or write a line break as \\n and a tab as \\t")
+
+        def unescape(escape: re.Match[str]) -> str:
+            if escape[1]:
+                return chr(int(escape[1], 16))
+            if escape[2] not in _ESCAPED:
+                self.fail(start, f"this string has the unknown escape {escape[0]}; write \\\\ for a backslash")
+            return _ESCAPED[escape[2]]
+
+        value = _ESCAPE.sub(unescape, match[1] if match[2] is None else match[2])
+        # Two escapes may make one character beyond U+FFFF; UTF-16 joins them.
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass"), match.end()
+
+    def _read_lines(self, start: int) -> _Node:
+        """A string in triple quotes, each of its lines without as much indentation as stands before the quotes."""
+        close = self.text.find("'''", start + 3)
+        before = self.text.rfind("\n", 0, start)
+        if before < 0:  # hjson looks for the line's beginning from the end of the text then, and fails where no line ends at all
+            before = self.text.rfind("\n") - len(self.text)
+        if close < 0 or before < -len(self.text):
+            self.fail(start, "this ''' string is never closed, or stands in a file of one line, which hjson cannot read; close it, or use double quotes")
+        value = re.sub(rf"\n[ \t]{{0,{start - 1 - before}}}", "\n", self.text[start + 3 : close].lstrip(" \t"))
+        return _Node(start, close + 3, value.removeprefix("\n").removesuffix("\n"))
+
+    def _read_bare(self, start: int) -> _Node:
+        """A number, true, false or null when one is followed by what may follow it; else everything to the end of the line, as a string."""
+        if self.text[start] in "}],:":
+            self.fail(start, f"a value should be here, not {self.text[start]!r}; add one")
+        for stop in _STOP.finditer(self.text, start):
+            token = self.text[start : stop.start()]
+            end = start + len(token.rstrip(" \t"))
+            if token.rstrip() in _WORDS:
+                return _Node(start, end, _WORDS[token.rstrip()])
+            if number := _NUMBER.fullmatch(token):
+                return _Node(start, end, self._number(start, *number.groups()))
+            if stop[0] in ("", "\n"):
+                return _Node(start, end, token.strip(), bare=True)
+        raise AssertionError("the end of the text is a stop")
+
+    def _number(self, at: int, whole: str, fraction: str | None, exponent: str | None) -> int | float:
+        try:
+            if not (fraction or exponent):
+                return int(whole)
+            value = float(whole + (fraction or "") + (exponent or ""))
+            return int(value) if int(value) == value and abs(value) < 1e10 else value
+        except (ValueError, OverflowError):
+            self.fail(at, "this number is too large to be read; DeepSpeed cannot read it either")
+
+
+# Editing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Style:
+    """How an object is written: a member to a line behind *indent*, or all on one line with *gap* after each comma."""
+
+    lines: bool
+    indent: str
+    quote: str = '"'
+    colon: str = ": "
+    gap: str = " "
+    comma: str = ","  # between members on lines: hjson needs none
+
+    def member(self, key: str, value: str) -> str:
+        return f"{self.quote}{key}{self.quote}{self.colon}{value}"
+
+    def join(self, members: list[str]) -> str:
+        return (f"{self.comma}\n{self.indent}" if self.lines else f",{self.gap}").join(members)
+
+
+def _edits(reader: _Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+    """What to replace by what, so that the section says *wanted*, which maps keys to the text of their values."""
+    if reader.root is None:
+        style = _Style(lines=True, indent="  ")
+        begin = "\n" if reader.text and not reader.text.endswith("\n") else ""
+        yield len(reader.text), len(reader.text), f"{begin}{{\n  {style.member('aio', _new_section(style, '  ', '  ', wanted))}\n}}\n"
+        return
+    unit = next(_indentations(reader, reader.root), "  ")
+    style = _style_of(reader, reader.root, unit, None)
+    section = next((member for member in reader.root.members if member.key == "aio"), None)
+    if section is None:
+        yield from _additions(reader, reader.root, style, [style.member("aio", _new_section(style, style.indent, unit, wanted))])
+    elif section.node.value is None:  # which DeepSpeed takes for its defaults
+        yield section.node.start, section.node.end, _new_section(style, reader.indentation(section.start), unit, wanted)
+    elif not isinstance(section.node.value, dict):
+        reader.fail(section.node.start, 'DeepSpeed needs an object here: make it "aio": {}, or remove the key')
+    else:
+        for member in section.node.members:
+            if member.key in wanted:
+                yield from _replacement(reader, member.node, wanted[member.key])
+        missing = [key for key in wanted if key not in section.node.value]
+        if missing:
+            style = _style_of(reader, section.node, unit, style)
+            yield from _additions(reader, section.node, style, [style.member(key, wanted[key]) for key in missing])
+
+
+def _replacement(reader: _Reader, node: _Node, new: str) -> Iterator[tuple[int, int, str]]:
+    if reader.text[node.start : node.end] == new:
+        return
+    follower = node.end + len(reader.text[node.end :]) - len(reader.text[node.end :].lstrip(" \t"))
+    # In hjson the next key may follow a quoted value without a comma; behind a number it would be taken for the rest of a string.
+    yield node.start, node.end, new if _STOP.match(reader.text, follower) else f"{new},"
+
+
+def _additions(reader: _Reader, node: _Node, style: _Style, members: list[str]) -> Iterator[tuple[int, int, str]]:
+    """Add *members* behind the last of the object *node*."""
+    begin = f"\n{style.indent}" if style.lines else ""
+    if not node.members:
+        start, end = node.inside
+        kept = len(reader.text[start:end].rstrip(" \t\n"))
+        if not style.lines:
+            yield start, start, style.join(members)
+        elif "\n" in reader.text[start + kept : end]:
+            yield start + kept, start + kept, begin + style.join(members)
+        else:
+            yield end, end, f"{begin}{style.join(members)}\n{reader.indentation(node.start)}"
+        return
+    last = node.members[-1]
+    at = last.node.end
+    if last.comma is not None:
+        at = last.comma + 1
+    elif not last.node.bare and (style.comma or not style.lines):  # a comma would become part of a bare string
+        yield at, at, ","
+    if style.lines:  # a comment behind the last member stays with it
+        at = _end_of_remarks(reader, at)
+    yield at, at, (begin or style.gap) + style.join(members) + ("" if last.comma is None else ",")
+
+
+def _end_of_remarks(reader: _Reader, at: int) -> int:
+    following = at
+    while True:
+        while reader.text[following : following + 1] in (" ", "\t"):
+            following += 1
+        after = reader.after_comment(following)
+        if after is None:
+            return at
+        at = following = after
+
+
+def _new_section(style: _Style, outer: str, unit: str, wanted: Mapping[str, str]) -> str:
+    """The text of an `aio` object whose closing brace stands behind *outer*."""
+    inner = dataclasses.replace(style, indent=outer + unit)
+    members = inner.join([inner.member(key, value) for key, value in wanted.items()])
+    return f"{{\n{inner.indent}{members}\n{outer}}}" if style.lines else f"{{{members}}}"
+
+
+def _style_of(reader: _Reader, node: _Node, unit: str, parent: _Style | None) -> _Style:
+    """The style of the object *node*, read off its last member; an empty one takes after *parent*."""
+    text, outer = reader.text, reader.indentation(node.start)
+    if not node.members:
+        lines = parent is None or parent.lines or "\n" in text[slice(*node.inside)]
+        return dataclasses.replace(parent or _Style(lines=lines, indent=""), lines=lines, indent=outer + unit)
+    last = node.members[-1]
+    earlier = node.members[:-1]
+    previous_end = earlier[-1].node.end if earlier else node.inside[0]
+    own_line = "\n" in text[previous_end : last.start] or (not earlier and text[node.start] != "{")
+    quote = text[last.start] if text[last.start] in "\"'" else ""
+    colon = text[last.key_end : last.node.start]
+    colon = colon if colon in (":", ": ", " : ") else ": "
+    gap = text[earlier[-1].comma + 1 : last.start] if earlier and earlier[-1].comma is not None else colon[1:]
+    commas = any(member.comma is not None for member in node.members) or (not earlier and quote != "")
+    return _Style(
+        lines=own_line or last.node.bare,
+        indent=reader.indentation(last.start) if own_line else outer + unit,
+        quote=quote,
+        colon=colon,
+        gap=gap if gap in ("", " ") else " ",
+        comma="," if commas else "",
+    )
+
+
+def _indentations(reader: _Reader, node: _Node) -> Iterator[str]:
+    """By how much each object in *node*, itself first, indents its members."""
+    if node.members and "\n" in reader.text[node.inside[0] : node.members[0].start]:
+        outer, inner = reader.indentation(node.start), reader.indentation(node.members[0].start)
+        if inner.startswith(outer) and inner != outer:
+            yield inner.removeprefix(outer)
+    for member in node.members:
+        yield from _indentations(reader, member.node)
+
+
+def _section_values(config: dict[str, Any]) -> dict[str, Any]:
+    section = config.get("aio")
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise UsageError(f'"aio" is {section!r}, where DeepSpeed needs an object: make it {{}}, or remove the key')
+    return section
+
+
+# Files
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; give the path of a DeepSpeed config") from None
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}; give the path of a DeepSpeed config")
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        valid = data[: error.start].decode("utf-8").removeprefix("\ufeff")
+        line = re.split("\r\n|\r|\n", valid)
+        place = f"line {len(line)}, column {len(line[-1]) + 1}"
+        raise UsageError(f"{path}: {place}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8") from None
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Put *data* in place of the file that *path* leads to: all of it or, after a crash, none."""
+    target = path.resolve()
+    old = target.stat()
+    # A rename needs no right to write the file; whoever made it read-only would not expect it to change.
+    if not old.st_mode & 0o222 or not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, "the config is read-only; make it writable (chmod u+w) to have its aio section set", str(path))
+    descriptor, name = tempfile.mkstemp(prefix=".ds_config-", dir=target.parent)
+    aside = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            with contextlib.suppress(PermissionError):  # only root may give a file away
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+            os.fsync(descriptor)
+        aside.replace(target)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

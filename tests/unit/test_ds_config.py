@@ -1,0 +1,502 @@
+"""Edits of a DeepSpeed config: what changes, what must not, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvme_offload import ds_config
+from nvme_offload.config import AioConfig
+from nvme_offload.ds_config import aio_section, apply, edit, parse, read_aio, zero_infinity
+from nvme_offload.errors import UsageError
+from nvme_offload.profile import Setting
+
+SETTING = Setting(block_size=8 << 20, queue_depth=16, thread_count=4)
+AIO = {"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True}
+ONE_LINE = '{"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": false, "overlap_events": true}'
+
+HUGGING_FACE = """\
+{
+    "bf16": {
+        "enabled": "auto"
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto"}
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_size": 2e8},
+        "sub_group_size": 1e9
+    },
+    "train_micro_batch_size_per_gpu": "auto"
+}
+"""
+
+TUNED_BY_HAND = """\
+# the team's config; ask before you change it
+{
+  zero_optimization: {
+    stage: 3   // needed for nvme
+    offload_param: { device: "nvme", nvme_path: "/local_nvme" }
+  }
+  /* was measured in 2021 */
+  "aio" : {
+    "queue_depth" : 8, # "queue_depth": 99
+    "block_size": 1e6  /* bytes */ ,
+    thread_count: 8
+  }
+  notes: '''
+    "aio": { not this one }
+    '''
+  nested: { aio: { block_size: 1 } }
+  train_micro_batch_size_per_gpu: 1
+}
+"""
+
+
+# What is added, and in which style
+
+
+def test_a_missing_section_is_added_in_the_indentation_of_the_file() -> None:
+    added = """\
+    "train_micro_batch_size_per_gpu": "auto",
+    "aio": {
+        "block_size": 8388608,
+        "queue_depth": 16,
+        "intra_op_parallelism": 4,
+        "single_submit": false,
+        "overlap_events": true
+    }
+}
+"""
+    assert edit(HUGGING_FACE, AIO) == HUGGING_FACE.replace('    "train_micro_batch_size_per_gpu": "auto"\n}\n', added)
+
+
+def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
+    expected = TUNED_BY_HAND.replace('"queue_depth" : 8,', '"queue_depth" : 16,').replace("1e6", "8388608")
+    expected = expected.replace(
+        "    thread_count: 8\n",
+        "    thread_count: 8,\n    intra_op_parallelism: 4,\n    single_submit: false,\n    overlap_events: true\n",
+    )
+    assert edit(TUNED_BY_HAND, AIO) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param('{"a":1}', '{"a":1,"aio":' + ONE_LINE.replace(" ", "") + "}", id="minified"),
+        pytest.param('{ "a": 1 }', '{ "a": 1, "aio": ' + ONE_LINE + " }", id="one line"),
+        pytest.param('{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + ",}", id="one line, trailing comma"),
+        pytest.param('{"a": 1 /* c */}', '{"a": 1, "aio": ' + ONE_LINE + " /* c */}", id="one line, comment"),
+        pytest.param('{"a": 1 // c\n}', '{"a": 1, "aio": ' + ONE_LINE + " // c\n}", id="one line, comment to its end"),
+        pytest.param('{"aio": {}}', '{"aio": ' + ONE_LINE + "}", id="empty section on one line"),
+        pytest.param('{"aio": null, "b": 1}', '{"aio": ' + ONE_LINE + ', "b": 1}', id="null, which DeepSpeed takes for its defaults"),
+        pytest.param('{"aio": {"block_size": 1}}', '{"aio": ' + ONE_LINE + "}", id="section on one line"),
+        pytest.param('{"\\u0061io": {}}', '{"\\u0061io": ' + ONE_LINE + "}", id="escaped key"),
+        pytest.param("{'a': 'x'}", "{'a': 'x', 'aio': " + ONE_LINE.replace('"', "'") + "}", id="single quotes"),
+    ],
+)
+def test_one_line_stays_one_line(before: str, after: str) -> None:
+    assert edit(before, AIO) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("{}", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty object"),
+        pytest.param("", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n', id="empty file"),
+        pytest.param("# only this", '# only this\n{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n', id="comment only"),
+        pytest.param(
+            '{\n  "a": 1 // one\n  // end\n}\n',
+            '{\n  "a": 1, // one\n  "aio": {\n    "queue_depth": 2\n  }\n  // end\n}\n',
+            id="comment behind the last member",
+        ),
+        pytest.param(
+            '{\n  "a": 1 /* one\n  more */ # end\n}\n',
+            '{\n  "a": 1, /* one\n  more */ # end\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
+            id="comment over two lines",
+        ),
+        pytest.param('{\n  "a": 1,\n}\n', '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  },\n}\n', id="trailing comma"),
+        pytest.param('{\n\t"a": [\n\t\t1\n\t]\n}', '{\n\t"a": [\n\t\t1\n\t],\n\t"aio": {\n\t\t"queue_depth": 2\n\t}\n}', id="tabs"),
+        pytest.param('{\n"a": 1\n}', '{\n"a": 1,\n"aio": {\n  "queue_depth": 2\n}\n}', id="no indentation"),
+        pytest.param("a: 1\nb: some, text", "a: 1\nb: some, text\naio: {\n  queue_depth: 2\n}", id="no braces, no line end"),
+        pytest.param("a: 1, b: 2", "a: 1, b: 2, aio: {queue_depth: 2}", id="no braces, one line"),
+        pytest.param("{ a: text }\n}", "{ a: text }\n  aio: {\n    queue_depth: 2\n  }\n}", id="a string without quotes takes its line"),
+        pytest.param('{\n  "aio": { // none\n  }\n}', '{\n  "aio": { // none\n    "queue_depth": 2\n  }\n}', id="empty section with a comment"),
+        pytest.param('{\n  "aio": {}\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty section"),
+        pytest.param('{\n  "aio": null\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="null"),
+    ],
+)
+def test_lines_stay_lines(before: str, after: str) -> None:
+    assert edit(before, {"queue_depth": 2}) == after
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\r"])
+def test_line_ends_and_the_byte_order_mark_stay(newline: str) -> None:
+    before, after = HUGGING_FACE, edit(HUGGING_FACE, AIO)
+    assert edit("\ufeff" + before.replace("\n", newline), AIO) == "\ufeff" + after.replace("\n", newline)
+
+
+def test_mixed_line_ends_stay_mixed() -> None:
+    before = '{\r\n  "a": 1,\n\r\n  "aio": {"queue_depth": 1}\n}\r\n'
+    assert edit(before, {"queue_depth": 2}) == before.replace('"queue_depth": 1', '"queue_depth": 2')
+
+
+# Which values are replaced
+
+
+@pytest.mark.parametrize("value", ["4", "8.0", "1e6", '"8"', "'8'", "null", "true", "{}", '{"a": [1]}', "[8]", "-8"])
+def test_a_value_that_is_not_the_integer_itself_is_replaced(value: str) -> None:
+    assert edit(f'{{"aio": {{"queue_depth": {value} , "x": 1}}}}', {"queue_depth": 8}) == '{"aio": {"queue_depth": 8 , "x": 1}}'
+
+
+@pytest.mark.parametrize("value", ["true", '"false"', "0", "null", '"False"'])
+def test_a_value_that_is_not_the_boolean_itself_is_replaced(value: str) -> None:
+    assert edit(f'{{"aio": {{"single_submit":{value}}}}}', {"single_submit": False}) == '{"aio": {"single_submit":false}}'
+
+
+def test_a_value_may_be_followed_by_its_next_key_without_a_comma() -> None:
+    edited = edit("""{"aio": {"queue_depth": "8" "block_size": '4096' /* c */ thread_count: 1}}""", {"queue_depth": 2, "block_size": 4096})
+    assert edited == """{"aio": {"queue_depth": 2, "block_size": 4096 /* c */ thread_count: 1}}"""
+    assert parse(edited) == {"aio": {"queue_depth": 2, "block_size": 4096, "thread_count": 1}}
+
+
+def test_a_string_without_quotes_is_replaced_to_the_end_of_its_line() -> None:
+    before = "aio: {\n  block_size: 1MB, # not a comment\n  queue_depth: 8, # a comment\n}\n"
+    assert edit(before, {"block_size": 1048576}) == "aio: {\n  block_size: 1048576\n  queue_depth: 8, # a comment\n}\n"
+
+
+def test_a_blank_that_hjson_strips_is_not_left_behind_a_number() -> None:
+    # hjson reads "8\u00a0" as a string: only blanks and tabs may follow a number.
+    assert parse(edit("aio: {\n  queue_depth: 8\u00a0\n}", {"queue_depth": 8})) == {"aio": {"queue_depth": 8}}
+
+
+@pytest.mark.parametrize("text", [HUGGING_FACE, TUNED_BY_HAND, "", '{"a":1}', "a: 1\r\nb: text\r\n", '{"aio": null}'])
+def test_a_second_edit_changes_nothing(text: str) -> None:
+    once = edit(text, AIO)
+    assert parse(once)["aio"].items() >= AIO.items()
+    assert edit(once, AIO) == once
+
+
+def test_other_values_read_the_same_after_an_edit() -> None:
+    before, after = parse(TUNED_BY_HAND), parse(edit(TUNED_BY_HAND, AIO))
+    assert before.pop("aio") == {"queue_depth": 8, "block_size": 1000000, "thread_count": 8}
+    assert after.pop("aio") == {**AIO, "thread_count": 8}
+    assert after == before
+    assert before["notes"] == '"aio": { not this one }'
+
+
+# What is refused
+
+REFUSED = [
+    pytest.param('{\n  "a": 1,\n  "b": {"c": 1, "c": 2}\n}', 'line 3, column 17: key "c" is at line 3 already', id="duplicate key"),
+    pytest.param('{"aio": {},\r\n "\\u0061io": {}}', 'line 2, column 2: key "aio" is at line 1 already', id="duplicate section"),
+    pytest.param("[1]", "line 1, column 1: the config is a list", id="list"),
+    pytest.param("42", "line 1, column 1: a key and ':' should be here", id="number"),
+    pytest.param('"text"', "line 1, column 7: ':' should follow the key \"text\"", id="string"),
+    pytest.param('\ufeff{\n  "a": {\n}', "line 1, column 1: this '{' is never closed", id="unclosed object"),
+    pytest.param('{\r\n  "a": [1,\r\n', "line 2, column 8: this '[' is never closed", id="unclosed list"),
+    pytest.param('{"a": "x\n"}', "line 1, column 7: this string is not closed on its line", id="unclosed string"),
+    pytest.param("{a: '''x\n}", "line 1, column 5: this ''' string is never closed", id="unclosed lines"),
+    pytest.param("{} /* x", "line 1, column 4: this comment is never closed", id="unclosed comment"),
+    pytest.param('{"a": 1}\n}', "line 2, column 1: there is more text after the end", id="more text"),
+    pytest.param('{"a": }', "line 1, column 7: a value should be here", id="no value"),
+    pytest.param('{"a":', "line 1, column 6: the file ends where a value should be", id="no value at the end"),
+    pytest.param('{"a": 1,, "b": 2}', "line 1, column 9: a key and ':' should be here", id="two commas"),
+    pytest.param('{"a": "\\x"}', "line 1, column 7: this string has the unknown escape", id="unknown escape"),
+    pytest.param('{"a": 1e999}', "line 1, column 7: this number is too large", id="number too large"),
+    pytest.param('{"a": ' * 100_000, "line 1, column 1: brackets are nested too deeply", id="nested too deeply"),
+    pytest.param('{\n  "aio": "auto"\n}', 'line 2, column 10: DeepSpeed needs an object here: make it "aio": {}', id="section is no object"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_what_deepspeed_would_refuse_is_refused_with_its_place_and_left_alone(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(text.encode())
+    with pytest.raises(UsageError) as caught:
+        apply(path, SETTING)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert path.read_bytes() == text.encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes('{\r\n  "é": "'.encode() + b'\xe9"}')
+    with pytest.raises(UsageError, match=r"ds\.json: line 2, column 9: byte 0xe9 is not UTF-8; save the file as UTF-8"):
+        apply(path, SETTING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"thread_count": 2}, "'thread_count' cannot be set.*DeepSpeed calls it intra_op_parallelism"),
+        ({"use_gds": True}, "'use_gds' cannot be set"),
+        ({"block_size": True}, "aio.block_size must be a whole number from 1, not True"),
+        ({"queue_depth": 0}, "aio.queue_depth must be a whole number from 1, not 0"),
+        ({"queue_depth": 8.0}, "aio.queue_depth must be a whole number from 1, not 8.0"),
+        ({"single_submit": 0}, "aio.single_submit must be true or false, not 0"),
+        ({"overlap_events": "true"}, "aio.overlap_events must be true or false, not 'true'"),
+        ({}, "there is nothing to set"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        edit("{}", settings)
+
+
+def test_settings_come_from_a_setting_an_engine_config_or_deepspeeds_own_keys() -> None:
+    assert aio_section(SETTING) == AIO
+    assert aio_section(AioConfig(block_size=8 << 20, queue_depth=16, thread_count=4, direct="auto")) == AIO
+    assert list(aio_section({"queue_depth": 2, "block_size": 4096}).items()) == [("block_size", 4096), ("queue_depth", 2)]
+
+
+# Files
+
+
+def test_apply_says_what_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text(TUNED_BY_HAND)
+    applied = apply(str(path), SETTING)
+    assert (applied.path, applied.changed, applied.settings) == (path, True, AIO)
+    assert applied.before == {"queue_depth": 8, "block_size": 1000000}
+    assert applied.ignored == ("thread_count",)
+    assert path.read_text() == edit(TUNED_BY_HAND, AIO)
+    assert read_aio(path) == {**AIO, "thread_count": 8}
+
+
+def test_bytes_outside_the_values_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    before = b'\xef\xbb\xbf{\r\n\t"name": "caf\xc3\xa9 \xf0\x9f\x98\x80",\r\n\t"aio": {"queue_depth": 8} // \xe2\x82\xac\r\n}'
+    path.write_bytes(before)
+    apply(path, {"queue_depth": 16})
+    assert path.read_bytes() == before.replace(b"8}", b"16}")
+
+
+def test_a_second_application_does_not_write(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HUGGING_FACE)
+    apply(path, SETTING)
+    path.chmod(0o400)
+    before = path.stat()
+    applied = apply(path, SETTING)
+    assert (applied.changed, applied.before) == (False, AIO)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_mode_and_owner_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 54321)
+    path.chmod(0o664)
+    before = path.stat()
+    apply(path, SETTING)
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert after.st_ino != before.st_ino
+
+
+def test_a_symlink_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
+    real = tmp_path / "real" / "ds.json"
+    real.parent.mkdir()
+    real.write_text("{}")
+    link = tmp_path / "ds.json"
+    link.symlink_to("real/ds.json")
+    apply(link, SETTING)
+    assert link.readlink() == Path("real/ds.json")
+    assert json.loads(real.read_text()) == {"aio": AIO}
+    assert list(real.parent.iterdir()) == [real]
+
+
+@pytest.mark.parametrize("step", ["os.fdopen", "os.fchmod", "os.fsync", "pathlib.Path.replace"])
+def test_a_failure_on_the_way_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HUGGING_FACE)
+
+    def fail(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(step, fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        apply(path, SETTING)
+    assert path.read_text() == HUGGING_FACE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("moment", "edited"), [("before", False), ("after", True)])
+def test_a_process_killed_about_the_rename_leaves_one_whole_file(tmp_path: Path, moment: str, edited: bool) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(HUGGING_FACE)
+    script = f"""
+import os, pathlib, signal, sys
+from nvme_offload import ds_config
+rename = pathlib.Path.replace
+def killed(aside, target):
+    {"rename(aside, target)" if moment == "after" else "pass"}
+    os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = killed
+ds_config.apply(sys.argv[1], {AIO!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=Path(ds_config.__file__).parents[1], check=False)
+    assert done.returncode == -9
+    assert path.read_text() == (edit(HUGGING_FACE, AIO) if edited else HUGGING_FACE)
+
+
+def test_file_and_directory_are_synced_about_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    order: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def record_sync(descriptor: int) -> None:
+        order.append("directory" if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path else "file")
+        fsync(descriptor)
+
+    def record_rename(aside: Path, target: Path) -> None:
+        assert aside.read_text() == edit("{}", AIO)
+        assert aside.parent == target.parent
+        order.append("rename")
+        replace(aside, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "replace", record_rename)
+    apply(path, SETTING)
+    assert order == ["file", "rename", "directory"]
+
+
+def test_a_read_only_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    path.chmod(0o444)
+    with pytest.raises(PermissionError, match="the config is read-only; make it writable"):
+        apply(path, SETTING)
+    assert path.read_text() == "{}"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_a_file_or_directory_without_permission_is_an_oserror(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    path.chmod(0)
+    with pytest.raises(PermissionError):
+        apply(path, SETTING)
+    path.chmod(0o644)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(PermissionError):
+            apply(path, SETTING)
+        assert path.read_text() == "{}"
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="none does not exist"):
+        apply(tmp_path / "none", SETTING)
+    with pytest.raises(UsageError, match="is a directory"):
+        apply(tmp_path, SETTING)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
+        read_aio(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="dangling does not exist"):
+        apply(tmp_path / "dangling", SETTING)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"aio": null}', "# nothing"])
+def test_a_config_without_a_section_reads_as_empty(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert read_aio(path) == {}
+
+
+def test_a_section_that_is_no_object_does_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"aio": [1]}')
+    with pytest.raises(UsageError, match=r"ds\.json: \"aio\" is \[1\], where DeepSpeed needs an object"):
+        read_aio(path)
+
+
+# The ready config, and DeepSpeed's own word on all of this
+
+
+def test_the_ready_config_puts_everything_on_the_drive() -> None:
+    config = json.loads(zero_infinity(SETTING, Path("/local_nvme")))
+    assert config["aio"] == AIO
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3
+    for part in (zero["offload_param"], zero["offload_optimizer"]):
+        assert (part["device"], part["nvme_path"], part["pin_memory"]) == ("nvme", "/local_nvme", True)
+    assert zero["offload_param"]["max_in_cpu"] == 0
+    assert edit(zero_infinity(SETTING, "/x"), AIO) == zero_infinity(SETTING, "/x")
+
+
+ASK_DEEPSPEED = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+answers = []
+for path in sys.argv[1:]:
+    try:
+        config = DeepSpeedConfig(path)
+        zero = config.zero_config
+        answers.append({"aio": config.aio_config, "stage": zero.stage, "optimizer": config.optimizer_name, "bf16": config.bfloat16_config.enabled,
+                        "paths": [str(part.nvme_path) for part in (zero.offload_param, zero.offload_optimizer) if part],
+                        "max_in_cpu": zero.offload_param.max_in_cpu if zero.offload_param else None})
+    except Exception as error:
+        answers.append({"error": type(error).__name__})
+print("answers:" + json.dumps(answers))
+"""
+
+
+# So that only what the text says is judged, not that a file of one line trains nothing.
+WITHOUT_BATCH_SIZES = """
+from deepspeed.runtime.config import DeepSpeedConfig
+DeepSpeedConfig._configure_train_batch_size = DeepSpeedConfig._do_sanity_check = lambda self: None
+"""
+
+
+def ask_deepspeed(*paths: Path, prelude: str = "") -> list[dict[str, object]]:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", prelude + ASK_DEEPSPEED, *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    answers: list[dict[str, object]] = json.loads(done.stdout.rpartition("answers:")[2])
+    return answers
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_reads_what_was_written(tmp_path: Path) -> None:
+    ready, by_hand = tmp_path / "ready.json", tmp_path / "by_hand.hjson"
+    ready.write_text(zero_infinity(SETTING, "/local_nvme"))
+    by_hand.write_bytes(TUNED_BY_HAND.replace("\n", "\r\n").encode())
+    apply(by_hand, SETTING)
+    first, second = ask_deepspeed(ready, by_hand)
+    aio = {**AIO, "use_gds": False}
+    assert first == {"aio": aio, "stage": 3, "optimizer": "adamw", "bf16": True, "paths": ["/local_nvme", "/local_nvme"], "max_in_cpu": 0}
+    assert (second["aio"], second["stage"]) == (aio, 3)
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Path) -> None:
+    refused = [str(case.values[0]) for case in REFUSED]
+    taken = ["{}", "", "# nothing", "a: text, to the end\r\nb: {c: 1}", '{"aio": null}', '{"aio": {"queue_depth": "8" "block_size": 1}}', "\ufeff{}"]
+    paths = []
+    for index, text in enumerate(refused + taken):
+        paths.append(tmp_path / f"{index}.json")
+        paths[-1].write_bytes(text.encode())
+    answers = ask_deepspeed(*paths, prelude=WITHOUT_BATCH_SIZES)
+    assert ["error" in answer for answer in answers] == [True] * len(refused) + [False] * len(taken)
+    for path, answer in zip(paths[len(refused) :], answers[len(refused) :], strict=True):
+        defaults = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True, "use_gds": False}
+        assert answer["aio"] == {**defaults, **read_aio(path)}
