@@ -209,9 +209,12 @@ class Worker {
         refused.stalls += 1;
         longest_stall_ = std::max(longest_stall_, refused.stalls);
         if (refused.stalls <= kMostStalls) break;
+        // The queue takes nothing at all: what stands behind this one has waited for as long.
+        while (first < ready_.size()) fail(slot_of(*ready_[first++]), error);
+      } else {
+        fail(refused, error);
+        first += 1;
       }
-      first += 1;
-      fail(refused, error);
     }
     ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(first));
   }
