@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # CSS variable -> the colour that stands for it while matplotlib draws; none of these occurs otherwise.
-_COLOURS = {name: f"#0a0b{index:02x}" for index, name in enumerate(("ink", "soft", "line", "panel", "read", "write", "mixed", "slower", "on-fill"), 16)}
-INK, SOFT, LINE, PANEL, SLOWER, ON_FILL = (_COLOURS[name] for name in ("ink", "soft", "line", "panel", "slower", "on-fill"))
+_COLOURS = {name: f"#0a0b{index:02x}" for index, name in enumerate(("ink", "soft", "line", "read", "write", "mixed", "slower", "on-fill", "on-half"), 16)}
+INK, SOFT, LINE, SLOWER = (_COLOURS[name] for name in ("ink", "soft", "line", "slower"))
 _MARKERS = {"read": "o", "write": "s", "mixed": "D"}
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH = 460  # CSS pixels; small enough to stay readable when it is scaled down to a telephone
@@ -91,7 +91,8 @@ def heat_map(profile: Profile) -> str:
             if chosen or default:
                 edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 2.2} if chosen else {"edgecolor": INK, "linewidth": 1.2, "linestyle": (0, (3, 2))}
                 axes.add_patch(FancyBboxPatch((x - 0.46, y - 0.45), 0.92, 0.9, facecolor="none", **edge, **box))
-            colour = ON_FILL if strength > 0.55 else INK
+            # A half-strong fill is pale on a light page and dark on a dark one, so there the page has a colour of its own for the text.
+            colour = _COLOURS["on-fill" if strength > 0.88 else "on-half" if strength > 0.58 else "ink"]
             axes.text(x, y + 0.14, f"{relative:.2f}", ha="center", va="center", fontsize=12.5, color=colour, fontweight="bold" if chosen else "normal")
             axes.text(x, y - 0.25, f"{threads} thr", ha="center", va="center", fontsize=9, color=colour)
         axes.set(xlim=(-0.5, len(depths) - 0.5), ylim=(-0.5, len(blocks) - 0.5), xlabel="queue depth", ylabel="block size")
@@ -190,7 +191,9 @@ def comparison(profile: Profile) -> str:
                 low, high = summary.interval_gb_per_s(interval) if interval else (speed, speed)
                 if high > low:
                     axes.plot([low, high], [y, y], color=INK, linewidth=1.1, marker="|", markersize=6, markeredgewidth=1.1)
-                axes.annotate(f"{speed:.3g} {name}", (max(speed, high), y), (6, 0), textcoords="offset points", va="center", fontsize=9.5, color=SOFT)
+                axes.annotate(
+                    f"{summary.three_digits(speed)} {name}", (max(speed, high), y), (6, 0), textcoords="offset points", va="center", fontsize=9.5, color=SOFT
+                )
                 top = max(top, speed, high)
         axes.set_yticks(range(len(groups)), [phase for phase, _ in _in_order(groups)])
         axes.tick_params(axis="y", labelcolor=INK, labelsize=12)
@@ -201,7 +204,7 @@ def comparison(profile: Profile) -> str:
         axes.tick_params(axis="x", length=0)
         return figure
 
-    said = "; ".join(f"{phase}: " + ", ".join(f"{name} {speed:.3g}" for name, speed, _ in bars) for phase, bars in _in_order(groups))
+    said = "; ".join(f"{phase}: " + ", ".join(f"{name} {summary.three_digits(speed)}" for name, speed, _ in bars) for phase, bars in _in_order(groups))
     return _svg("comparison", f"Speeds in GB/s. {said}.", draw)
 
 
@@ -227,8 +230,8 @@ def drift(profile: Profile) -> str:
         _legend(axes)
         return figure
 
-    said = "; ".join(f"{phase} from {min(s for _, s in points):.3g} to {max(s for _, s in points):.3g} GB/s" for phase, points in runs.items())
-    return _svg("drift", f"DeepSpeed's default setting run again and again during the sweep: {said}.", draw)
+    said = "; ".join(" ".join([phase, *(summary.three_digits(end(speed for _, speed in points)) for end in (min, max))]) for phase, points in runs.items())
+    return _svg("drift", f"DeepSpeed's default setting run again and again during the sweep, slowest and fastest in GB/s: {said}.", draw)
 
 
 def over_time(profile: Profile) -> str:

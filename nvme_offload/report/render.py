@@ -83,7 +83,7 @@ def _environment() -> jinja2.Environment:
     environment.filters.update(
         size=lambda count: format_bytes(count).replace(" ", _SPACE),
         decimal=_decimal_bytes,
-        speed=lambda gb_per_s: f"{gb_per_s:.3g}",
+        speed=summary.three_digits,
         ratio=lambda relative: f"{relative:.2f}{_TIMES}",
         interval=_interval,
         duration=_duration,
@@ -199,7 +199,7 @@ def _shown(value: Any, key: str) -> str:
             return format_bytes(int(value) * 1024).replace(" ", _SPACE)
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     if isinstance(value, dict):
-        return ", ".join(f"{_label(inner)} {_shown(item, inner)}" for inner, item in value.items())
+        return ", ".join(f"{inner} {_shown(item, inner)}" for inner, item in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(_shown(item, key) for item in value)
     return "not known" if value in (None, "") else str(value)

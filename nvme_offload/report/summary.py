@@ -80,6 +80,11 @@ def throughput(trial: Trial, most_points: int = 48) -> list[tuple[float, float]]
     return [((before[0] + after[0]) / 2, (after[1] - before[1]) / (after[0] - before[0]) / 1e9) for before, after in itertools.pairwise(kept)]
 
 
+def three_digits(gb_per_s: float) -> str:
+    """A speed with three significant digits, zeros included: "2.20", "15.1", "104"."""
+    return f"{gb_per_s:#.3g}".rstrip(".")
+
+
 class StepTime(NamedTuple):
     """What an optimizer step moves for a model, and the drive's seconds for it; the default's where the control was measured."""
 

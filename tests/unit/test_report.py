@@ -196,7 +196,7 @@ def test_the_page_says_what_to_use_and_what_it_gains(outcome: tuple[Page, str, p
     assert f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults at reading and writing at once" in words
     for phase in PHASES:
         best = made_up_best(CHOSEN, phase)
-        assert f"{best.gb_per_s:.3g} GB/s {best.relative:.2f}{TIMES} the defaults ({CONTROL_SPEED[phase]:.3g} GB/s)" in words
+        assert f"{best.gb_per_s:#.3g} GB/s {best.relative:.2f}{TIMES} the defaults ({CONTROL_SPEED[phase]:#.3g} GB/s)" in words
         assert f"90 % interval {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES}" in words
     assert "The drive was steady while it was judged" in words
     assert "mounted with discard" in words
@@ -313,7 +313,7 @@ def test_the_markdown_says_the_same(outcome: tuple[Page, str, pandas.DataFrame, 
     markdown = outcome[1]
     assert check_markdown_tables(markdown) == 6
     best = made_up_best(CHOSEN, "mixed")
-    assert f"| mixed | {best.gb_per_s:.3g} | 2.2 | {best.relative:.2f}{TIMES} | {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES} |" in markdown
+    assert f"| mixed | {best.gb_per_s:#.3g} | 2.20 | {best.relative:.2f}{TIMES} | {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES} |" in markdown
     assert (
         "**Warning:** /local\\_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`." in markdown
     )
