@@ -1,0 +1,224 @@
+"""Fixtures of the whole suite: every backend, every filesystem at hand, requests that surely are in flight, and seeded bytes to move."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nvme_offload.config import BACKENDS, AioConfig
+from nvme_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from nvme_offload.engine import Engine
+
+Mount = Callable[[str], Path]
+
+# name -> (type, bytes of a sector, MiB); mkfs.xfs makes nothing below 300 MiB.
+IMAGES = {
+    "ext4": ("ext4", 512, 320),
+    "xfs": ("xfs", 512, 320),
+    "btrfs": ("btrfs", 512, 320),
+    "ext4-4k": ("ext4", 4096, 320),
+    "ext4-full": ("ext4", 512, 16),
+    "tmpfs": ("tmpfs", 0, 320),
+}
+FILESYSTEMS = ("plain", "ext4", "xfs", "btrfs", "ext4-4k", "tmpfs")
+
+# _IOWR('X', 119 and 120, int) of linux/fs.h
+FIFREEZE = 0xC0045877
+FITHAW = 0xC0045878
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker that this file reads."""
+    config.addinivalue_line("markers", f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give `filesystem` its values by the test's marker."""
+    if "filesystem" in metafunc.fixturenames:
+        everywhere = metafunc.definition.get_closest_marker("every_filesystem") is not None
+        metafunc.parametrize("filesystem", FILESYSTEMS if everywhere else FILESYSTEMS[:1])
+
+
+@pytest.fixture(scope="session")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+    """A function from a name of `IMAGES` to where that filesystem is mounted: made when first asked for, unmounted when the session ends."""
+    root = tmp_path_factory.mktemp("filesystems")
+    made: dict[str, Path | str] = {}
+    with contextlib.ExitStack() as stack:
+
+        def mount(name: str) -> Path:
+            if name not in made:
+                try:
+                    made[name] = stack.enter_context(_mounted(*IMAGES[name], root, name))
+                except subprocess.CalledProcessError as error:
+                    made[name] = f"{error.cmd[0]} failed: {error.stderr.strip()}"
+                except (PermissionError, FileNotFoundError) as error:
+                    made[name] = str(error)
+            place = made[name]
+            if isinstance(place, str):
+                pytest.skip(f"no {name} here: {place}")
+            return place
+
+        yield mount
+
+
+@contextlib.contextmanager
+def _mounted(kind: str, sector_bytes: int, mebibytes: int, root: Path, name: str) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        raise PermissionError("mounting needs root")
+    for tool in ("mount",) if kind == "tmpfs" else ("mount", "losetup", f"mkfs.{kind}"):
+        if shutil.which(tool) is None:
+            raise FileNotFoundError(f"{tool} is not installed")
+    point = root / name
+    point.mkdir()
+    if kind == "tmpfs":
+        _command("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(point))
+    else:
+        with tempfile.NamedTemporaryFile(dir=root) as image:
+            image.truncate(mebibytes << 20)
+            device = _command("losetup", "--show", "--find", "--sector-size", str(sector_bytes), image.name).strip()
+            try:
+                _command(f"mkfs.{kind}", "-q", device)
+                _command("mount", device, str(point))
+            finally:
+                # The kernel puts this off until the filesystem is unmounted; image and device then go with the mount, whatever ends this process.
+                _command("losetup", "--detach", device)
+    try:
+        yield point
+    finally:
+        # Lazily: the traceback of a failed test may hold a file open, and must not leave the mount behind.
+        _command("umount", "--lazy", str(point))
+
+
+def _command(*arguments: str) -> str:
+    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def directory(filesystem: str, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty directory on *filesystem*, gone with everything in it after the test."""
+    if filesystem == "plain":
+        yield request.getfixturevalue("tmp_path")
+    else:
+        with tempfile.TemporaryDirectory(dir=request.getfixturevalue("mounted")(filesystem)) as place:
+            yield Path(place)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that this machine can run."""
+    from nvme_offload.engine import Engine
+
+    name: str = request.param
+    try:
+        Engine(AioConfig(backend=name)).close()
+    except UnsupportedError as error:
+        pytest.skip(f"no {name} here: {error}")
+    return name
+
+
+@pytest.fixture
+def configure(backend: str, directory: Path) -> Callable[..., AioConfig]:
+    """A function from settings to an `AioConfig` of *backend*, with direct I/O demanded wherever *directory* can do it."""
+    direct = True if _takes_direct_io(directory) else "auto"
+
+    def config(**settings: object) -> AioConfig:
+        return AioConfig(**{"backend": backend, "direct": direct, **settings})  # type: ignore[arg-type]
+
+    return config
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    # tmpfs takes the flag since Linux 6.6 and goes through the page cache all the same; the engine counts it as a filesystem without.
+    if _command("stat", "--file-system", "--format=%T", str(directory)).strip() == "tmpfs":
+        return False
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def engine(configure: Callable[..., AioConfig]) -> Iterator[Engine]:
+    """An engine of two workers with small blocks; closed after the test, which fails on an error that it did not wait for."""
+    from nvme_offload.engine import Engine
+
+    with Engine(configure(block_size=64 << 10, queue_depth=8, thread_count=2)) as made:
+        yield made
+
+
+@pytest.fixture
+def stalling_directory(mounted: Mount) -> Iterator[Path]:
+    """A directory for the files of `stall`."""
+    with tempfile.TemporaryDirectory(dir=mounted("ext4")) as place:
+        yield Path(place)
+
+
+@pytest.fixture
+def stall(stalling_directory: Path) -> Callable[[], AbstractContextManager[Callable[[], None]]]:
+    """A context in which writes into *stalling_directory* stall, so that a request is in flight for certain and for as long as a test needs it.
+
+    Its value is a function that lets them go, as the end of the context does. Open files before and close engines after it: creating a file
+    stalls as well, and a stalled request that is waited for inside never ends.
+    """
+
+    @contextlib.contextmanager
+    def stalled() -> Iterator[Callable[[], None]]:
+        descriptor = os.open(stalling_directory, os.O_RDONLY)
+        frozen = True
+
+        def thaw() -> None:
+            nonlocal frozen
+            if frozen:
+                frozen = False
+                fcntl.ioctl(descriptor, FITHAW, 0)
+
+        try:
+            fcntl.ioctl(descriptor, FIFREEZE, 0)
+            try:
+                yield thaw
+            finally:
+                thaw()
+        finally:
+            os.close(descriptor)
+
+    return stalled
+
+
+@pytest.fixture
+def random_bytes() -> Callable[[int], npt.NDArray[np.uint8]]:
+    """A function from a count to that many bytes, other ones at each call and the same ones at each run."""
+    generator = np.random.default_rng(20)
+    return lambda count: generator.integers(0, 256, count, dtype=np.uint8)
+
+
+@pytest.fixture
+def limit() -> Callable[[int, int], AbstractContextManager[None]]:
+    """A context that lowers this process's soft limit *kind* (a `resource.RLIMIT_...`) to *value*."""
+    import resource
+
+    @contextlib.contextmanager
+    def lowered(kind: int, value: int) -> Iterator[None]:
+        before = resource.getrlimit(kind)
+        resource.setrlimit(kind, (value, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(kind, before)
+
+    return lowered

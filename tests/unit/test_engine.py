@@ -1,0 +1,606 @@
+"""What an engine moves: every size, offset, buffer and setting, on every backend; contents compared whole, with the bytes around them."""
+
+from __future__ import annotations
+
+import array
+import errno
+import itertools
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from numpy.testing import assert_array_equal
+
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine, File, allocate
+from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UsageError
+
+Bytes = npt.NDArray[np.uint8]
+RandomBytes = Callable[[int], Bytes]
+Configure = Callable[..., AioConfig]
+
+SECONDS = 60  # nothing here takes nearly as long; a hang fails instead of stopping the suite
+BLOCK = 16 << 10
+OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1)
+SIZES = (*OFFSETS, 3 * BLOCK + 1)
+
+
+def memory_at(misalignment: int, count: int) -> tuple[Bytes, slice]:
+    """Zeros, and the place in them of *count* bytes that begin *misalignment* bytes after a page; at least 512 bytes lie on either side."""
+    around = np.zeros(count + 3 * mmap.PAGESIZE, np.uint8)
+    start = -(around.ctypes.data + 512) % mmap.PAGESIZE + 512 + misalignment
+    return around, slice(start, start + count)
+
+
+def on_disk(path: Path) -> Bytes:
+    return np.fromfile(path, np.uint8)
+
+
+# Sizes, offsets, addresses
+
+
+@pytest.mark.every_filesystem
+def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    model = random_bytes(6 * BLOCK)
+    model.tofile(path)
+    with Engine(configure(block_size=BLOCK, queue_depth=4, thread_count=2)) as engine, engine.open(path, "rw") as file:
+        for case, (offset, size) in enumerate(itertools.product(OFFSETS, SIZES)):
+            misalignment = (0, 1, 512)[case % 3]
+            around, place = memory_at(misalignment, size)
+            around[place] = model[offset : offset + size] = random_bytes(size)
+            assert engine.write(around[place], file, offset).wait(SECONDS) == size
+            assert_array_equal(on_disk(path), model, f"after writing {size} at {offset}")
+            around, place = memory_at(misalignment, size)
+            assert engine.read(around[place], file, offset).wait(SECONDS) == size
+            expected = np.zeros_like(around)
+            expected[place] = model[offset : offset + size]
+            assert_array_equal(around, expected, f"after reading {size} at {offset}")
+
+
+@pytest.mark.every_filesystem
+def test_a_write_past_the_end_makes_the_file_end_where_the_write_does(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    with Engine(configure(block_size=BLOCK)) as engine:
+        for case, (offset, size) in enumerate(itertools.product((0, 1, 4095, 4096, BLOCK + 1), (1, 512, 4097, BLOCK, 2 * BLOCK + 1))):
+            path = directory / str(case)
+            data = random_bytes(size)
+            engine.write(data, path, offset).wait(SECONDS)
+            assert_array_equal(on_disk(path), np.concatenate([np.zeros(offset, np.uint8), data]), f"after writing {size} at {offset}")
+
+
+@pytest.mark.every_filesystem
+def test_a_write_across_the_end_keeps_what_was_before_it(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    before, data = random_bytes(5000), random_bytes(200_001)
+    before.tofile(path)
+    engine.write(data, path, 4999).wait(SECONDS)
+    assert_array_equal(on_disk(path), np.concatenate([before[:4999], data]))
+
+
+@pytest.mark.parametrize("misalignment", [0, 1, 2, 8, 511, 512, 4095])
+def test_buffers_at_any_address(engine: Engine, directory: Path, random_bytes: RandomBytes, misalignment: int) -> None:
+    path = directory / "data"
+    data = random_bytes(300_000)
+    around, place = memory_at(misalignment, data.size)
+    around[place] = data
+    engine.write(around[place], path).wait(SECONDS)
+    assert_array_equal(on_disk(path), data)
+    around[:] = 0
+    engine.read(around[place], path).wait(SECONDS)
+    assert_array_equal(around[place], data)
+    assert not around[: place.start].any()
+    assert not around[place.stop :].any()
+
+
+@pytest.mark.every_filesystem
+def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(10_000)
+    with path.open("wb") as file:
+        file.truncate(1_000_000)
+        file.seek(300_001)
+        file.write(data.tobytes())
+    target = random_bytes(1_000_000)
+    engine.read(target, path).wait(SECONDS)
+    expected = np.zeros(1_000_000, np.uint8)
+    expected[300_001:310_001] = data
+    assert_array_equal(target, expected)
+
+
+@pytest.mark.every_filesystem
+def test_writes_that_share_a_page_do_not_undo_each_other(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    ranges = [(0, 5000), (5000, 10_000)]
+    settings = configure(block_size=4096, queue_depth=4)
+    with Engine(settings) as first, Engine(settings) as second, first.open(path, "rw") as here, second.open(path, "rw") as there:
+        for _ in range(100):
+            data = random_bytes(10_000)
+            tickets = [engine.write(data[low:high], file, low) for engine, file, (low, high) in zip((first, second), (here, there), ranges, strict=True)]
+            for ticket in tickets:
+                ticket.wait(SECONDS)
+            assert_array_equal(on_disk(path), data)
+
+
+def test_a_thousand_writes_of_odd_sizes_side_by_side(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    model = random_bytes(700_000)
+    model.tofile(path)
+    cuts = sorted(set((np.random.default_rng(1).integers(0, 700_000, 1000)).tolist()))
+    model[cuts[0] : cuts[-1]] = random_bytes(cuts[-1] - cuts[0])
+    with Engine(configure(block_size=4096, queue_depth=16, thread_count=4)) as engine, engine.open(path, "rw") as file:
+        tickets = [engine.write(model[low:high], file, low) for low, high in itertools.pairwise(cuts)]
+        for ticket in tickets:
+            ticket.wait(SECONDS)
+    assert_array_equal(on_disk(path), model)
+
+
+# Buffers
+
+
+def dtypes() -> list[torch.dtype]:
+    """Every dtype that this torch can view bytes as: all but the quantised ones, which carry a scale beside their bytes."""
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+    return sorted(found - quantised, key=str)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_tensors_of_every_dtype(engine: Engine, directory: Path, random_bytes: RandomBytes, dtype: torch.dtype) -> None:
+    path = directory / "data"
+    data, target = random_bytes(96_000), np.zeros(96_000, np.uint8)
+    assert engine.write(torch.from_numpy(data).view(dtype), path).wait(SECONDS) == 96_000
+    assert_array_equal(on_disk(path), data)
+    assert engine.read(torch.from_numpy(target).view(dtype), path).wait(SECONDS) == 96_000
+    assert_array_equal(target, data)
+
+
+def test_tensors_of_every_shape_and_kind(engine: Engine, directory: Path) -> None:
+    torch.manual_seed(0)
+    odd_view = torch.randn(100_003)[3:-7]
+    assert odd_view.storage_offset() == 3
+    sources = {
+        "matrix": torch.randn(17, 19, 23),
+        "scalar": torch.tensor(3.25, dtype=torch.float64),
+        "empty": torch.empty(0),
+        "empty of three dimensions": torch.empty(3, 0, 5),
+        "view": odd_view,
+        "bytes at an odd address": torch.arange(255, dtype=torch.uint8)[1:],
+        "parameter": torch.nn.Parameter(torch.randn(1000)),
+        "result with a history": torch.nn.Parameter(torch.randn(1000)) * 2,
+        "bfloat16": torch.randn(1001, dtype=torch.bfloat16),
+        "bool": torch.rand(1001) > 0.5,
+        "one column": torch.randn(50, 1).t(),
+    }
+    for name, source in sources.items():
+        path = directory / name
+        nbytes = source.numel() * source.element_size()
+        assert engine.write(source, path).wait(SECONDS) == nbytes, name
+        target = torch.zeros_like(source, requires_grad=source.requires_grad)
+        if nbytes:
+            assert path.read_bytes() == source.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+            assert engine.read(target, path).wait(SECONDS) == nbytes, name
+        assert torch.equal(source, target), name
+
+
+def test_a_read_into_a_view_leaves_the_rest_of_the_storage(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(8 * 20_000)
+    data.tofile(path)
+    storage = torch.zeros(20_010, dtype=torch.int64)
+    engine.read(storage[3:20_003], path).wait(SECONDS)
+    assert_array_equal(storage.numpy().view(np.uint8), np.concatenate([np.zeros(24, np.uint8), data, np.zeros(56, np.uint8)]))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(100)[::2],
+        torch.arange(100).reshape(10, 10).t(),
+        torch.zeros(1).expand(100),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(10, 10).to_sparse(),
+        torch.zeros(10, device="meta"),
+        torch.tensor([1 + 2j, 3 + 4j]).conj(),
+        torch.tensor([1 + 2j, 3 + 4j]).conj().imag.contiguous()._neg_view(),
+    ],
+    ids=["strided", "transposed", "expanded", "channels last", "sparse", "meta", "lazily conjugate", "lazily negative"],
+)
+def test_tensors_whose_bytes_are_not_their_values_are_refused(engine: Engine, directory: Path, tensor: torch.Tensor) -> None:
+    path = directory / "data"
+    path.write_bytes(b"before")
+    calls: list[Callable[[], object]] = [
+        lambda: engine.write(tensor, path),
+        lambda: engine.read(tensor, path),
+        lambda: engine.write(tensor, directory / "new"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert path.read_bytes() == b"before"
+    assert not (directory / "new").exists()
+
+
+def buffers(count: int) -> dict[str, Any]:
+    """Zeros of *count* bytes, as everything that can be read into."""
+    return {
+        "ndarray": np.zeros(count, np.uint8),
+        "ndarray of floats": np.zeros(count // 8),
+        "structured ndarray": np.zeros(count // 8, [("a", "i4"), ("b", "f4")]),
+        "matrix": np.zeros((count // 80, 10), np.float64),
+        "bytearray": bytearray(count),
+        "memoryview": memoryview(bytearray(count)),
+        "part of a memoryview": memoryview(bytearray(count + 7))[3:-4],
+        "memoryview of doubles": memoryview(array.array("d", bytes(count))),
+        "array": array.array("q", bytes(count)),
+        "mmap": mmap.mmap(-1, count),
+        "allocate": allocate(count),
+        "tensor": torch.zeros(count, dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(buffers(80)))
+def test_buffers_of_every_kind(engine: Engine, directory: Path, random_bytes: RandomBytes, kind: str) -> None:
+    path = directory / "data"
+    data = random_bytes(160_000)
+    data.tofile(path)
+    buffer = buffers(data.size)[kind]
+    assert engine.read(buffer, path).wait(SECONDS) == data.size
+    assert_array_equal(np.frombuffer(memoryview(buffer.numpy() if kind == "tensor" else buffer).cast("B"), np.uint8), data)
+    path.unlink()
+    assert engine.write(buffer, path).wait(SECONDS) == data.size
+    assert_array_equal(on_disk(path), data)
+
+
+def test_read_only_buffers_can_be_written_and_not_read_into(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    data = random_bytes(10_001)
+    frozen = data.copy()
+    frozen.flags.writeable = False
+    buffers_without_write: list[Any] = [data.tobytes(), memoryview(data.tobytes()), frozen]
+    for case, buffer in enumerate(buffers_without_write):
+        path = directory / str(case)
+        assert engine.write(buffer, path).wait(SECONDS) == data.size
+        assert_array_equal(on_disk(path), data)
+        random_bytes(10_001).tofile(path)
+        with pytest.raises(UsageError):
+            engine.read(buffer, path)
+        assert_array_equal(np.frombuffer(buffer, np.uint8), data)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.zeros(100)[::2],
+        np.zeros((10, 10)).T[:, 1:],
+        np.zeros((10, 10))[:, 1:],
+        memoryview(bytearray(100))[::2],
+        np.array([object(), object()]),
+        "text",
+        [1, 2, 3],
+        7,
+        None,
+    ],
+    ids=["strided", "transposed", "columns", "strided memoryview", "objects", "text", "list", "number", "none"],
+)
+def test_what_is_no_plain_memory_is_refused(engine: Engine, directory: Path, buffer: Any) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    calls: list[Callable[[], object]] = [
+        lambda: engine.write(buffer, path),
+        lambda: engine.read(buffer, path),
+        lambda: engine.write(buffer, directory / "new"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert path.read_bytes() == bytes(1000)
+    assert not (directory / "new").exists()
+
+
+@pytest.mark.parametrize("offset", [-1, -(1 << 62), (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 100])
+def test_an_offset_that_no_file_has_is_refused(engine: Engine, directory: Path, offset: int) -> None:
+    path = directory / "data"
+    path.write_bytes(b"before")
+    calls: list[Callable[[], object]] = [
+        lambda: engine.write(b"after", path, offset),
+        lambda: engine.read(bytearray(5), path, offset),
+        lambda: engine.write(b"after", directory / "new", offset),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError):
+            call()
+    assert path.read_bytes() == b"before"
+    assert not (directory / "new").exists()
+
+
+def test_allocated_memory_is_aligned_writable_and_of_exactly_the_size_asked_for() -> None:
+    for count in (1, 4095, 4096, 4097, 3 << 20):
+        view = allocate(count)
+        assert (view.nbytes, view.format, view.readonly) == (count, "B", False)
+        values = np.frombuffer(view, np.uint8)
+        assert values.ctypes.data % mmap.PAGESIZE == 0
+        del view
+        values[:] = 7
+        assert values.sum() == 7 * count
+    assert allocate(0).nbytes == 0
+
+
+# Many at once
+
+
+def test_a_thousand_requests_waited_for_in_any_order(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    size, count = 64 << 10, 1024
+    data, target = random_bytes(size * count), np.zeros(size * count, np.uint8)
+    order = np.random.default_rng(2).permutation(count).tolist()
+    with Engine(configure(block_size=64 << 10, queue_depth=32)) as engine, engine.open(path, "rw", size=data.size) as file:
+        tickets = [engine.write(data[place * size :][:size], file, place * size) for place in range(count)]
+        assert [tickets[place].wait(SECONDS) for place in order] == [size] * count
+        assert_array_equal(on_disk(path), data)
+        tickets = [engine.read(target[place * size :][:size], file, place * size) for place in order]
+        assert [ticket.wait(SECONDS) for ticket in tickets] == [size] * count
+        assert_array_equal(target, data)
+        stats = engine.stats()
+        for direction in (stats.read, stats.write):
+            assert (direction.requests, direction.bytes, direction.in_flight) == (count, data.size, 0)
+            assert direction.busy_seconds > 0
+
+
+def test_each_request_is_waited_for_alone(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    """A failed neighbour, before or after, is nothing to a request."""
+    path = directory / "data"
+    data = random_bytes(100_000)
+    data.tofile(path)
+    target, beyond = np.zeros_like(data), [np.zeros_like(data) for _ in range(2)]
+    bad = engine.read(beyond[0], path, 50_000)
+    good = engine.read(target, path)
+    worse = engine.read(beyond[1], path, 99_999)
+    assert good.wait(SECONDS) == data.size
+    assert_array_equal(target, data)
+    for ticket in (bad, worse):
+        with pytest.raises(TruncatedError):
+            ticket.wait(SECONDS)
+
+
+def test_threads_share_an_engine(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    share, threads = 500_001, 8
+    data = random_bytes(share * threads)
+
+    def work(place: int) -> Bytes:
+        mine = data[place * share :][:share]
+        target = np.zeros_like(mine)
+        for low in range(0, share, 50_000):
+            tickets = [engine.write(mine[low + step : low + step + 10_000], file, place * share + low + step) for step in range(0, 50_000, 10_000)]
+            for ticket in tickets:
+                ticket.wait(SECONDS)
+        engine.read(target, file, place * share).wait(SECONDS)
+        return target
+
+    with engine.open(path, "rw", size=data.size) as file, ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(work, range(threads)))
+    assert_array_equal(np.concatenate(results), data)
+    assert_array_equal(on_disk(path), data)
+
+
+def test_one_ticket_waited_for_by_many_threads(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    data = random_bytes(8 << 20)
+    barrier = threading.Barrier(9)
+
+    def work(_: int) -> int:
+        barrier.wait(SECONDS)
+        return ticket.wait(SECONDS)
+
+    with ThreadPoolExecutor(8) as pool:
+        results = pool.map(work, range(8))
+        ticket = engine.write(data, directory / "data")
+        barrier.wait(SECONDS)
+        assert list(results) == [data.size] * 8
+    assert_array_equal(on_disk(directory / "data"), data)
+
+
+def test_engines_share_a_file(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    share = 300_001
+    data = random_bytes(4 * share)
+    engines = [Engine(configure(block_size=4096 << place, queue_depth=4)) for place in range(4)]
+    tickets = [engine.write(data[place * share :][:share], path, place * share) for place, engine in enumerate(engines)]
+    for engine, ticket in zip(engines, tickets, strict=True):
+        assert ticket.wait(SECONDS) == share
+        engine.close()
+    assert_array_equal(on_disk(path), data)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"single_submit": True},
+        {"overlap_events": False},
+        {"single_submit": True, "overlap_events": False},
+        {"queue_depth": 1},
+        {"queue_depth": 1, "overlap_events": False, "thread_count": 2},
+        {"thread_count": 2},
+        {"thread_count": 3},
+        {"thread_count": 4, "queue_depth": 2},
+        {"block_size": 4096},
+        {"block_size": 12288, "thread_count": 2},
+        {"block_size": 64 << 20},
+        {"queue_depth": 512, "block_size": 4096},
+        {"direct": False},
+    ],
+    ids=str,
+)
+def test_every_setting_moves_the_same_bytes(configure: Configure, directory: Path, random_bytes: RandomBytes, settings: dict[str, Any]) -> None:
+    path = directory / "data"
+    model = random_bytes(2_000_003)
+    model.tofile(path)
+    low, high = 12_345, 1_987_654
+    with Engine(configure(**{"block_size": 64 << 10, "queue_depth": 8, **settings})) as engine, engine.open(path, "rw") as file:
+        model[low:high] = random_bytes(high - low)
+        middle = (low + high) // 2
+        tickets = [engine.write(model[low:middle], file, low), engine.write(model[middle:high], file, middle)]
+        assert [ticket.wait(SECONDS) for ticket in tickets] == [middle - low, high - middle]
+        assert_array_equal(on_disk(path), model)
+        target = np.zeros_like(model)
+        tickets = [engine.read(target[:middle], file), engine.read(target[middle:], file, middle)]
+        assert [ticket.wait(SECONDS) for ticket in tickets] == [middle, model.size - middle]
+        assert_array_equal(target, model)
+        stats = engine.stats()
+        assert (stats.write.requests, stats.write.bytes, stats.write.in_flight) == (2, high - low, 0)
+        assert (stats.read.requests, stats.read.bytes, stats.read.in_flight) == (2, model.size, 0)
+
+
+def test_a_new_engine_has_done_nothing(engine: Engine) -> None:
+    stats = engine.stats()
+    for direction in (stats.read, stats.write):
+        assert (direction.requests, direction.bytes, direction.in_flight, direction.retries, direction.busy_seconds) == (0, 0, 0, 0, 0)
+
+
+# Failures
+
+
+@pytest.mark.every_filesystem
+@pytest.mark.parametrize("length", [0, 1, 512, 4096, 5000, BLOCK, 2 * BLOCK + 513])
+def test_a_read_past_the_end_says_how_far_it_came(configure: Configure, directory: Path, random_bytes: RandomBytes, length: int) -> None:
+    path = directory / "data"
+    data = random_bytes(length)
+    data.tofile(path)
+    # One block at a time, so that what came is what comes first.
+    with Engine(configure(block_size=BLOCK, queue_depth=1)) as engine:
+        for offset in {0, length // 2, length, length + 1, length + 100_000}:
+            target = np.full(4 * BLOCK, 7, np.uint8)
+            ticket = engine.read(target, path, offset)
+            with pytest.raises(TruncatedError) as caught:
+                ticket.wait(SECONDS)
+            error = caught.value
+            there = data[offset:]
+            assert (error.operation, error.path, error.offset, error.nbytes, error.done) == ("read", str(path), offset, target.size, there.size)
+            assert_array_equal(target[: there.size], there)
+        assert engine.read(np.zeros(0), path, length + 1).wait(SECONDS) == 0
+
+
+def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(1_234_567)
+    data.tofile(path)
+    with pytest.raises(TruncatedError) as caught:
+        engine.read(np.zeros(4 << 20, np.uint8), path).wait(SECONDS)
+    assert 0 <= caught.value.done <= data.size
+
+
+def test_a_file_that_shrinks_under_a_reader(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(1 << 20)
+    data.tofile(path)
+    with Engine(configure(block_size=64 << 10, queue_depth=1)) as engine, engine.open(path, "r") as file:
+        target = np.zeros_like(data)
+        engine.read(target, file).wait(SECONDS)
+        os.truncate(path, 300_123)
+        target[:] = 0
+        ticket = engine.read(target, file)
+        with pytest.raises(TruncatedError) as caught:
+            ticket.wait(SECONDS)
+        assert caught.value.done == 300_123
+        assert_array_equal(target[:300_123], data[:300_123])
+        assert engine.read(target[:300_123], file).wait(SECONDS) == 300_123
+        assert file.size == 300_123
+
+
+def test_a_result_is_the_same_each_time_it_is_asked_for(engine: Engine, directory: Path) -> None:
+    path = directory / "data"
+    good = engine.write(bytes(10_000), path)
+    assert [good.wait(SECONDS), good.wait(0), good.wait()] == [10_000] * 3
+    assert good.done()
+    assert good.nbytes == 10_000
+    bad = engine.read(bytearray(10_001), path)
+    for timeout in (SECONDS, 0, None):
+        with pytest.raises(TruncatedError) as caught:
+            bad.wait(timeout)
+        assert caught.value.nbytes == 10_001
+    assert bad.done()
+    assert bad.nbytes == 10_001
+
+
+def test_a_file_size_limit_stops_a_write_where_it_is(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Callable[[int, int], AbstractContextManager[None]]
+) -> None:
+    path = directory / "data"
+    data, before = random_bytes(4 << 20), random_bytes(4 << 20)
+    before.tofile(path)
+    most = 1 << 20
+    with Engine(configure(block_size=64 << 10, queue_depth=1)) as engine, engine.open(path, "rw") as file:
+        with limit(resource.RLIMIT_FSIZE, most):
+            ticket = engine.write(data, file)
+            with pytest.raises(IOFailure) as caught:
+                ticket.wait(SECONDS)
+        error = caught.value
+        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (errno.EFBIG, "write", str(path), 0, data.size)
+        assert error.done == most
+        assert_array_equal(on_disk(path), np.concatenate([data[:most], before[most:]]))
+        assert engine.stats().write.bytes == most
+        assert engine.write(data, file).wait(SECONDS) == data.size
+    assert_array_equal(on_disk(path), data)
+
+
+def test_a_full_filesystem_costs_nothing_that_was_there(configure: Configure, mounted: Callable[[str], Path], random_bytes: RandomBytes) -> None:
+    place = mounted("ext4-full")
+    path = place / "data"
+    kept, huge = random_bytes(1_000_001), random_bytes(32 << 20)
+
+    def free_bytes() -> int:
+        status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize
+
+    try:
+        with Engine(configure(block_size=256 << 10, queue_depth=8)) as engine:
+            engine.write(kept, path).wait(SECONDS)
+            before = free_bytes()
+            with pytest.raises(NoSpaceError) as caught:
+                engine.write(huge, path, kept.size).wait(SECONDS)
+            assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.ENOSPC, "write", str(path))
+            assert 0 <= caught.value.done < huge.size
+            assert_array_equal(on_disk(path)[: kept.size], kept)
+            with pytest.raises(NoSpaceError):
+                engine.open(path, "rw", size=64 << 20)
+            assert_array_equal(on_disk(path)[: kept.size], kept)
+            # What was moved before the drive was full may stay; space that was only set aside may not.
+            assert free_bytes() >= before - caught.value.done - (64 << 10)
+            engine.write(kept[::-1].copy(), path).wait(SECONDS)
+            engine.write(kept, place / "another").wait(SECONDS)
+            assert_array_equal(on_disk(path)[: kept.size], kept[::-1])
+            assert_array_equal(on_disk(place / "another"), kept)
+    finally:
+        for file in (path, place / "another"):
+            file.unlink(missing_ok=True)
+
+
+def test_a_process_without_file_descriptors_is_told_so(
+    engine: Engine, configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Callable[[int, int], AbstractContextManager[None]]
+) -> None:
+    path = directory / "data"
+    data = random_bytes(100_001)
+    with engine.open(path, "rw") as file:
+        opened: list[File] = []
+        os.close(lowest_free := os.dup(0))
+        with limit(resource.RLIMIT_NOFILE, lowest_free + 8):
+            with pytest.raises(IOFailure) as caught:
+                opened.extend(engine.open(directory / str(place), "rw") for place in range(9))
+            assert (caught.value.errno, caught.value.operation) == (errno.EMFILE, "open")
+            ticket = engine.write(data[:4096], file)
+            ticket.wait(SECONDS)
+            with pytest.raises(IOFailure) as caught:
+                engine.read(bytearray(10), path)
+            assert caught.value.errno == errno.EMFILE
+        for one in opened:
+            one.close()
+        engine.write(data, file).wait(SECONDS)
+    assert_array_equal(on_disk(path), data)

@@ -1,0 +1,733 @@
+"""Who lives how long: buffers, tickets and engines, threads and forks, signals and the end of the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from numpy.testing import assert_array_equal
+
+import nvme_offload
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine, allocate
+from nvme_offload.errors import OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout
+
+Bytes = npt.NDArray[np.uint8]
+RandomBytes = Callable[[int], Bytes]
+Configure = Callable[..., AioConfig]
+Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
+
+SECONDS = 60
+AIO_NR = Path("/proc/sys/fs/aio-nr")
+AIO_MAX_NR = Path("/proc/sys/fs/aio-max-nr")
+
+
+def on_disk(path: Path) -> Bytes:
+    return np.fromfile(path, np.uint8)
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether *condition* comes true in time, for what the kernel does when it likes."""
+    end = time.monotonic() + 20
+    while not (now := condition()) and time.monotonic() < end:
+        os.sched_yield()
+    return now
+
+
+# Waiting
+
+
+def test_a_wait_that_runs_out_leaves_the_request_going(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(2_000_001)
+    with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
+        ticket = engine.write(data, file)
+        for timeout in (0, 0.01, -1):
+            with pytest.raises(WaitTimeout):
+                ticket.wait(timeout)
+        assert not ticket.done()
+        stats = engine.stats().write
+        assert (stats.requests, stats.in_flight) == (1, 1)
+        let_go()
+        assert ticket.wait(SECONDS) == data.size
+        assert ticket.done()
+        assert ticket.wait(0) == data.size
+        stats = engine.stats().write
+        assert (stats.requests, stats.bytes, stats.in_flight) == (1, data.size, 0)
+    assert_array_equal(on_disk(path), data)
+
+
+def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(configure: Configure, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    engine = Engine(configure())
+    ticket = engine.read(bytearray(1001), path)
+    assert eventually(ticket.done)
+    with pytest.raises(TruncatedError):
+        engine.close()
+    engine.close()
+
+
+def test_the_first_error_that_nobody_waited_for_is_raised_at_close(configure: Configure, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    engine = Engine(configure())
+    with pytest.raises(TruncatedError):
+        engine.read(bytearray(2001), path).wait(SECONDS)
+    ticket = engine.read(bytearray(3001), path)  # waited for after the close
+    assert eventually(ticket.done)
+    engine.read(bytearray(4001), path)
+    with pytest.raises(TruncatedError) as caught:
+        engine.close()
+    assert (caught.value.nbytes, caught.value.path) == (3001, str(path))
+    with pytest.raises(TruncatedError):
+        ticket.wait()
+    engine.close()
+
+
+def test_an_error_that_was_waited_for_is_not_raised_again(configure: Configure, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    with Engine(configure()) as engine, pytest.raises(TruncatedError):
+        engine.read(bytearray(1001), path).wait(SECONDS)
+
+
+def test_the_end_of_with_raises_what_nobody_waited_for(configure: Configure, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    with pytest.raises(TruncatedError), Engine(configure()) as engine:
+        engine.read(bytearray(1001), path)
+
+
+def test_an_exception_passes_through_with_and_the_data_arrives(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(8 << 20)
+    engine = Engine(configure(block_size=4096))
+    engine.write(data, path)
+    with pytest.raises(KeyError, match="from the body"), engine:
+        raise KeyError("from the body")
+    assert_array_equal(on_disk(path), data)
+
+
+# Closing
+
+
+def test_a_closed_engine_keeps_its_results_and_takes_no_more(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(8 << 20)
+    engine = Engine(configure(block_size=4096))
+    file = engine.open(path, "rw")
+    ticket = engine.write(data, file)
+    engine.close()
+    assert ticket.done()
+    assert ticket.wait(0) == data.size
+    assert_array_equal(on_disk(path), data)
+    engine.close()
+    calls: list[Callable[[], object]] = [
+        lambda: engine.write(data, file),
+        lambda: engine.read(data, file),
+        lambda: engine.write(data, path),
+        lambda: engine.write(data, directory / "new"),
+        lambda: engine.write(b"", file),
+        lambda: engine.open(path, "r"),
+        lambda: engine.open(directory / "new", "rw"),
+        lambda: engine.open_anonymous(directory, 4096),
+        engine.stats,
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    assert_array_equal(on_disk(path), data)
+    assert not (directory / "new").exists()
+    file.close()
+
+
+def test_closing_waits_for_what_stalls_and_other_threads_go_on(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(1_000_001)
+    engine = Engine(configure(block_size=64 << 10))
+    results: list[int] = []
+    with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
+        ticket = engine.write(data, file)
+        waiter = threading.Thread(target=lambda: results.append(ticket.wait(SECONDS)))
+        closers = [threading.Thread(target=engine.close) for _ in range(2)]
+        for thread in (waiter, *closers):
+            thread.start()
+        for thread in (waiter, *closers):
+            thread.join(0.05)
+            assert thread.is_alive()
+        let_go()
+        for thread in (waiter, *closers):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+    assert results == [data.size]
+    assert_array_equal(on_disk(path), data)
+
+
+def test_an_engine_dropped_unclosed_warns_and_finishes(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(8 << 20)
+    engine = Engine(configure(block_size=4096))
+    engine.write(data, path)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del engine
+    assert_array_equal(on_disk(path), data)
+
+
+def test_a_ticket_outlives_a_dropped_engine(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(1_000_001)
+    engine = Engine(configure())
+    ticket = engine.write(data, path)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        del engine
+    assert ticket.wait(SECONDS) == data.size
+    assert_array_equal(on_disk(path), data)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_closed_engine_is_dropped_in_silence(configure: Configure, recwarn: pytest.WarningsRecorder) -> None:
+    with Engine(configure()) as engine:
+        pass
+    del engine
+    gc.collect()
+    assert len(recwarn) == 0
+
+
+# Buffers
+
+
+def test_a_buffer_lives_until_its_request_is_finished(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(2_000_001)
+    engine = Engine(configure(block_size=64 << 10, queue_depth=2))
+    with engine.open(path, "rw", size=data.size) as file, stall():
+        buffer = data.copy()
+        held = weakref.ref(buffer)
+        ticket = engine.write(buffer, file)
+        del buffer, ticket
+        gc.collect()
+        assert held() is not None
+    engine.close()
+    gc.collect()
+    assert held() is None
+    assert_array_equal(on_disk(path), data)
+
+
+def test_the_memory_of_a_dropped_tensor_is_not_used_again_before_its_time(
+    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
+    import torch
+
+    path = stalling_directory / "data"
+    data = random_bytes(1 << 20)
+    engine = Engine(configure())
+    with engine.open(path, "rw", size=data.size) as file, stall():
+        tensor = torch.from_numpy(data).clone()
+        parameter = torch.nn.Parameter(tensor.view(torch.float32))
+        engine.write(parameter, file)
+        parameter.data = torch.zeros(1)  # what DeepSpeed does to a parameter that it has swapped out
+        del tensor, parameter
+        gc.collect()
+        others = [torch.full((1 << 20,), 7, dtype=torch.uint8) for _ in range(16)]
+    engine.close()
+    assert len(others) == 16
+    assert_array_equal(on_disk(path), data)
+
+
+def test_a_buffer_that_can_be_resized_is_locked_meanwhile(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(1_000_001)
+    buffer = bytearray(data.tobytes())
+    with Engine(configure()) as engine, engine.open(path, "rw", size=data.size) as file:
+        with stall():
+            ticket = engine.write(buffer, file)
+            with pytest.raises(BufferError):
+                buffer.clear()
+        ticket.wait(SECONDS)
+        buffer.clear()
+    assert_array_equal(on_disk(path), data)
+
+
+def test_reads_whose_everything_was_dropped_still_land(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(8 << 20)
+    data.tofile(path)
+    memory = mmap.mmap(-1, data.size)
+    engine = Engine(configure(block_size=4096))
+    view = np.frombuffer(memory, np.uint8)
+    engine.read(view, path)
+    del view
+    gc.collect()
+    engine.close()
+    assert_array_equal(np.frombuffer(memory, np.uint8), data)
+
+
+def test_allocated_memory_lives_as_long_as_its_request(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(1 << 20)
+    engine = Engine(configure())
+    with engine.open(path, "rw", size=data.size) as file, stall():
+        view = allocate(data.size)
+        np.frombuffer(view, np.uint8)[:] = data
+        engine.write(view, file)
+        del view
+        gc.collect()
+        others = [allocate(data.size) for _ in range(16)]
+        for other in others:
+            np.frombuffer(other, np.uint8)[:] = 7
+    engine.close()
+    assert_array_equal(on_disk(path), data)
+
+
+def test_nothing_of_a_finished_request_is_held(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+    """In an engine that lives on, neither its buffer nor its file, and also when nobody waited for it."""
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    engine.write(b"warm", directory / "other").wait(SECONDS)
+    descriptors = open_descriptors()
+    held = []
+    for _ in range(50):
+        buffer = random_bytes(10_001)
+        held.append(weakref.ref(buffer))
+        engine.write(buffer, path, 1000)
+    del buffer
+
+    def let_go() -> bool:
+        engine.write(b"more", directory / "other").wait(SECONDS)
+        gc.collect()
+        return all(one() is None for one in held) and open_descriptors() == descriptors
+
+    assert eventually(let_go)
+
+
+def test_nothing_of_a_failed_request_is_held(engine: Engine, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    descriptors = open_descriptors()
+    buffer = np.zeros(1 << 20, np.uint8)
+    held = weakref.ref(buffer)
+    with pytest.raises(TruncatedError) as caught:
+        engine.read(buffer, path).wait(SECONDS)
+    del buffer, caught
+    gc.collect()
+    assert eventually(lambda: held() is None and open_descriptors() == descriptors)
+
+
+def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(engine: Engine, directory: Path) -> None:
+    """Else a program that collects its tickets and waits for them at the end runs out of descriptors."""
+    descriptors = open_descriptors()
+    tickets = [engine.write(bytes(5001), directory / str(place)) for place in range(50)]
+    for ticket in tickets:
+        ticket.wait(SECONDS)
+    assert eventually(lambda: open_descriptors() == descriptors)
+    assert [ticket.wait(0) for ticket in tickets] == [5001] * 50
+
+
+# Files
+
+
+def test_a_file_closed_or_dropped_in_mid_request_is_written_to_its_end(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
+    closed, dropped = stalling_directory / "closed", stalling_directory / "dropped"
+    data = random_bytes(1_000_001)
+    files = [engine.open(path, "rw", size=data.size) for path in (closed, dropped)]
+    with stall():
+        tickets = [engine.write(data, file) for file in files]
+        files[0].close()
+        files.clear()
+        gc.collect()
+    for ticket in tickets:
+        ticket.wait(SECONDS)
+    for path in (closed, dropped):
+        assert_array_equal(on_disk(path), data)
+
+
+# Threads and signals
+
+
+def test_a_wait_lets_other_threads_run(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    path = stalling_directory / "data"
+    data = random_bytes(1_000_001)
+    outcome: list[object] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            outcome.append(ticket.wait(20))  # were the interpreter lock held, nobody could let go, and this would run out
+        except WaitTimeout as error:
+            outcome.append(error)
+
+    with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
+        ticket = engine.write(data, file)
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiting.wait(SECONDS)
+        steps = 0
+        while steps < 10_000:
+            os.sched_yield()  # gives the lock away, for the waiter to take it into its wait
+            steps += 1
+        assert outcome == []
+        let_go()
+        waiter.join(SECONDS)
+    assert (outcome, steps) == ([data.size], 10_000)
+    assert_array_equal(on_disk(path), data)
+
+
+def test_signals_reach_the_threads_of_python(engine: Engine, directory: Path) -> None:
+    """The workers block them all: a signal that one of them took would be handled only when Python happens to look."""
+    masks = [line for task in Path("/proc/self/task").iterdir() for line in (task / "status").read_text().splitlines() if line.startswith("SigBlk")]
+    named = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    workers = [int(mask.split()[1], 16) for mask, name in zip(masks, named, strict=True) if name == "nvme-offload"]
+    assert len(workers) == engine.config.thread_count
+    for mask in workers:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+            assert mask >> (number - 1) & 1
+
+
+# Other processes: forks, Ctrl-C and the end of the interpreter are tried in an interpreter of their own
+
+PROLOGUE = """
+import os, signal, sys, threading
+import numpy
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import OffloadError, UsageError
+
+backend, path = sys.argv[1:]
+data = numpy.random.default_rng(5).integers(0, 256, 8 << 20, dtype=numpy.uint8)
+engine = Engine(AioConfig(backend=backend, direct="auto", block_size=4096, queue_depth=4))
+"""
+
+
+def expected_data() -> Bytes:
+    return np.random.default_rng(5).integers(0, 256, 8 << 20, dtype=np.uint8)
+
+
+@contextlib.contextmanager
+def interpreter(script: str, backend: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs *script* after `PROLOGUE`; killed at the end of the context if it has not ended by then."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
+    arguments = [sys.executable, "-c", PROLOGUE + script, backend, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "says"),
+    [
+        pytest.param("ticket = engine.write(data, path)", 0, "", id="everything global"),
+        pytest.param("engine.write(data.copy(), path)\ndel data", 0, "", id="everything dropped"),
+        pytest.param("file = engine.open(path, 'rw')\nengine.write(data, file)\ndel engine, file, data", 0, "", id="engine dropped"),
+        pytest.param("with engine:\n    engine.write(data, path)\n    sys.exit(3)", 3, "", id="exit in with"),
+        pytest.param("engine.write(data, path)\nsys.exit(3)", 3, "", id="exit"),
+        pytest.param("with engine:\n    engine.write(data, path)\n    raise KeyError('mine')", 1, "KeyError: 'mine'", id="exception in with"),
+        pytest.param("engine.write(data, path)\nraise KeyError('mine')", 1, "KeyError: 'mine'", id="exception"),
+        pytest.param("cycle = [engine, engine.write(data, path)]\ncycle.append(cycle)\ndel engine, cycle", 0, "", id="cycle"),
+        pytest.param("import builtins\nbuiltins.kept = (engine, engine.write(data, path))", 0, "", id="kept to the last"),
+        pytest.param("ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait, daemon=True).start()", 0, "", id="a daemon thread waits"),
+        pytest.param("ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait).start()", 0, "", id="a thread waits"),
+    ],
+)
+def test_the_end_of_the_interpreter_waits_for_the_data(backend: str, directory: Path, script: str, code: int, says: str) -> None:
+    path = directory / "data"
+    with interpreter(script, backend, path) as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == code, errors
+    assert errors.strip().endswith(says)
+    if not says:
+        assert errors == ""
+    assert_array_equal(on_disk(path), expected_data())
+
+
+def test_the_end_of_the_interpreter_waits_for_what_stalls(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    path = stalling_directory / "data"
+    script = """
+file = engine.open(path, "rw", size=data.size)
+print("ready", flush=True)
+sys.stdin.readline()
+tickets = [engine.write(data, file)]
+threading.Thread(target=tickets[0].wait, daemon=True).start()
+print("started", flush=True)
+"""
+    with interpreter(script, backend, path) as process:
+        assert process.stdin and process.stdout and process.stderr  # noqa: PT018
+        assert process.stdout.readline() == "ready\n"
+        with stall():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "started\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        assert (process.wait(SECONDS), process.stderr.read()) == (0, "")
+    assert_array_equal(on_disk(path), expected_data())
+
+
+def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing(backend: str, directory: Path) -> None:
+    path = directory / "data"
+    path.write_bytes(bytes(1000))
+    with interpreter("engine.read(data, path)", backend, path) as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode >= 0
+    assert "TruncatedError" in errors
+    assert str(path) in errors
+
+
+def test_ctrl_c_ends_a_wait_and_not_the_request(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    path = stalling_directory / "data"
+    script = """
+import time
+file = engine.open(path, "rw", size=data.size)
+print("ready", flush=True)
+sys.stdin.readline()
+ticket = engine.write(data, file)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+for wait in (ticket.wait, lambda: ticket.wait(50), engine.close):
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        wait()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+sys.stdin.readline()
+print(ticket.wait(50), flush=True)
+"""
+    with interpreter(script, backend, path) as process:
+        assert process.stdin and process.stdout and process.stderr  # noqa: PT018
+        assert process.stdout.readline() == "ready\n"
+        with stall():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert [process.stdout.readline() for _ in range(3)] == ["interrupted\n"] * 3
+        out, errors = process.communicate("go\n", timeout=SECONDS)
+    assert (process.returncode, out, errors) == (0, f"{8 << 20}\n", "")
+    assert_array_equal(on_disk(path), expected_data())
+
+
+def test_a_close_that_ctrl_c_ended_is_made_up_for_at_the_end(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    path = stalling_directory / "data"
+    script = """
+import builtins
+builtins.kept = engine
+file = engine.open(path, "rw", size=data.size)
+print("ready", flush=True)
+sys.stdin.readline()
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+with engine:
+    engine.write(data, file)
+"""
+    with interpreter(script, backend, path) as process:
+        assert process.stdin and process.stdout and process.stderr  # noqa: PT018
+        assert process.stdout.readline() == "ready\n"
+        with stall():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            # The traceback is printed before the exit handlers run, which then wait for the stalled write.
+            assert any("KeyboardInterrupt" in line for line in iter(process.stderr.readline, ""))
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        assert process.wait(SECONDS) == -signal.SIGINT
+    assert_array_equal(on_disk(path), expected_data())
+
+
+FORK = """
+before = numpy.fromfile(path, numpy.uint8)
+target = numpy.zeros_like(data)
+engine.write(data, path + ".ready").wait()
+file = engine.open(path + ".ready", "rw")
+tickets = [engine.read(target, file), engine.write(data, path + ".copy")]
+child = os.fork()
+if child == 0:
+    calls = [
+        lambda: engine.write(data, file), lambda: engine.read(target, file), lambda: engine.write(b"", file),
+        lambda: engine.write(data, path), lambda: engine.read(target, path), lambda: engine.write(data, path + ".child"),
+        lambda: engine.open(path, "r"), lambda: engine.open(path + ".child", "rw"), lambda: engine.open_anonymous(os.path.dirname(path), 4096),
+        engine.stats, lambda: tickets[0].wait(20), lambda: tickets[1].wait(20),
+    ]
+    wrong = []
+    for place, call in enumerate(calls):
+        try:
+            call()
+            wrong.append((place, "went through"))
+        except UsageError:
+            pass
+        except Exception as error:
+            wrong.append((place, repr(error)))
+    # An engine of its own works.
+    mine = numpy.zeros_like(before)
+    with Engine(AioConfig(backend=backend, direct="auto", block_size=4096)) as own:
+        own.read(mine, path).wait(20)
+    if not (mine == before).all():
+        wrong.append("other bytes")
+    print("child", wrong, flush=True)
+    del tickets, file, engine  # nothing to wait for here, and nothing of the parent's to close
+    sys.exit(5)
+status = os.waitpid(child, 0)[1]
+assert [ticket.wait(50) for ticket in tickets] == [data.size] * 2
+assert (target == data).all()
+assert engine.write(data, path).wait(50) == data.size
+engine.close()
+print("parent", os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_can_neither_use_nor_hurt_the_engine(backend: str, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    random_bytes(1_000_001).tofile(path)
+    with interpreter(FORK, backend, path) as process:
+        out, errors = process.communicate(timeout=SECONDS)
+    assert (out, errors, process.returncode) == ("child []\nparent 5\n", "", 0)
+    assert_array_equal(on_disk(path), expected_data())
+    assert_array_equal(on_disk(directory / "data.copy"), expected_data())
+    assert not (directory / "data.child").exists()
+
+
+POOLS = """
+import multiprocessing
+import torch
+
+def square(number):
+    return number * number
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return square(index)
+
+with engine, engine.open(path, "rw", size=data.size) as file:
+    stop = threading.Event()
+    rounds = 0
+    def traffic():
+        global rounds
+        target = numpy.zeros_like(data)
+        while not stop.is_set():
+            engine.write(data, file).wait()
+            target[:] = 0
+            engine.read(target, file).wait()
+            assert (target == data).all()
+            rounds += 1
+        traffic.ended = True
+    thread = threading.Thread(target=traffic)
+    thread.start()
+    ticket = engine.write(data, path + ".copy")
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(square, range(64)) == [number * number for number in range(64)]
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        assert torch.cat(list(loader)).tolist() == [number * number for number in range(64)]
+    stop.set()
+    thread.join()
+    assert traffic.ended and rounds > 0
+    assert ticket.wait() == data.size
+print("done")
+"""
+
+
+def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(backend: str, directory: Path) -> None:
+    path = directory / "data"
+    with interpreter(POOLS, backend, path) as process:
+        out, errors = process.communicate(timeout=2 * SECONDS)
+    assert (out, process.returncode) == ("done\n", 0), errors
+    for name in ("data", "data.copy"):
+        assert_array_equal(on_disk(directory / name), expected_data())
+
+
+# What the system has of
+
+
+def tasks_and_descriptors() -> tuple[int, int]:
+    return sum(1 for _ in Path("/proc/self/task").iterdir()), open_descriptors()
+
+
+def test_engines_leave_nothing_behind(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+    path = directory / "data"
+    data = random_bytes(10_001)
+    data.tofile(path)
+    settings = configure(queue_depth=8)
+    before, events_before = tasks_and_descriptors(), int(AIO_NR.read_text())
+
+    def use(_: int) -> None:
+        target = np.zeros_like(data)
+        with Engine(settings) as engine:
+            engine.read(target, path)
+        assert_array_equal(target, data)
+
+    with ThreadPoolExecutor(8) as pool:  # the kernel takes its time to end a queue, though not for many at once
+        assert len(list(pool.map(use, range(300)))) == 300
+    assert eventually(lambda: tasks_and_descriptors() == before)
+    # Of the whole machine, so others may have added some; 300 engines would have added 300 * 9.
+    assert eventually(lambda: int(AIO_NR.read_text()) < events_before + 1000)
+
+
+def test_engines_that_were_refused_leave_nothing_behind(directory: Path) -> None:
+    with _aio_limit(0):
+        before = tasks_and_descriptors()
+        for _ in range(10):
+            with pytest.raises(UnsupportedError):
+                Engine(AioConfig(backend="libaio", thread_count=4))
+        assert eventually(lambda: tasks_and_descriptors() == before)
+
+
+def test_a_kernel_out_of_aio_events_is_named(random_bytes: RandomBytes) -> None:
+    with Engine(AioConfig(backend="libaio", queue_depth=8)) as before, _aio_limit(0):
+        with pytest.raises(UnsupportedError, match=r"fs\.aio-max-nr"):
+            Engine(AioConfig(backend="libaio", queue_depth=1024))
+        assert before.stats().read.requests == 0
+    Engine(AioConfig(backend="libaio", queue_depth=8)).close()
+
+
+@contextlib.contextmanager
+def _aio_limit(most: int) -> Iterator[None]:
+    before = AIO_MAX_NR.read_text()
+    try:
+        AIO_MAX_NR.write_text(str(most))
+    except OSError as error:
+        pytest.skip(f"fs.aio-max-nr cannot be changed here: {error}")
+    try:
+        yield
+    finally:
+        AIO_MAX_NR.write_text(before)
+
+
+def test_an_engine_that_cannot_be_made_is_a_typed_error(limit: Callable[[int, int], AbstractContextManager[None]], backend: str) -> None:
+    before = tasks_and_descriptors()
+    os.close(lowest_free := os.dup(0))
+    made, refused = [], []
+    with limit(resource.RLIMIT_NOFILE, lowest_free + 3):
+        for _ in range(10):
+            try:
+                made.append(Engine(AioConfig(backend=backend, thread_count=2)))
+            except OffloadError as error:  # any other error ends the test; a backend that needs no descriptor is made each time
+                refused.append(str(error))
+    for engine in made:
+        engine.close()
+    assert all(refused)
+    assert len(made) + len(refused) == 10
+    assert eventually(lambda: tasks_and_descriptors() == before)

@@ -1,0 +1,69 @@
+"""The error family: what each error is to `except`, what it says, and that it survives pickling and copying."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import pickle
+
+import pytest
+
+from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout
+
+FIELDS = {"operation": "write", "path": "/local_nvme/rank0.slab", "offset": 3 << 29, "nbytes": 4 << 20, "done": 1258291}
+TRANSFER_ERRORS = [
+    IOFailure(errno.EIO, "Input/output error", **FIELDS),  # type: ignore[arg-type]
+    NoSpaceError(errno.ENOSPC, "No space left on device", **FIELDS),  # type: ignore[arg-type]
+    TruncatedError("the file ends before", **FIELDS),  # type: ignore[arg-type]
+    CorruptionError("other bytes came back", **FIELDS),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "also"),
+    [
+        (UsageError, ValueError),
+        (UnsupportedError, Exception),
+        (WaitTimeout, TimeoutError),
+        (TruncatedError, Exception),
+        (CorruptionError, Exception),
+        (IOFailure, OSError),
+        (NoSpaceError, IOFailure),
+    ],
+)
+def test_every_error_is_an_offload_error_and_the_builtin_that_callers_expect(kind: type[Exception], also: type[Exception]) -> None:
+    assert issubclass(kind, OffloadError)
+    assert issubclass(kind, also)
+
+
+def test_a_transfer_error_says_what_where_and_how_far() -> None:
+    assert str(TRANSFER_ERRORS[1]) == "write of 4 MiB at 1.5 GiB in /local_nvme/rank0.slab: No space left on device (1.2 MiB done)"
+
+
+def test_a_truncated_file_is_no_kernel_failure() -> None:
+    assert not issubclass(TruncatedError, OSError)
+    assert not issubclass(CorruptionError, OSError)
+
+
+def test_an_io_failure_reads_as_an_os_error_does() -> None:
+    error = TRANSFER_ERRORS[0]
+    assert isinstance(error, OSError)
+    assert (error.errno, error.strerror, error.filename) == (errno.EIO, "Input/output error", "/local_nvme/rank0.slab")
+
+
+@pytest.mark.parametrize("error", TRANSFER_ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("reproduce", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+def test_a_transfer_error_survives_a_process_boundary(error: IOFailure, reproduce: object) -> None:
+    again = reproduce(error)  # type: ignore[operator]
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert {name: getattr(again, name) for name in FIELDS} == FIELDS
+    assert getattr(again, "errno", None) == getattr(error, "errno", None)
+    assert again.reason == error.reason
+
+
+@pytest.mark.parametrize("kind", [UsageError, UnsupportedError, WaitTimeout])
+def test_plain_errors_survive_a_process_boundary(kind: type[Exception]) -> None:
+    again = pickle.loads(pickle.dumps(kind("set block_size to 4096")))
+    assert type(again) is kind
+    assert str(again) == "set block_size to 4096"

@@ -1,0 +1,170 @@
+"""A profile is read back as it was written, and everything else is refused with the name of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_offload.config import AioConfig
+from nvme_offload.errors import UsageError
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, SCHEMA_VERSION, Best, Profile, Setting, Trial
+
+SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
+BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
+TRIAL = Trial(
+    phase="mixed",
+    **dataclasses.asdict(SETTING),
+    bytes=7 << 30,
+    seconds=2.5,
+    gb_per_s=3.0,
+    read_gb_per_s=2.0,
+    write_gb_per_s=1.0,
+    stage="final",
+    control=False,
+    relative=1.5,
+    started_seconds=12.25,
+    samples=((0.5, 1 << 30), (1.0, 2 << 30)),
+)
+PROFILE = Profile(
+    tool_version="0.1.0",
+    created="2025-01-02T03:04:05+00:00",
+    command="nvme-sweep /local_nvme",
+    drive={"path": "/local_nvme", "model": "Ünïcode drive", "filesystem": "ext4", "device": "/dev/nvme0n1", "sector_bytes": 512},
+    workload={"bytes": 1 << 30},
+    engine={"backend": "posix"},
+    trials=(TRIAL, dataclasses.replace(TRIAL, control=True, samples=())),
+    best={phase: dataclasses.replace(BEST, gb_per_s=float(place)) for place, phase in enumerate(PHASES)},
+    chosen=SETTING,
+    performance={phase: dataclasses.replace(BEST, relative=float(place)) for place, phase in enumerate(PHASES)},
+    reasons=("the cheapest that the data cannot tell from the best",),
+    steady=True,
+    warnings=("the drive slowed down", "twice"),
+)
+
+
+def test_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(PROFILE.to_json(), encoding="utf-8")
+    again = Profile.load(path)
+    assert again == PROFILE
+    assert again.to_json() == PROFILE.to_json()
+    assert isinstance(again.trials[0].samples[0], tuple)
+
+
+def test_the_text_is_plain_json_with_the_keys_that_others_read() -> None:
+    text = PROFILE.to_json()
+    assert text.endswith("}\n")
+    data = json.loads(text)
+    assert data["schema_version"] == SCHEMA_VERSION
+    assert set(data["best"]) == {"read", "write", "mixed"}
+    assert data["chosen"] == {
+        "block_size": 1 << 20,
+        "queue_depth": 16,
+        "thread_count": 2,
+        "single_submit": True,
+        "overlap_events": False,
+        "backend": "posix",
+    }
+    assert data["trials"][0]["samples"] == [[0.5, 1 << 30], [1.0, 2 << 30]]
+    assert data["warnings"] == ["the drive slowed down", "twice"]
+
+
+def test_the_part_that_was_tuned_can_be_taken_out() -> None:
+    assert TRIAL.setting == BEST.setting == SETTING
+    assert len({TRIAL.setting, BEST.setting, SETTING}) == 1
+    assert SETTING.bytes_in_flight == SETTING.config().bytes_in_flight == 32 << 20
+
+
+def test_a_setting_makes_the_config_of_an_engine() -> None:
+    assert SETTING.config(direct="auto") == AioConfig(
+        block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix", direct="auto"
+    )
+    with pytest.raises(UsageError, match="queue_depth"):
+        dataclasses.replace(SETTING, queue_depth=0).config()
+
+
+def test_the_control_is_what_deepspeed_does_by_itself() -> None:
+    assert dataclasses.asdict(DEEPSPEED_DEFAULTS) == {
+        "block_size": 1 << 20,
+        "queue_depth": 8,
+        "thread_count": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "backend": "libaio",
+    }
+
+
+def _without(*keys: str | int) -> Callable[[Any], None]:
+    def edit(data: Any) -> None:
+        *parents, last = keys
+        for key in parents:
+            data = data[key]
+        del data[last]
+
+    return edit
+
+
+def _with(value: object, *keys: str | int) -> Callable[[Any], None]:
+    def edit(data: Any) -> None:
+        *parents, last = keys
+        for key in parents:
+            data = data[key]
+        data[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _without("drive"),
+        _without("trials"),
+        _without("trials", 0, "seconds"),
+        _without("best", "mixed"),
+        _without("chosen"),
+        _without("chosen", "block_size"),
+        _without("performance"),
+        _with(1, "surprise"),
+        _with(1, "trials", 0, "surprise"),
+        _with(None, "trials"),
+        _with([1], "trials"),
+        _with([[1, 2, 3]], "trials", 0, "samples"),
+        _with([], "best"),
+        _with(None, "chosen"),
+        _with(None, "warnings"),
+    ],
+)
+def test_an_incomplete_profile_is_refused(edit: Callable[[Any], None], tmp_path: Path) -> None:
+    data = json.loads(PROFILE.to_json())
+    edit(data)
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=r"odd\.json is not a complete drive profile"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"7", b'"text"', b"\x7fELF\x02\xff\xfe"], ids=repr)
+def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"odd\.json is not a drive profile"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, "1", None])
+def test_another_schema_is_refused_with_what_to_do(version: object) -> None:
+    data = {**json.loads(PROFILE.to_json()), "schema_version": version}
+    with pytest.raises(UsageError, match="run nvme-sweep again") as caught:
+        Profile.from_json(json.dumps(data), "old.json")
+    assert repr(version) in str(caught.value)
+    assert "old.json" in str(caught.value)
+
+
+def test_a_missing_file_is_the_callers_to_see(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Profile.load(tmp_path / "none.json")
