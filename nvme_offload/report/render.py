@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _CHARTS = (charts.heat_map, charts.by_threads, charts.by_bytes_in_flight, charts.comparison, charts.drift, charts.over_time)
 _TIMES, _DASH, _SPACE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 
-# What `drive`, `workload` and `engine` hold beyond these is shown too, under its own key.
+_UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
+
+# What a reader wants of `drive`, in this order; `workload` and `engine` are shown whole, under their own keys.
 _DRIVE_LABELS = {
     "path": "Path",
     "model": "Model",
@@ -174,7 +176,7 @@ def _duration(seconds: float) -> str:
 
 def _label(key: str) -> str:
     """A key of the profile in words, without the unit that `_shown` gives to the value."""
-    for unit in ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib"):
+    for unit in _UNITS:
         key = key.removesuffix(unit)
     words = key.replace("_", " ")
     return words[:1].upper() + words[1:]
@@ -199,7 +201,8 @@ def _shown(value: Any, key: str) -> str:
             return format_bytes(int(value) * 1024).replace(" ", _SPACE)
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     if isinstance(value, dict):
-        return ", ".join(f"{inner} {_shown(item, inner)}" for inner, item in value.items())
+        # {"file_bytes": {"read": n}}: the unit may stand in the outer key.
+        return ", ".join(f"{inner} {_shown(item, key if key.endswith(_UNITS) else inner)}" for inner, item in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(_shown(item, key) for item in value)
     return "not known" if value in (None, "") else str(value)

@@ -106,7 +106,7 @@ def made_up_profile(**changes: Any) -> Profile:
             "temperature_celsius": 41.85,
             "numa_node": None,
         },
-        workload={"file_bytes": 1 << 30, "request_bytes": 64 << 20, "direct": True, "verified": True, "budget_seconds": 60},
+        workload={"file_bytes": {"read": 1 << 30, "write": 3 << 29}, "request_bytes": 64 << 20, "direct": True, "verified": True, "budget_seconds": 60},
         engine={"name": "native", "backend": "libaio", "kernel": "6.8.0-made-up", "versions": {"nvme_offload": "0.0.0", "python": "3.11.9"}},
         trials=tuple(trials),
         best={phase: made_up_best(FASTEST if phase != "write" else CHOSEN, phase) for phase in PHASES},
@@ -200,6 +200,8 @@ def test_the_page_says_what_to_use_and_what_it_gains(outcome: tuple[Page, str, p
         assert f"90 % interval {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES}" in words
     assert "The drive was steady while it was judged" in words
     assert "mounted with discard" in words
+    assert "File read 1 GiB, write 1.5 GiB Request 64 MiB Direct yes" in words
+    assert "Versions nvme_offload 0.0.0, python 3.11.9" in words
     assert f"Of that the setting uses {100 * made_up_best(CHOSEN, 'read').gb_per_s / 7.876923076:.0f} % reading" in words
 
 
