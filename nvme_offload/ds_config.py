@@ -118,7 +118,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     text = _read_text(path)
     with _naming(path):
         edited = edit(text, wanted)
-        before = _section_values(parse(text))
+        before = _section_values(_Reader(text))
     if edited != text:
         _replace_file(path, edited.encode("utf-8"))
     return Applied(
@@ -138,7 +138,7 @@ def read_aio(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     text = _read_text(path)
     with _naming(path):
-        return _section_values(parse(text))
+        return _section_values(_Reader(text))
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -413,13 +413,11 @@ def _edits(reader: _Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, in
         return
     unit = next(_indentations(reader, reader.root), "  ")
     style = _style_of(reader, reader.root, unit, None)
-    section = next((member for member in reader.root.members if member.key == "aio"), None)
+    section = _section(reader)
     if section is None:
         yield from _additions(reader, reader.root, style, [style.member("aio", _new_section(style, style.indent, unit, wanted))])
-    elif section.node.value is None:  # which DeepSpeed takes for its defaults
+    elif section.node.value is None:
         yield section.node.start, section.node.end, _new_section(style, reader.indentation(section.start), unit, wanted)
-    elif not isinstance(section.node.value, dict):
-        reader.fail(section.node.start, 'DeepSpeed needs an object here: make it "aio": {}, or remove the key')
     else:
         for member in section.node.members:
             if member.key in wanted:
@@ -515,13 +513,16 @@ def _indentations(reader: _Reader, node: _Node) -> Iterator[str]:
         yield from _indentations(reader, member.node)
 
 
-def _section_values(config: dict[str, Any]) -> dict[str, Any]:
-    section = config.get("aio")
-    if section is None:
-        return {}
-    if not isinstance(section, dict):
-        raise UsageError(f'"aio" is {section!r}, where DeepSpeed needs an object: make it {{}}, or remove the key')
+def _section(reader: _Reader) -> _Member | None:
+    section = next((member for member in reader.root.members if member.key == "aio"), None) if reader.root else None
+    if section and not (section.node.value is None or isinstance(section.node.value, dict)):  # null is DeepSpeed's defaults
+        reader.fail(section.node.start, 'DeepSpeed needs an object here: make it "aio": {}, or remove the key')
     return section
+
+
+def _section_values(reader: _Reader) -> dict[str, Any]:
+    section = _section(reader)
+    return (section.node.value or {}) if section else {}
 
 
 # Files

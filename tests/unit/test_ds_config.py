@@ -422,7 +422,7 @@ def test_a_config_without_a_section_reads_as_empty(tmp_path: Path, text: str) ->
 def test_a_section_that_is_no_object_does_not_read(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"aio": [1]}')
-    with pytest.raises(UsageError, match=r"ds\.json: \"aio\" is \[1\], where DeepSpeed needs an object"):
+    with pytest.raises(UsageError, match=r"ds\.json: line 1, column 9: DeepSpeed needs an object here"):
         read_aio(path)
 
 
