@@ -1,0 +1,55 @@
+"""What a sweep says while it runs: one line that changes on a terminal, now and then a plain line elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from typing import TextIO
+
+from nvme_offload.profile import Setting
+from nvme_offload.units import format_bytes
+
+PLAIN_SECONDS = 5.0  # between two lines where nobody watches
+_ERASE = "\r\x1b[K"
+
+
+class Progress:
+    """Writes to *stream*, which may be None or closed at the other end: then it stays silent."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._terminal = stream is not None and stream.isatty()
+        self._topic = ""
+        self._due = 0.0
+
+    def show(self, topic: str, text: str) -> None:
+        """Say what goes on now; where nobody watches, only when *topic* is new or some time has passed."""
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(_ERASE + f"{topic}: {text}"[:width])
+        elif topic != self._topic or time.monotonic() >= self._due:
+            self._topic, self._due = topic, time.monotonic() + PLAIN_SECONDS
+            self._write(f"{topic}: {text}\n")
+
+    def say(self, line: str) -> None:
+        """Write a line that stays."""
+        self._write((_ERASE if self._terminal else "") + line + "\n")
+
+    def clear(self) -> None:
+        """Take the changing line away."""
+        if self._terminal:
+            self._write(_ERASE)
+
+    def _write(self, text: str) -> None:
+        # A reader that went away must not stop the sweep: its results go to files.
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream is not None:
+                self._stream.write(text)
+                self._stream.flush()
+
+
+def describe(setting: Setting) -> str:
+    """*setting* in few words: "1 MiB x 32, 2 threads"."""
+    threads = f", {setting.thread_count} threads" if setting.thread_count > 1 else ""
+    return f"{format_bytes(setting.block_size)} x {setting.queue_depth}{threads}"

@@ -1,0 +1,79 @@
+"""The settings that a sweep may try: a geometric grid, and the way about in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from nvme_offload.profile import Setting
+
+BLOCK_SIZES = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
+QUEUE_DEPTHS = tuple(1 << power for power in range(7))  # 1 to 64
+THREAD_COUNTS = (1, 2, 4, 8)
+MAX_BYTES_IN_FLIGHT = 128 << 20
+
+# A queue that takes the drive longer than this to work off only makes requests wait: the speed was reached long before.
+USEFUL_QUEUE_SECONDS = 0.1
+
+_COARSE_BLOCK_SIZES = frozenset(BLOCK_SIZES[1::2])
+_COARSE_QUEUE_DEPTHS = frozenset(QUEUE_DEPTHS[1::2])
+_COARSE_THREAD_COUNTS = frozenset(THREAD_COUNTS[::2])
+
+_Item = TypeVar("_Item")
+
+
+def grid(backend: str, cpu_count: int, bytes_per_second: float, most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT) -> list[Setting]:
+    """Every setting worth trying, the cheapest first, for a drive that moves about *bytes_per_second*.
+
+    A "posix" worker has one block under way at a time, so queue depths have no meaning there and only 1 is tried.
+    """
+    most_bytes = min(MAX_BYTES_IN_FLIGHT, most_bytes_in_flight, max(16 << 20, int(bytes_per_second * USEFUL_QUEUE_SECONDS)))
+    settings = [
+        Setting(block_size, queue_depth, thread_count, backend=backend)
+        for block_size in BLOCK_SIZES
+        for queue_depth in (QUEUE_DEPTHS if backend != "posix" else (1,))
+        for thread_count in THREAD_COUNTS
+        if thread_count <= max(1, 2 * cpu_count)
+    ]
+    return sorted((setting for setting in settings if setting.bytes_in_flight <= most_bytes), key=cost)
+
+
+def coarse(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings two steps apart in each direction, and one with as much in flight as there may be: where a search begins."""
+    deepest = max(setting.bytes_in_flight for setting in settings)
+    found = [
+        setting
+        for setting in settings
+        if setting.block_size in _COARSE_BLOCK_SIZES
+        and (setting.queue_depth in _COARSE_QUEUE_DEPTHS or setting.backend == "posix")
+        and setting.thread_count in _COARSE_THREAD_COUNTS
+    ]
+    extreme = next(setting for setting in settings if setting.bytes_in_flight == deepest)
+    return found if any(setting.bytes_in_flight == deepest for setting in found) else [*found, extreme]
+
+
+def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
+    """The settings one step away from *setting* in one direction, the cheapest first."""
+    return [other for other in settings if _steps(setting, other) == 1]
+
+
+def cost(setting: Setting) -> tuple[int, int, bool, int]:
+    """What orders settings from cheap to dear: bytes in flight, threads, then the block size.
+
+    Blocks over 1 MiB come last among equals, because DeepSpeed keeps every tensor under max(1 MiB, block_size) in RAM (optimizer_utils.py);
+    of the others the one nearest to 1 MiB is first, as it needs the fewest system calls.
+    """
+    return setting.bytes_in_flight, setting.thread_count, setting.block_size > 1 << 20, abs(setting.block_size.bit_length() - 21)
+
+
+def spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """*count* of *items* at even distances, the ends among them; all of them where there are no more."""
+    if count >= len(items):
+        return list(items)
+    if count == 1:
+        return [items[len(items) // 2]]
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _steps(one: Setting, other: Setting) -> int:
+    return sum(abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_size", "queue_depth", "thread_count"))

@@ -1,0 +1,304 @@
+"""What the trials say: each setting's gain over the control, how sure that is, and the one setting to recommend. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+
+from nvme_offload.errors import UnsupportedError
+from nvme_offload.profile import PHASES, Best, Setting, Trial
+from nvme_offload.units import format_bytes
+
+from . import steady
+from .space import cost
+
+# Bytes of a training step for each parameter, by the load that moves them: ZeRO-Infinity's optimizer step reads 16 and writes 16 at the same
+# time (fp32 master, two moments, gradient); the 16-bit parameter is read for the forward and the backward pass and written once.
+STEP_BYTES = {"read": 4, "write": 2, "mixed": 32}
+
+ALIKE = 0.02  # a difference that nobody would notice, however sure it is
+DOUBTFUL = 0.03  # the largest difference that may be put down to noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A trial to run: *setting* under the load *phase* for a window of *seconds*."""
+
+    setting: Setting
+    phase: str
+    seconds: float
+    stage: str
+    control: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a trial moved in its window; samples are (seconds since its start, bytes so far) pairs."""
+
+    read_bytes: int
+    write_bytes: int
+    seconds: float
+    samples: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Both directions together."""
+        return (self.read_bytes + self.write_bytes) / self.seconds
+
+
+@dataclasses.dataclass
+class Observation:
+    """A trial that ran. *flaw* is empty, "drifted" when the drive jumped around it, or "impossible" when no drive here can be so fast."""
+
+    ask: Ask
+    result: Result
+    started_seconds: float
+    ended_seconds: float
+    flaw: str = ""
+
+    @property
+    def at_seconds(self) -> float:
+        """The moment that it stands for."""
+        return (self.started_seconds + self.ended_seconds) / 2
+
+
+class Evidence:
+    """What was observed, and what follows from it for a setting at this moment."""
+
+    def __init__(self, control: Setting) -> None:
+        self.control = control
+        self.observations: list[Observation] = []
+
+    def control_series(self, phase: str) -> list[tuple[float, float]]:
+        """(seconds, bytes a second) of the control's runs under *phase*, in the order of time."""
+        return [
+            (seen.at_seconds, seen.result.bytes_per_second)
+            for seen in self.observations
+            if seen.ask.control and seen.ask.phase == phase and seen.flaw != "impossible"
+        ]
+
+    def relatives(self, phase: str, stage: str | None = None) -> dict[Setting, list[tuple[float, float]]]:
+        """By setting: (log of the ratio to the control, seconds of the window) of its sound trials, of one *stage* or all."""
+        found: dict[Setting, list[tuple[float, float]]] = {}
+        series = self.control_series(phase)
+        for seen in self.observations:
+            if seen.ask.phase == phase and not seen.ask.control and not seen.flaw and series and stage in (None, seen.ask.stage):
+                ratio = seen.result.bytes_per_second / steady.control_at(seen.at_seconds, series)
+                found.setdefault(seen.ask.setting, []).append((math.log(ratio), seen.result.seconds))
+        return found
+
+    def gains(self, phase: str) -> dict[Setting, float]:
+        """By setting: the log of its ratio to the control over all its sound trials, each weighted by its seconds."""
+        return {
+            setting: sum(value * seconds for value, seconds in values) / sum(seconds for _, seconds in values)
+            for setting, values in self.relatives(phase).items()
+        }
+
+    def step_seconds(self) -> dict[Setting, float]:
+        """By setting: the drive's seconds in a training step for each parameter, were it all the time as fast as it was on the whole.
+
+        Where a load was not tried with a setting, its gain under the mixed load stands in. The control is among them.
+        """
+        gains = {phase: self.gains(phase) for phase in PHASES}
+        speeds = self.control_speeds()
+        if "mixed" not in speeds:
+            return {}
+        costs = {
+            setting: sum(STEP_BYTES[phase] / speed * math.exp(-gains[phase].get(setting, mixed)) for phase, speed in speeds.items())
+            for setting, mixed in gains["mixed"].items()
+        }
+        costs[self.control] = sum(STEP_BYTES[phase] / speed for phase, speed in speeds.items())
+        return costs
+
+    def control_speeds(self) -> dict[str, float]:
+        """By phase: the median of the control's speeds."""
+        series = {phase: self.control_series(phase) for phase in PHASES}
+        return {phase: statistics.median(speed for _, speed in points) for phase, points in series.items() if points}
+
+    def noise(self, phase: str) -> float:
+        """The spread of one run, as a share of its speed: from neighbouring runs of the control."""
+        logs = [math.log(speed) for _, speed in self.control_series(phase)]
+        steps = [abs(after - before) for before, after in itertools.pairwise(logs)]
+        return statistics.median(steps) / 0.954 if steps else 0.05  # the median of |x - y| is 0.954 standard deviations of x
+
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, as a profile keeps them; the stage of a flawed one is its flaw."""
+        series = {phase: self.control_series(phase) for phase in PHASES}
+        return tuple(_trial(seen, series[seen.ask.phase]) for seen in self.observations)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a sweep recommends; the fields are those of `Profile` with the same names."""
+
+    chosen: Setting
+    best: dict[str, Best]
+    performance: dict[str, Best]
+    reasons: tuple[str, ...]
+    steady: bool
+    warnings: tuple[str, ...]
+
+
+def decide(evidence: Evidence) -> Verdict:
+    """Judge the finals: the cheapest setting that the data cannot tell from the best.
+
+    Raises: UnsupportedError when the results cannot have come from the drive.
+    """
+    speeds = evidence.control_speeds()
+    gains = {phase: _final_gains(evidence, phase) for phase in PHASES}
+    candidates = [setting for setting in gains["mixed"] if all(setting in gains[phase] for phase in PHASES)]
+    if not candidates:  # none went through the finals without a flaw
+        raise UnsupportedError(
+            "the transfers were faster than the drive's link or the memory can carry, so something caches them: sweep the drive without that cache"
+        )
+    costs = {setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds) for setting in candidates}
+    fastest = min(candidates, key=lambda setting: costs[setting].value)
+    alike = [setting for setting in candidates if _alike(costs[setting], costs[fastest])]
+    chosen = min(alike, key=cost)
+    series = {phase: [speed for _, speed in evidence.control_series(phase)] for phase in PHASES}
+    steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
+    return Verdict(
+        chosen=chosen,
+        best={phase: _best(evidence, phase, max(found, key=lambda setting: found[setting].value), found) for phase, found in gains.items()},
+        performance={phase: _best(evidence, phase, chosen, found) for phase, found in gains.items()},
+        reasons=tuple(_reasons(evidence, chosen, fastest, len(alike), costs)),
+        steady=all(state.steady for state in steadiness.values()),
+        warnings=tuple(_warnings(evidence, steadiness)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Estimate:
+    """A logarithm with the standard error that it has beside others of its kind, and the degrees of freedom behind the error."""
+
+    value: float
+    error: float
+    freedom: int
+
+
+def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
+    """The ratio to the control for every finalist; for the control, 1 by definition with the error that all other ratios share.
+
+    What a round has in common, the drive's jumps between it and the control, is taken out before finalists are compared with each other: their
+    trials are closer together than the control's. The scatter is that of all finalists, as the few runs of one would say too little; without
+    any repetition that of the control's runs stands in, which for a ratio to the mean of two of them counts 1.22 times.
+    """
+    logs = {setting: [value for value, _ in values] for setting, values in evidence.relatives(phase, "final").items()}
+    rounds = min((len(values) for values in logs.values()), default=0)
+    if not rounds:
+        return {}
+    common = [statistics.fmean(values[index] for values in logs.values()) for index in range(rounds)]
+    level = statistics.median(common)
+    own = {setting: [value - shared for value, shared in zip(values, common, strict=False)] for setting, values in logs.items()}
+    freedom = (rounds - 1) * max(1, len(logs) - 1)
+    squares = sum((value - statistics.fmean(values)) ** 2 for values in own.values() for value in values)
+    noise = 1.22 * evidence.noise(phase)
+    scatter = math.sqrt(squares / freedom) if freedom else noise
+    median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)  # 1.253: a median errs so much more than a mean
+    gains = {evidence.control: _Estimate(0.0, median_error * (statistics.stdev(common) if rounds > 1 else noise), max(1, rounds - 1))}
+    gains.update({setting: _Estimate(level + statistics.median(values), median_error * scatter, freedom) for setting, values in own.items()})
+    return gains
+
+
+def _step_cost(gains: dict[str, _Estimate], speeds: dict[str, float]) -> _Estimate:
+    """The drive's seconds in a training step for each parameter."""
+    seconds = {phase: STEP_BYTES[phase] / (speeds[phase] * math.exp(gain.value)) for phase, gain in gains.items()}
+    total = sum(seconds.values())
+    error = math.hypot(*(seconds[phase] / total * gain.error for phase, gain in gains.items()))
+    return _Estimate(math.log(total), error, gains["mixed"].freedom)
+
+
+def _reach(one: _Estimate, other: _Estimate) -> float:
+    """Half of the middle 90 % of their difference."""
+    return _quantile(min(one.freedom, other.freedom)) * math.hypot(one.error, other.error)
+
+
+def _alike(one: _Estimate, best: _Estimate) -> bool:
+    """Whether *one* costs as little as *best*, as far as anybody can tell."""
+    gap = one.value - best.value
+    return gap <= math.log1p(ALIKE) or (gap <= _reach(one, best) and gap <= math.log1p(DOUBTFUL))
+
+
+def _best(evidence: Evidence, phase: str, setting: Setting, gains: dict[Setting, _Estimate]) -> Best:
+    gain = gains[setting].value
+    reach = _reach(gains[setting], gains[evidence.control]) if setting != evidence.control else 0.0
+    speeds = [
+        seen.result.bytes_per_second
+        for seen in evidence.observations
+        if (seen.ask.setting, seen.ask.phase, seen.ask.stage, seen.flaw) == (setting, phase, "final", "")
+    ]
+    return Best(
+        **dataclasses.asdict(setting),
+        gb_per_s=statistics.median(speeds) / 1e9,
+        relative=math.exp(gain),
+        relative_low=math.exp(gain - reach),
+        relative_high=math.exp(gain + reach),
+    )
+
+
+def _reasons(evidence: Evidence, chosen: Setting, fastest: Setting, alike: int, costs: dict[Setting, _Estimate]) -> list[str]:
+    tried = len({seen.ask.setting for seen in evidence.observations})
+    reasons = [
+        f"Of {tried} settings tried, {len(costs)} went to the finals; {alike} of those cannot be told from the best, and this is the cheapest of "
+        f"them: {format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}."
+    ]
+    if chosen != fastest:
+        saved = -math.expm1(costs[fastest].value - costs[chosen].value)
+        reasons.append(
+            f"The fastest, block_size {format_bytes(fastest.block_size)}, queue_depth {fastest.queue_depth}, thread_count {fastest.thread_count}, "
+            f"with {format_bytes(fastest.bytes_in_flight)} in flight, would save {saved:.1%} of a step's time on the drive: too little to be sure of."
+        )
+    if chosen == evidence.control:
+        reasons.append("These are DeepSpeed's defaults: on this drive nothing that was tried is better.")
+    reasons.append(
+        "Judged by the drive's time in a training step: for each parameter 32 bytes of optimizer state and gradient, read and written at once, "
+        "4 bytes of parameters read and 2 written."
+    )
+    if chosen.block_size > 1 << 20:
+        reasons.append(f"DeepSpeed keeps tensors smaller than block_size in RAM: here those under {format_bytes(chosen.block_size)}.")
+    return reasons
+
+
+def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> list[str]:
+    warnings = []
+    unsteady = {phase: state for phase, state in steadiness.items() if not state.steady}
+    if unsteady:
+        spans = ", ".join(f"{phase} {100 * state.range:.0f} %" for phase, state in unsteady.items())
+        warnings.append(
+            f"The drive did not become steady: over its last runs the control setting ranged over this share of its mean: {spans} "
+            "(at most 20 %, with a slope of at most 10 %, counts as steady). Results are relative to the control, but a longer run (--seconds) is surer."
+        )
+    impossible = sum(seen.flaw == "impossible" for seen in evidence.observations)
+    if impossible:
+        warnings.append(
+            f"{impossible} of {len(evidence.observations)} runs were faster than the drive's link or the memory can carry: a cache answered. "
+            "They were left out."
+        )
+    return warnings
+
+
+def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
+    result = seen.result
+    relative = result.bytes_per_second / steady.control_at(seen.at_seconds, series) if series and not seen.ask.control else 1.0
+    return Trial(
+        phase=seen.ask.phase,
+        **dataclasses.asdict(seen.ask.setting),
+        bytes=result.read_bytes + result.write_bytes,
+        seconds=result.seconds,
+        gb_per_s=result.bytes_per_second / 1e9,
+        read_gb_per_s=result.read_bytes / result.seconds / 1e9,
+        write_gb_per_s=result.write_bytes / result.seconds / 1e9,
+        stage=seen.flaw or seen.ask.stage,
+        control=seen.ask.control,
+        relative=relative,
+        started_seconds=seen.started_seconds,
+        samples=result.samples,
+    )
+
+
+def _quantile(freedom: int) -> float:
+    """The 95 % quantile of Student's t; the expansion of Abramowitz and Stegun 26.7.5."""
+    z, v = 1.6449, max(2, freedom)
+    return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
