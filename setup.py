@@ -54,6 +54,7 @@ def extensions() -> list[object]:
     from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 
     has_uring = compiles("#include <liburing.h>")
+    has_xxhash = compiles("#include <xxhash.h>")
     # -isystem: warnings are about our code, not about pybind11's and Python's.
     flags = ["-O2", "-Wall", "-Wextra", "-Wconversion", *(f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include")))]
     if os.environ.get("NVME_OFFLOAD_WERROR"):
@@ -68,7 +69,7 @@ def extensions() -> list[object]:
             "nvme_offload._aio",
             [os.path.relpath(path, AIO.parent) for path in sorted(AIO.glob("*.cpp"))],
             cxx_std=17,
-            define_macros=[("NVME_OFFLOAD_HAVE_URING", "1")] if has_uring else [],
+            define_macros=[(f"NVME_OFFLOAD_HAVE_{name}", "1") for name, found in (("URING", has_uring), ("XXHASH", has_xxhash)) if found],
             libraries=["aio", "uring"] if has_uring else ["aio"],
             extra_compile_args=flags,
             extra_link_args=link_flags,

@@ -42,6 +42,12 @@ class Backend {
   /// Appends what has completed to *completions*. With *wait*, first waits for a completion or for wake(). Returns 0 or an errno.
   virtual int reap(std::vector<Completion>& completions, bool wait) = 0;
 
+  /// Offers memory that many transfers will use, for the kernel to pin once. Returns the bytes that it did.
+  virtual std::size_t register_memory(std::byte* data, std::size_t nbytes) {
+    (void)data, (void)nbytes;
+    return 0;
+  }
+
   /// Makes the current or the next waiting reap() return. From any thread.
   virtual void wake() noexcept = 0;
 };

@@ -71,6 +71,8 @@ class FaultBackend final : public Backend {
     return error;
   }
 
+  std::size_t register_memory(std::byte* data, std::size_t nbytes) override { return inner_->register_memory(data, nbytes); }
+
   void wake() noexcept override { inner_->wake(); }
 
  private:

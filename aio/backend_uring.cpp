@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -81,6 +82,38 @@ class FileTable {
   std::array<Entry, kSize> entries_;
 };
 
+/// Memory whose pages the ring has pinned once and for all, in regions of the most bytes that the kernel takes as one buffer.
+class MemoryTable {
+ public:
+  /// Returns the bytes that the kernel took: none before Linux 5.19, and what RLIMIT_MEMLOCK leaves.
+  std::size_t add(io_uring* ring, std::byte* data, std::size_t nbytes) {
+    if (regions_.empty() && ::io_uring_register_buffers_sparse(ring, kSize) != 0) return 0;
+    std::size_t added = 0;
+    while (added < nbytes && regions_.size() < kSize) {
+      const iovec region{data + added, std::min(nbytes - added, kLargestRegion)};
+      if (::io_uring_register_buffers_update_tag(ring, static_cast<unsigned>(regions_.size()), &region, nullptr, 1) != 1) break;
+      regions_.push_back(region);
+      added += region.iov_len;
+    }
+    return added;
+  }
+
+  /// The region that holds the range, or -1.
+  [[nodiscard]] int find(const std::byte* data, std::size_t nbytes) const {
+    for (std::size_t i = 0; i < regions_.size(); ++i) {
+      const auto* start = static_cast<const std::byte*>(regions_[i].iov_base);
+      if (data >= start && data + nbytes <= start + regions_[i].iov_len) return static_cast<int>(i);
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr std::size_t kLargestRegion = std::size_t{1} << 30;
+  static constexpr unsigned kSize = 512;
+
+  std::vector<iovec> regions_;
+};
+
 /// io_uring. What submit() takes is handed over by the next reap(), which waits in the same system call.
 class UringBackend final : public Backend {
  public:
@@ -141,6 +174,11 @@ class UringBackend final : public Backend {
     return broken_;
   }
 
+  std::size_t register_memory(std::byte* data, std::size_t nbytes) override {
+    enable();
+    return memory_.add(&ring_, data, nbytes);
+  }
+
   void wake() noexcept override { wake_.raise(); }
 
  private:
@@ -164,10 +202,13 @@ class UringBackend final : public Backend {
     const int place = files_.acquire(*transfer.file, transfer.descriptor);
     const int file = place >= 0 ? place : transfer.descriptor;
     const auto nbytes = static_cast<unsigned>(transfer.nbytes);
+    const int region = memory_.find(transfer.data, transfer.nbytes);
     if (transfer.operation == Operation::read) {
-      ::io_uring_prep_read(entry, file, transfer.data, nbytes, transfer.offset);
+      region >= 0 ? ::io_uring_prep_read_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
+                  : ::io_uring_prep_read(entry, file, transfer.data, nbytes, transfer.offset);
     } else {
-      ::io_uring_prep_write(entry, file, transfer.data, nbytes, transfer.offset);
+      region >= 0 ? ::io_uring_prep_write_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
+                  : ::io_uring_prep_write(entry, file, transfer.data, nbytes, transfer.offset);
     }
     if (place >= 0) ::io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
     ::io_uring_sqe_set_data64(entry, transfer.slot);
@@ -209,6 +250,7 @@ class UringBackend final : public Backend {
 
   io_uring ring_{};
   FileTable files_;
+  MemoryTable memory_;
   std::vector<int> places_;  // by slot: where its file is registered
   std::size_t in_flight_ = 0;
   bool enabled_ = false;

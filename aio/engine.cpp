@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "checksum.h"
 #include "failure.h"
 #include "memory.h"
 
@@ -49,6 +50,7 @@ struct Slot {
   std::uint64_t file_offset = 0;  // where the kernel's range starts
   std::uint32_t stalls = 0;       // attempts in a row without progress
   std::uint32_t retries = 0;
+  std::uint64_t sum = 0;  // the block's part in the checksum
   std::optional<Failure> failure;
   Memory bounce;
 
@@ -96,12 +98,15 @@ class Worker {
   void wake() noexcept { backend_->wake(); }
 
   // What the engine's critical section reads and changes on this worker's behalf.
-  std::vector<Slot*> retired;                      // blocks that are through, to be given back
-  std::vector<std::shared_ptr<Request>> finished;  // requests that the last exchange found complete, to be announced outside of it
-  Request* reserving = nullptr;                    // a write whose file must reach its end before it is cut
-  int reservation_error = 0;                       // what came of that, an errno
-  bool may_sleep = false;                          // found no work though it had room
-  bool hungry = false;                             // likewise, and nobody woke it since; guarded by the engine's mutex
+  std::vector<Slot*> retired;                              // blocks that are through, to be given back
+  std::vector<std::shared_ptr<Request>> finished;          // requests that the last exchange found complete, to be announced outside of it
+  Request* reserving = nullptr;                            // a write whose file must reach its end before it is cut
+  int reservation_error = 0;                               // what came of that, an errno
+  bool may_sleep = false;                                  // found no work though it had room
+  std::vector<std::pair<std::byte*, std::size_t>> memory;  // to be registered with the kernel queue, in order
+  std::uint64_t newly_registered = 0;                      // bytes that the kernel took since the last exchange
+  std::uint64_t registered_bytes = 0;                      // that it took in all
+  bool hungry = false;                                     // likewise, and nobody woke it since; guarded by the engine's mutex
 
   /// Blocks that it can take now.
   [[nodiscard]] std::size_t room() const noexcept {
@@ -123,6 +128,7 @@ class Worker {
     while (engine_.exchange(*this)) {
       for (const auto& request : finished) request->finish();
       finished.clear();
+      for (; registered_ < memory.size(); ++registered_) newly_registered += backend_->register_memory(memory[registered_].first, memory[registered_].second);
       for (const std::uint32_t index : accepted_) prepare(index);
       accepted_.clear();
       submit_ready();
@@ -148,6 +154,7 @@ class Worker {
     slot.retries = 0;
     slot.failure.reset();
     slot.memory = request.data + block.begin;
+    slot.sum = request.checksum.wanted && request.operation == Operation::write ? checksum(slot) : 0;
     if (block.route == Route::bounced) {
       try {
         if (slot.bounce.nbytes() < slot.range) slot.bounce = Memory(std::max(slot.range, engine_.settings_.block_size), Memory::InChild::absent);
@@ -232,7 +239,8 @@ class Worker {
     longest_stall_ = 0;
     const bool nothing_to_do = in_flight_ > 0 ? may_sleep || room() == 0 || !ready_.empty() : may_sleep && ready_.empty();
     completions_.clear();
-    if (backend_->reap(completions_, nothing_to_do && retired.empty() && reserving == nullptr) != 0) std::this_thread::sleep_for(kLongestPause);
+    if (backend_->reap(completions_, nothing_to_do && retired.empty() && reserving == nullptr && newly_registered == 0) != 0)
+      std::this_thread::sleep_for(kLongestPause);
     in_flight_ -= completions_.size();
     for (const Completion& completion : completions_) judge(slots_[completion.slot], completion.result);
   }
@@ -255,6 +263,7 @@ class Worker {
       if (block.route == Route::bounced && slot.transfer.operation == Operation::read) {
         std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, block.nbytes);
       }
+      if (slot.transfer.operation == Operation::read && block.request->checksum.wanted) slot.sum = checksum(slot);
       slot.progress = slot.needed;
       retired.push_back(&slot);
     } else if (reached > slot.progress) {
@@ -268,6 +277,11 @@ class Worker {
     } else {
       stall(slot, EIO);
     }
+  }
+
+  static std::uint64_t checksum(const Slot& slot) {
+    const Block& block = slot.block;
+    return checksum_block(block.request->data + block.begin, block.nbytes, block.begin, block.request->offset);
   }
 
   /// Whether the file ends where a read got no further.
@@ -284,6 +298,7 @@ class Worker {
   std::vector<std::uint32_t> accepted_;  // slots with a new block
   std::vector<const Transfer*> ready_;   // to be handed to the kernel
   std::vector<Completion> completions_;
+  std::size_t registered_ = 0;       // entries of *memory* that the kernel queue has been offered
   std::size_t in_flight_ = 0;        // transfers that the kernel has
   std::uint32_t longest_stall_ = 0;  // among the transfers that made no progress since the last reap
   std::thread thread_;
@@ -321,14 +336,17 @@ void Engine::stop_workers() {
 }
 
 std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                        void* owner) {
+                                        Checksum checksum, void* owner) {
   constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (nbytes > kLargestOffset || offset > kLargestOffset - nbytes) throw Misuse("the range ends beyond the largest offset that a file can have");
+  if (checksum.wanted && !has_checksum()) {
+    throw Unsupported("this build has no checksums: install libxxhash-dev (Debian, Ubuntu) or xxhash-devel (Fedora, RHEL) and install nvme-offload again");
+  }
   const std::uint64_t page = std::max(page_size_, file->offset_alignment());
   // Opened here, where it can still be refused, rather than in a worker.
   if (operation == Operation::write && (offset % page != 0 || nbytes % page != 0)) (void)file->buffered_descriptor();
 
-  auto request = std::make_shared<Request>(operation, std::move(file), data, nbytes, offset, owner);
+  auto request = std::make_shared<Request>(operation, std::move(file), data, nbytes, offset, checksum, owner);
   std::vector<Worker*> to_wake;
   {
     const std::lock_guard lock(mutex_);
@@ -377,6 +395,7 @@ bool Engine::exchange(Worker& worker) {
     stats.bytes += slot->moved();
     stats.retries += slot->retries;
     request.done += slot->moved();
+    request.sum += slot->sum;
     request.outstanding -= 1;
     if (slot->failure) fail(request, *slot->failure);
     finish_if_exhausted(request, worker.finished);
@@ -396,6 +415,9 @@ bool Engine::exchange(Worker& worker) {
       finish_if_exhausted(*request, worker.finished);
     }
   }
+
+  worker.registered_bytes += std::exchange(worker.newly_registered, 0);
+  worker.memory.insert(worker.memory.end(), memory_.begin() + static_cast<std::ptrdiff_t>(worker.memory.size()), memory_.end());
 
   take_blocks(worker);
   worker.may_sleep = queued_bytes_ == 0 && worker.room() > 0;
@@ -443,6 +465,9 @@ void Engine::fail(Request& request, Failure failure) {
 
 void Engine::finish_if_exhausted(Request& request, Requests& finished) {
   if (!request.exhausted()) return;
+  if (!request.failure && request.checksum.expected && request.sum != *request.checksum.expected) {
+    request.failure = Failure{Failure::Kind::corrupt};
+  }
   const auto direction = static_cast<std::size_t>(request.operation);
   DirectionStats& stats = stats_[direction];
   if (--stats.in_flight == 0) stats.busy_seconds += seconds_since(busy_since_[direction]);
@@ -454,6 +479,12 @@ void Engine::finish_if_exhausted(Request& request, Requests& finished) {
   }
   unfinished_.erase(request.place);
   if (unfinished_.empty()) idle_.notify_all();
+}
+
+void Engine::register_memory(std::byte* data, std::size_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  memory_.emplace_back(data, nbytes);
+  for (auto& worker : workers_) worker->wake();
 }
 
 std::vector<void*> Engine::take_released_owners() {
@@ -481,7 +512,9 @@ std::shared_ptr<Request> Engine::take_unobserved_failure() {
 
 Stats Engine::stats() const {
   const std::lock_guard lock(mutex_);
-  Stats now{stats_, unfinished_.empty() ? nullptr : unfinished_.front()};
+  std::uint64_t registered = UINT64_MAX;
+  for (const auto& worker : workers_) registered = std::min(registered, worker->registered_bytes);
+  Stats now{stats_, registered, unfinished_.empty() ? nullptr : unfinished_.front()};
   for (std::size_t direction = 0; direction < now.directions.size(); ++direction) {
     if (now.directions[direction].in_flight > 0) now.directions[direction].busy_seconds += seconds_since(busy_since_[direction]);
   }

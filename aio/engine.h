@@ -39,6 +39,7 @@ struct DirectionStats {
 
 struct Stats {
   std::array<DirectionStats, 2> directions;  // by Operation
+  std::uint64_t registered_bytes = 0;        // of memory that every worker's kernel queue has pinned
   std::shared_ptr<Request> oldest;           // the unfinished request that was submitted first, if any
 };
 
@@ -56,7 +57,11 @@ class Engine {
 
   /// Starts moving *nbytes* bytes between *data* and *file*; never waits for the drive. *data* must stay until the request is finished;
   /// *owner* then appears in take_released_owners(). Throws Misuse (and *owner* stays the caller's), SystemFailure.
-  std::shared_ptr<Request> submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset, void* owner);
+  std::shared_ptr<Request> submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
+                                  Checksum checksum, void* owner);
+
+  /// Lets the workers' kernel queues pin memory that many requests will use; it must stay until the engine is gone.
+  void register_memory(std::byte* data, std::size_t nbytes);
 
   /// The owners of finished requests, each once.
   std::vector<void*> take_released_owners();
@@ -95,6 +100,7 @@ class Engine {
   std::array<DirectionStats, 2> stats_;
   std::array<Clock::time_point, 2> busy_since_;
   Requests failures_;
+  std::vector<std::pair<std::byte*, std::size_t>> memory_;  // registered, in order
   std::vector<void*> released_owners_;
   bool refusing_ = false;
   bool stopping_ = false;

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 
@@ -36,6 +37,17 @@ Memory::Memory(std::size_t nbytes, InChild in_child) : nbytes_(nbytes) {
   }
   if (in_child == InChild::absent) ::madvise(start, length, MADV_DONTFORK);
   data_ = start;
+}
+
+std::size_t Memory::lock() noexcept {
+  const std::size_t length = mapped_bytes(nbytes_);
+  std::size_t locked = 0;
+  // By halves: the kernel tells whether a range fits, not how much would.
+  for (std::size_t step = length; step >= kHugePage || step == length; step /= 2) {
+    while (locked < length && ::mlock(data_ + locked, std::min(step, length - locked)) == 0) locked += std::min(step, length - locked);
+    if (locked == length) break;
+  }
+  return std::min(locked, nbytes_);
 }
 
 Memory::~Memory() {

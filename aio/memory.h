@@ -29,6 +29,9 @@ class Memory {
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t nbytes() const noexcept { return nbytes_; }
 
+  /// Keeps the memory resident, from its start on, as far as RLIMIT_MEMLOCK allows. Returns the bytes locked.
+  std::size_t lock() noexcept;
+
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;

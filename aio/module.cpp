@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <system_error>
+#include <vector>
 
 #include "engine.h"
 #include "failure.h"
@@ -50,8 +51,10 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
   if (request.failure->kind == Failure::Kind::system) {
     raise(system_error(request.failure->error, name_of(request.operation), path, request.offset, request.nbytes, request.done));
   }
-  raise(error_class("TruncatedError")("the file ends before that", "operation"_a = name_of(request.operation), "path"_a = decoded(path),
-                                      "offset"_a = request.offset, "nbytes"_a = request.nbytes, "done"_a = request.done));
+  const bool truncated = request.failure->kind == Failure::Kind::truncated;
+  raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(truncated ? "the file ends before that" : "the checksum is not that of what was written",
+                                                                      "operation"_a = name_of(request.operation), "path"_a = decoded(path),
+                                                                      "offset"_a = request.offset, "nbytes"_a = request.nbytes, "done"_a = request.done));
 }
 
 /// What keeps the memory of a request alive: the exporter of a buffer, locked while the buffer is, or any object.
@@ -79,6 +82,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     if (process_ != ::getpid()) {
       // A forked child has a copy of the memory but none of the threads: nothing can be waited for, and a lock may be held for ever.
       new std::shared_ptr<Engine>(std::move(engine_));
+      for (auto& owner : registered_) (void)owner.release();
       return;
     }
     engine_->refuse_requests();
@@ -88,33 +92,46 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       }
     }
     release_owners(*engine_);
+    engine_.reset();
   }
 
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
   std::unique_ptr<PyRequest> submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                    std::unique_ptr<Owner> owner);
+                                    Checksum checksum, std::unique_ptr<Owner> owner);
 
-  std::unique_ptr<PyRequest> submit_buffer(bool write, const std::shared_ptr<File>& file, const py::object& buffer, std::uint64_t offset) {
+  std::unique_ptr<PyRequest> submit_buffer(bool write, const std::shared_ptr<File>& file, const py::object& buffer, std::uint64_t offset, bool checksum,
+                                           std::optional<std::uint64_t> expected) {
     auto owner = std::make_unique<Owner>();
     if (PyObject_GetBuffer(buffer.ptr(), &owner->view, write ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0) throw py::error_already_set();
     auto* data = static_cast<std::byte*>(owner->view.buf);
     const auto nbytes = static_cast<std::uint64_t>(owner->view.len);
-    return submit(write, file, data, nbytes, offset, std::move(owner));
+    return submit(write, file, data, nbytes, offset, {checksum, expected}, std::move(owner));
   }
 
   std::unique_ptr<PyRequest> submit_address(bool write, const std::shared_ptr<File>& file, std::uintptr_t address, std::uint64_t nbytes,
-                                            const py::object& object, std::uint64_t offset) {
+                                            const py::object& object, std::uint64_t offset, bool checksum, std::optional<std::uint64_t> expected) {
     auto owner = std::make_unique<Owner>();
     owner->object = object;
-    return submit(write, file, reinterpret_cast<std::byte*>(address), nbytes, offset, std::move(owner));
+    return submit(write, file, reinterpret_cast<std::byte*>(address), nbytes, offset, {checksum, expected}, std::move(owner));
+  }
+
+  /// Lets the kernel queues pin *buffer* once; it is held until the engine is closed.
+  void register_memory(const py::object& buffer) {
+    const std::shared_ptr<Engine> engine = live();
+    auto owner = std::make_unique<Owner>();
+    if (PyObject_GetBuffer(buffer.ptr(), &owner->view, PyBUF_WRITABLE) != 0) throw py::error_already_set();
+    auto* data = static_cast<std::byte*>(owner->view.buf);
+    const auto nbytes = static_cast<std::size_t>(owner->view.len);
+    registered_.push_back(std::move(owner));
+    engine->register_memory(data, nbytes);
   }
 
   /// Waits for every request and ends the threads; raises the first failure that nobody learned of. Does nothing in a forked child.
   void close() {
     if (engine_ == nullptr || process_ != ::getpid()) return;
-    const std::shared_ptr<Engine> engine = engine_;
+    std::shared_ptr<Engine> engine = engine_;
     engine->refuse_requests();
     for (bool idle = false; !idle;) {
       {
@@ -126,6 +143,11 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     release_owners(*engine);
     const std::shared_ptr<Request> failed = engine->take_unobserved_failure();
     engine_.reset();
+    {
+      const py::gil_scoped_release unlocked;
+      engine.reset();  // ends the threads
+    }
+    registered_.clear();
     if (failed != nullptr) raise_failure(*failed);
   }
 
@@ -143,7 +165,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       const double age = std::chrono::duration<double>(Clock::now() - request.submitted).count();
       oldest = py::make_tuple(name_of(request.operation), decoded(request.file->path()), request.offset, request.nbytes, age);
     }
-    return py::make_tuple(directions[0], directions[1], oldest);
+    return py::make_tuple(directions[0], directions[1], now.registered_bytes, oldest);
   }
 
   /// Lets go of the memory of finished requests.
@@ -163,6 +185,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::shared_ptr<Engine> engine_;  // every call holds its own reference: another thread may close meanwhile
+  std::vector<std::unique_ptr<Owner>> registered_;
   const pid_t process_ = ::getpid();
 };
 
@@ -176,6 +199,12 @@ class PyRequest {
 
   [[nodiscard]] bool done() const { return request_->finished(); }
   [[nodiscard]] std::uint64_t nbytes() const { return request_->nbytes; }
+
+  /// The checksum of the bytes moved, of a request that asked for one and is finished.
+  [[nodiscard]] std::optional<std::uint64_t> checksum() const {
+    if (!request_->checksum.wanted || !request_->finished() || request_->failure) return std::nullopt;
+    return request_->sum;
+  }
 
   std::uint64_t wait(std::optional<double> timeout_seconds) {
     if (!request_->finished()) wait_until_finished(timeout_seconds);
@@ -216,13 +245,13 @@ class PyRequest {
 };
 
 std::unique_ptr<PyRequest> PyEngine::submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                            std::unique_ptr<Owner> owner) {
+                                            Checksum checksum, std::unique_ptr<Owner> owner) {
   const std::shared_ptr<Engine> engine = live();
   release_owners(*engine);
   if (write ? !file->writable() : !file->readable()) {
     throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
   }
-  auto request = engine->submit(write ? Operation::write : Operation::read, file, data, nbytes, offset, owner.get());
+  auto request = engine->submit(write ? Operation::write : Operation::read, file, data, nbytes, offset, checksum, owner.get());
   (void)owner.release();
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
@@ -250,7 +279,12 @@ PYBIND11_MODULE(_aio, module) {
   py::register_exception_translator(translate);
 
   py::class_<Memory>(module, "Memory", py::buffer_protocol())
-      .def(py::init([](std::size_t nbytes) { return std::make_unique<Memory>(nbytes); }), "nbytes"_a)
+      .def(py::init([](std::size_t nbytes, bool in_child) {
+             return std::make_unique<Memory>(nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent);
+           }),
+           "nbytes"_a, "in_child"_a = true)
+      .def("lock", &Memory::lock, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("address", [](const Memory& memory) { return reinterpret_cast<std::uintptr_t>(memory.data()); })
       .def_buffer([](Memory& memory) { return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()), static_cast<py::ssize_t>(memory.nbytes())); });
 
   py::enum_<Access>(module, "Access").value("READ", Access::read).value("WRITE", Access::write).value("READ_WRITE", Access::read_write);
@@ -291,13 +325,15 @@ PYBIND11_MODULE(_aio, module) {
   py::class_<PyRequest>(module, "Request")
       .def("done", &PyRequest::done)
       .def("wait", &PyRequest::wait, "timeout_seconds"_a = py::none())
-      .def_property_readonly("nbytes", &PyRequest::nbytes);
+      .def_property_readonly("nbytes", &PyRequest::nbytes)
+      .def_property_readonly("checksum", &PyRequest::checksum);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
            "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
-      .def("submit_buffer", &PyEngine::submit_buffer, "write"_a, "file"_a, "buffer"_a, "offset"_a)
-      .def("submit_address", &PyEngine::submit_address, "write"_a, "file"_a, "address"_a, "nbytes"_a, "owner"_a, "offset"_a)
+      .def("submit_buffer", &PyEngine::submit_buffer, "write"_a, "file"_a, "buffer"_a, "offset"_a, "checksum"_a, "expected"_a)
+      .def("submit_address", &PyEngine::submit_address, "write"_a, "file"_a, "address"_a, "nbytes"_a, "owner"_a, "offset"_a, "checksum"_a, "expected"_a)
+      .def("register", &PyEngine::register_memory, "buffer"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);

@@ -23,9 +23,15 @@ using Clock = std::chrono::steady_clock;
 
 /// Why a request did not move every byte.
 struct Failure {
-  enum class Kind : std::uint8_t { system, truncated };
+  enum class Kind : std::uint8_t { system, truncated, corrupt };
   Kind kind;
   int error = 0;  // errno, for Kind::system
+};
+
+/// Whether a request's bytes are summed on their way, and against what.
+struct Checksum {
+  bool wanted = false;
+  std::optional<std::uint64_t> expected;  // of a read: any other sum is a failure
 };
 
 /// One read or write of one buffer.
@@ -34,19 +40,21 @@ struct Failure {
 /// Up to then only the engine touches the fields of the second group, under its mutex; from then on nobody changes anything.
 class Request {
  public:
-  Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, void* owner_)
-      : operation(operation_), file(std::move(file_)), data(data_), nbytes(nbytes_), offset(offset_), owner(owner_) {}
+  Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, Checksum checksum_, void* owner_)
+      : operation(operation_), file(std::move(file_)), data(data_), nbytes(nbytes_), offset(offset_), checksum(checksum_), owner(owner_) {}
 
   const Operation operation;
   const std::shared_ptr<File> file;
   std::byte* const data;
   const std::uint64_t nbytes;
   const std::uint64_t offset;
+  const Checksum checksum;
   void* const owner;  // what keeps *data* alive; the engine hands it back when the request is finished
   const Clock::time_point submitted = Clock::now();
 
   std::uint64_t cut = 0;          // bytes already handed out in blocks
   std::uint64_t done = 0;         // bytes moved
+  std::uint64_t sum = 0;          // the checksum of the bytes moved
   std::uint32_t outstanding = 0;  // blocks with a worker, or the request itself while one reserves its space
   bool reserved = false;          // the file reaches to the end of this write
   std::optional<Failure> failure;
@@ -102,41 +110,36 @@ struct Block {
 
 /// Cuts the next block of at most *block_size* bytes off *request*; *page_size* is that of the page cache.
 ///
-/// Unaligned edges of a read are read with the rest of their sector into a bounce buffer, which harms nobody. Edges of a write go through the
-/// page cache, which merges them with what else the page holds. They extend to the whole page: direct and cached writes to one page at a
-/// time would overwrite each other.
-inline Block cut_block(const Request& request, std::uint64_t block_size, std::uint64_t page_size) {
-  Block block;
-  block.request = const_cast<Request*>(&request);
-  block.begin = request.cut;
-  const std::uint64_t left = request.nbytes - request.cut;
+/// Blocks begin and end at pages of the file, but for the request's own ends. An unaligned end of a read is read with the rest of its sector
+/// into a bounce buffer, which harms nobody. That of a write goes through the page cache, which merges it with what else the page holds; the
+/// whole page does, because direct and cached writes to one page at a time would overwrite each other.
+inline Block cut_block(Request& request, std::uint64_t block_size, std::uint64_t page_size) {
   const File& file = *request.file;
-  if (!file.direct()) {
-    block.nbytes = std::min(left, block_size);
-    block.route = Route::buffered;
-    return block;
-  }
-  const bool reading = request.operation == Operation::read;
-  const std::uint64_t granule = reading ? file.offset_alignment() : std::max(file.offset_alignment(), page_size);
+  const std::uint64_t granule = std::max(file.offset_alignment(), page_size);
   block_size = std::max(block_size, granule);
-  const std::uint64_t position = request.offset + request.cut;
-  const std::uint64_t head = (granule - position % granule) % granule;
-  const bool has_body = left >= head + granule;
-  const auto address = reinterpret_cast<std::uintptr_t>(request.data + request.cut + head);
-  const bool aligned = address % file.memory_alignment() == 0;
-  const std::uint64_t body = std::min(left, block_size) / granule * granule;
+  const std::uint64_t left = request.nbytes - request.cut;
+  const std::uint64_t lead = (request.offset + request.cut) % granule;  // bytes of the first page before the block
+  const std::uint64_t most = std::min(left, block_size - lead);
+  const std::uint64_t head = std::min(left, (granule - lead) % granule);  // bytes up to the first page boundary
+  const std::uint64_t body = (most - head) / granule * granule;           // whole pages after it
+  const bool aligned = reinterpret_cast<std::uintptr_t>(request.data + request.cut + head) % file.memory_alignment() == 0;
 
-  if (reading && has_body && aligned) {
-    block.nbytes = head == 0 ? body : head;
-    block.route = head == 0 ? Route::direct : Route::bounced;
-  } else if (reading) {  // all of it has to be copied, edges too
-    block.nbytes = std::min(left, head == 0 ? block_size : block_size - granule + head);
-    block.route = Route::bounced;
-  } else if (head == 0 && has_body) {
+  Block block{&request, request.cut, most, Route::bounced};
+  if (!file.direct()) {
+    block.nbytes = left > most ? head + body : most;
+    block.route = Route::buffered;
+  } else if (request.operation == Operation::read) {
+    if (body > 0 && aligned) {
+      block.nbytes = head > 0 ? head : body;
+      block.route = head > 0 ? Route::bounced : Route::direct;
+    } else if (left > most) {
+      block.nbytes = head + body;  // all of it has to be copied, ends too
+    }
+  } else if (head == 0 && body > 0) {
     block.nbytes = body;
     block.route = aligned ? Route::direct : Route::bounced;
   } else {
-    block.nbytes = head == 0 ? left : std::min(left, head);
+    block.nbytes = head > 0 ? head : left;
     block.route = Route::buffered;
   }
   return block;

@@ -18,7 +18,7 @@ from .errors import OffloadError, UsageError
 
 if TYPE_CHECKING:
     import torch
-    from _typeshed import ReadableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
     Buffer = torch.Tensor | ReadableBuffer  # a contiguous tensor on the CPU, or whatever has the buffer protocol
 
@@ -116,6 +116,14 @@ class Ticket:
         """The bytes asked for."""
         return self._request.nbytes
 
+    @property
+    def checksum(self) -> int | None:
+        """The 64-bit checksum of the bytes moved, once a request that was to sum them is finished well; else None.
+
+        It depends on the bytes and on the offset's remainder by 4096, and not on the engine's settings. Source: XXH3.
+        """
+        return self._request.checksum
+
     def done(self) -> bool:
         """Whether the request is finished, well or not; never blocks."""
         return self._request.done()
@@ -159,10 +167,13 @@ class PendingRequest:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counters by direction, and the unfinished request that was submitted first: an age of seconds is a drive that is stuck."""
+    """Counters by direction; registered_bytes of memory that the kernel has pinned for good (`Engine.register`); and the unfinished request
+    that was submitted first: an age of seconds is a drive that is stuck.
+    """
 
     read: DirectionStats
     write: DirectionStats
+    registered_bytes: int
     oldest: PendingRequest | None
 
 
@@ -220,19 +231,23 @@ class Engine:
         opened.reserve(_count("size", size))
         return File(opened)
 
-    def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0) -> Ticket:
+    def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int = False) -> Ticket:
         """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds.
+
+        *checksum* is True to sum the bytes on their way (`Ticket.checksum`), or the sum that they must have.
 
         Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous and writable.
         Lifetime: the buffer's memory is held until the request is finished; do not use its contents before.
-        Raises: UsageError at once; IOFailure at once when a path cannot be opened; from `Ticket.wait` IOFailure, and TruncatedError where the
-        file ends too early.
+        Raises: UsageError at once; IOFailure at once when a path cannot be opened; UnsupportedError for a checksum in a build without; from
+        `Ticket.wait` IOFailure, TruncatedError where the file ends too early, and CorruptionError where the checksum differs.
         Source: io_submit(2).
         """
-        return self._submit(False, buffer, file, offset)
+        return self._submit(False, buffer, file, offset, checksum is not False, None if isinstance(checksum, bool) else checksum)
 
-    def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0) -> Ticket:
+    def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool = False) -> Ticket:
         """Start writing *buffer* to *file*, from *offset* bytes into it; other bytes of the file stay as they are.
+
+        *checksum* sums the bytes on their way: see `Ticket.checksum`.
 
         Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous.
         Lifetime: the buffer's memory is held until the request is finished; do not change its contents before. Finished means that every
@@ -240,12 +255,22 @@ class Engine:
         Raises: as `read`; from `Ticket.wait` also NoSpaceError.
         Source: io_submit(2).
         """
-        return self._submit(True, buffer, file, offset)
+        return self._submit(True, buffer, file, offset, checksum, None)
+
+    def register(self, buffer: WriteableBuffer) -> None:
+        """Let the kernel pin *buffer* once rather than at every transfer to and from it; only io_uring can, other backends take no notice.
+
+        Lifetime: the memory is held until the engine is closed. How much the kernel took (it counts against RLIMIT_MEMLOCK) is in
+        `EngineStats.registered_bytes`. Raises: UsageError.
+        Source: io_uring_register(2).
+        """
+        if self.config.backend == "io_uring":
+            self._core.register(buffer)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made; cheap enough to poll. Raises: UsageError when the engine is closed."""
-        read, write, oldest = self._core.stats()
-        return EngineStats(DirectionStats(*read), DirectionStats(*write), oldest and PendingRequest(*oldest))
+        read, write, registered_bytes, oldest = self._core.stats()
+        return EngineStats(DirectionStats(*read), DirectionStats(*write), registered_bytes, oldest and PendingRequest(*oldest))
 
     def close(self) -> None:
         """Wait for every request and end the threads; a second call does nothing, nor does one in a forked child.
@@ -270,14 +295,14 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
 
-    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int) -> Ticket:
+    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool, expected: int | None) -> Ticket:
         offset = _count("offset", offset)
         opened = file if isinstance(file, File) else self.open(file, "w" if write else "r")
         if _is_tensor(buffer):
             address, nbytes, owner = _tensor_memory(buffer)
-            return Ticket(self._core.submit_address(write, opened._live(), address, nbytes, owner, offset))
+            return Ticket(self._core.submit_address(write, opened._live(), address, nbytes, owner, offset, checksum, expected))
         try:
-            return Ticket(self._core.submit_buffer(write, opened._live(), buffer, offset))
+            return Ticket(self._core.submit_buffer(write, opened._live(), buffer, offset, checksum, expected))
         except (BufferError, TypeError) as error:
             use = "contiguous" if write else "contiguous and writable"
             raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None

@@ -1,0 +1,36 @@
+#include "checksum.h"
+
+#include <algorithm>
+
+#ifdef NVME_OFFLOAD_HAVE_XXHASH
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+#endif
+
+namespace nvme_offload {
+
+#ifdef NVME_OFFLOAD_HAVE_XXHASH
+
+bool has_checksum() noexcept { return true; }
+
+std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::uint64_t begin, std::uint64_t offset) noexcept {
+  constexpr std::uint64_t kPiece = 4096;
+  std::uint64_t sum = 0;
+  for (std::uint64_t done = 0; done < nbytes;) {
+    const std::uint64_t place = begin + done;
+    const std::uint64_t piece = std::min(nbytes - done, kPiece - (offset + place) % kPiece);
+    sum += XXH3_64bits_withSeed(data + done, piece, place);
+    done += piece;
+  }
+  return sum;
+}
+
+#else
+
+bool has_checksum() noexcept { return false; }
+
+std::uint64_t checksum_block(const std::byte*, std::uint64_t, std::uint64_t, std::uint64_t) noexcept { return 0; }
+
+#endif
+
+}  // namespace nvme_offload
