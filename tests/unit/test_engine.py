@@ -120,15 +120,15 @@ def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: Ra
 @pytest.mark.every_filesystem
 def test_writes_that_share_a_page_do_not_undo_each_other(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
     path = directory / "data"
-    ranges = [(0, 5000), (5000, 10_000)]
+    meetings = [5000, *np.random.default_rng(3).integers(4097, 8192, 99).tolist()]
     settings = configure(block_size=4096, queue_depth=4)
     with Engine(settings) as first, Engine(settings) as second, first.open(path, "rw") as here, second.open(path, "rw") as there:
-        for _ in range(100):
+        for meeting in meetings:
             data = random_bytes(10_000)
-            tickets = [engine.write(data[low:high], file, low) for engine, file, (low, high) in zip((first, second), (here, there), ranges, strict=True)]
+            tickets = [first.write(data[:meeting], here), second.write(data[meeting:], there, meeting)]
             for ticket in tickets:
                 ticket.wait(SECONDS)
-            assert_array_equal(on_disk(path), data)
+            assert_array_equal(on_disk(path), data, f"which two writes that meet at {meeting} made")
 
 
 def test_a_thousand_writes_of_odd_sizes_side_by_side(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
@@ -593,7 +593,7 @@ def test_a_process_without_file_descriptors_is_told_so(
         os.close(lowest_free := os.dup(0))
         with limit(resource.RLIMIT_NOFILE, lowest_free + 8):
             with pytest.raises(IOFailure) as caught:
-                opened.extend(engine.open(directory / str(place), "rw") for place in range(9))
+                opened.extend(engine.open(directory / str(place), "rw") for place in range(100))
             assert (caught.value.errno, caught.value.operation) == (errno.EMFILE, "open")
             ticket = engine.write(data[:4096], file)
             ticket.wait(SECONDS)
