@@ -1,0 +1,61 @@
+"""Extents against a list that says of every granule who has it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload.extents import Extents
+
+GRANULE = 16
+
+ALLOCATE = st.tuples(st.just("allocate"), st.integers(1, 12 * GRANULE))
+FREE = st.tuples(st.just("free"), st.integers(0, 1 << 16))
+GROW = st.tuples(st.just("grow"), st.integers(0, 8))
+
+
+def holes(owners: list[int | None]) -> list[tuple[int, int]]:
+    """(granules, first granule) of every run that nobody has."""
+    runs, start = [], 0
+    for owner, granules in groupby(owners):
+        length = len(list(granules))
+        if owner is None:
+            runs.append((length, start))
+        start += length
+    return runs
+
+
+@given(start=st.integers(0, 48), steps=st.lists(st.one_of(ALLOCATE, ALLOCATE, FREE, FREE, GROW), max_size=60))
+def test_every_answer_is_the_models(start: int, steps: list[tuple[str, int]]) -> None:
+    extents = Extents(start * GRANULE, GRANULE)
+    owners: list[int | None] = [None] * start
+    live: list[int] = []  # offsets
+    for number, (step, value) in enumerate(steps):
+        if step == "allocate":
+            granules = -(-value // GRANULE)
+            fitting = [hole for hole in holes(owners) if hole[0] >= granules]
+            offset = extents.allocate(value)
+            if not fitting:
+                assert offset is None
+            else:
+                first = min(fitting)[1]
+                assert offset == first * GRANULE
+                owners[first : first + granules] = [number] * granules
+                live.append(offset)
+        elif step == "free" and live:
+            offset = live.pop(value % len(live))
+            owner = owners[offset // GRANULE]
+            owners = [None if one == owner else one for one in owners]
+            extents.free(offset)
+        elif step == "grow":
+            owners += [None] * value
+            extents.grow(len(owners) * GRANULE)
+        assert extents.nbytes == len(owners) * GRANULE
+        assert extents.free_bytes == owners.count(None) * GRANULE
+        assert extents.used_bytes == extents.nbytes - extents.free_bytes
+        assert extents.largest_free_bytes == max([length for length, _ in holes(owners)], default=0) * GRANULE
+    for offset in live:
+        extents.free(offset)
+    assert extents.largest_free_bytes == extents.free_bytes == len(owners) * GRANULE
