@@ -7,7 +7,7 @@ export PYTHON TORCH
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
-ENGINE_TESTS = $(wildcard tests/unit/test_engine*.py tests/property tests/faults)
+ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
 .PHONY: help sweep test build lint format asan tsan clean
 
