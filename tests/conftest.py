@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
@@ -130,14 +131,21 @@ def directory(filesystem: str, request: pytest.FixtureRequest) -> Iterator[Path]
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that this machine can run."""
+    name: str = request.param
+    if lacking := _what_lacks(name):
+        pytest.skip(f"no {name} here: {lacking}")
+    return name
+
+
+@functools.cache
+def _what_lacks(backend: str) -> str:
     from nvme_offload.engine import Engine
 
-    name: str = request.param
     try:
-        Engine(AioConfig(backend=name)).close()
+        Engine(AioConfig(backend=backend)).close()
     except UnsupportedError as error:
-        pytest.skip(f"no {name} here: {error}")
-    return name
+        return str(error)
+    return ""
 
 
 @pytest.fixture

@@ -473,8 +473,9 @@ file = engine.open(path, "rw", size=data.size)
 print("ready", flush=True)
 sys.stdin.readline()
 ticket = engine.write(data, file)
-for _ in range(8):
-    threading.Thread(target=ticket.wait, daemon=True).start()
+threads = [threading.Thread(target=ticket.wait, daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
 print("started", flush=True)
 """
     with interpreter(script, backend, path) as process:
@@ -503,7 +504,6 @@ def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing
 def test_ctrl_c_ends_a_wait_and_not_the_request(backend: str, stalling_directory: Path, stall: Stall) -> None:
     path = stalling_directory / "data"
     script = """
-import time
 file = engine.open(path, "rw", size=data.size)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -539,9 +539,10 @@ file = engine.open(path, "rw", size=data.size)
 print("ready", flush=True)
 sys.stdin.readline()
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+ticket = engine.write(data, file)
+threading.Thread(target=ticket.wait, daemon=True).start()
 signal.setitimer(signal.ITIMER_REAL, 0.2)
-with engine:
-    engine.write(data, file)
+engine.close()
 """
     with interpreter(script, backend, path) as process:
         assert process.stdin and process.stdout and process.stderr  # noqa: PT018
