@@ -57,8 +57,8 @@ struct Slot {
   /// Bytes of the block that are where they belong.
   [[nodiscard]] std::uint64_t moved() const noexcept {
     if (!failure) return block.nbytes;
-    const bool still_in_bounce = block.route == Route::bounced && transfer.operation == Operation::read;
-    return still_in_bounce || progress < padding ? 0 : std::min(progress - padding, block.nbytes);
+    const bool left_in_bounce = block.route == Route::bounced && transfer.operation == Operation::read && failure->kind == Failure::Kind::system;
+    return left_in_bounce || progress < padding ? 0 : std::min(progress - padding, block.nbytes);
   }
 };
 
@@ -273,6 +273,7 @@ class Worker {
       offer(slot);
     } else if (slot.transfer.operation == Operation::read && ends_before(slot)) {
       slot.failure = Failure{Failure::Kind::truncated};
+      if (slot.block.route == Route::bounced) std::memcpy(slot.block.request->data + slot.block.begin, slot.memory + slot.padding, slot.moved());
       retired.push_back(&slot);
     } else {
       stall(slot, EIO);

@@ -80,7 +80,7 @@ bool is_memory_filesystem(int descriptor) {
 
 }  // namespace
 
-std::shared_ptr<File> File::open(const std::string& path, Access access, Direct direct) {
+std::shared_ptr<File> File::open(const std::string& path, Access access, Direct direct, std::uint64_t nbytes) {
   bool created = false;
   const int descriptor = open_or_create(path, access, created);
   if (descriptor < 0) {
@@ -89,7 +89,7 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Direct 
   }
   std::shared_ptr<File> file(new File(path, descriptor, access));
   try {
-    file->settle(direct);
+    file->settle(direct, nbytes);
   } catch (...) {
     if (created) ::unlink(path.c_str());
     throw;
@@ -97,7 +97,7 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Direct 
   return file;
 }
 
-std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct) {
+std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes) {
   int descriptor = restarted([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600); });
   if (descriptor < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {  // a filesystem without O_TMPFILE (NFS): a name for an instant
     std::string name = directory + "/.nvme-offload-XXXXXX";
@@ -106,33 +106,34 @@ std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct 
   }
   if (descriptor < 0) throw SystemFailure("open", directory, errno);
   std::shared_ptr<File> file(new File(directory + "/(anonymous)", descriptor, Access::read_write));
-  file->settle(direct);
+  file->settle(direct, nbytes);
   return file;
 }
 
-/// Settles what the descriptor is and how it may be used.
-void File::settle(Direct direct) {
+/// Settles what the descriptor is and how it may be used, and allocates.
+void File::settle(Direct direct, std::uint64_t nbytes) {
   struct stat status {};
-  if (::fstat(descriptor_, &status) != 0) throw SystemFailure("open", path_, errno);
-  if (S_ISDIR(status.st_mode)) throw SystemFailure("open", path_, EISDIR);
-  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) throw Misuse(path_ + " is neither a regular file nor a block device");
+  if (::fstat(descriptor_, &status) != 0) throw SystemFailure("open", path(), errno);
+  if (S_ISDIR(status.st_mode)) throw SystemFailure("open", path(), EISDIR);
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) throw Misuse(path() + " is neither a regular file nor a block device");
   known_size_ = S_ISBLK(status.st_mode) ? kUnlimited : static_cast<std::uint64_t>(status.st_size);
-  int flags = ::fcntl(descriptor_, F_GETFL) & ~O_NONBLOCK;  // io_uring would answer EAGAIN rather than wait
+  const int flags = ::fcntl(descriptor_, F_GETFL) & ~O_NONBLOCK;  // io_uring would answer EAGAIN rather than wait
   ::fcntl(descriptor_, F_SETFL, flags);
-  if (direct == Direct::off) return;
-
-  KernelStatx answer{};
-  const bool told = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.mask & STATX_DIOALIGN) != 0;
-  const bool refused = told && answer.dio_offset_alignment == 0;
-  // tmpfs takes the flag and then serves from memory all the same: that is the page cache, and is called so.
-  if (refused || is_memory_filesystem(descriptor_) || ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) != 0) {
-    if (direct == Direct::automatic) return;
-    throw Unsupported("the filesystem of " + path_ + " has no O_DIRECT: use another one, or direct=\"auto\" to go through the page cache");
+  if (direct != Direct::off) {
+    KernelStatx answer{};
+    const bool told = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.mask & STATX_DIOALIGN) != 0;
+    const bool refused = told && answer.dio_offset_alignment == 0;
+    // tmpfs takes the flag and then serves from memory all the same: that is the page cache, and is called so.
+    direct_ = !refused && !is_memory_filesystem(descriptor_) && ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
+    if (!direct_ && direct == Direct::required) {
+      throw Unsupported("the filesystem of " + path() + " has no O_DIRECT: use another one, or direct=\"auto\" to go through the page cache");
+    }
+    const std::uint64_t fallback = std::max(kFallbackAlignment, static_cast<std::uint64_t>(status.st_blksize));
+    if (direct_) memory_alignment_ = told ? answer.dio_memory_alignment : fallback;
+    if (direct_) offset_alignment_ = told ? answer.dio_offset_alignment : fallback;
   }
-  direct_ = true;
-  const std::uint64_t fallback = std::max(kFallbackAlignment, static_cast<std::uint64_t>(status.st_blksize));
-  memory_alignment_ = told ? answer.dio_memory_alignment : fallback;
-  offset_alignment_ = told ? answer.dio_offset_alignment : fallback;
+  const int error = reserve(0, nbytes);
+  if (error != 0) throw SystemFailure("preallocate", path(), error);
 }
 
 File::~File() {
@@ -147,50 +148,45 @@ int File::buffered_descriptor() {
     char link[32];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor_);  // by descriptor: the name may be gone, or another file's by now
     buffered_descriptor_ = restarted([&] { return ::open(link, open_flags(access_) | O_CLOEXEC); });
-    if (buffered_descriptor_ < 0) throw SystemFailure("open", path_, errno);
+    if (buffered_descriptor_ < 0) throw SystemFailure("open", path(), errno);
   }
   return buffered_descriptor_;
 }
 
 std::uint64_t File::size() const {
   const off_t end = ::lseek(descriptor_, 0, SEEK_END);  // transfers carry their own offsets; and unlike st_size it works on block devices
-  if (end < 0) throw SystemFailure("size", path_, errno);
+  if (end < 0) throw SystemFailure("size", path(), errno);
   return static_cast<std::uint64_t>(end);
 }
 
 int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t end = offset + nbytes;
   if (nbytes == 0 || known_size_ == kUnlimited) return 0;
-  const auto range_start = static_cast<off_t>(offset);
-  const auto length = static_cast<off_t>(nbytes);
-  const auto last = static_cast<off_t>(end - 1);
-  const auto allocate = [&](int mode, off_t start, off_t count) {
-    return restarted([&] { return ::fallocate(descriptor_, mode, start, count); }) == 0 ? 0 : errno;
+  const std::uint64_t end = offset + nbytes;
+  struct stat status {};
+  struct statfs filesystem {};
+  if (::fstat(descriptor_, &status) != 0 || ::fstatfs(descriptor_, &filesystem) != 0) return errno;
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  // Asked first: a failed allocation keeps what it got, out of sight behind the file's end, and fills the drive with it.
+  const auto free_blocks = static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
+  const std::uint64_t beyond = end > size ? end - std::max(offset, size) : 0;
+  if (filesystem.f_blocks > 0 && beyond / static_cast<std::uint64_t>(filesystem.f_bsize) > free_blocks) return ENOSPC;
+
+  const auto allocate = [&](int mode, std::uint64_t start, std::uint64_t count) {
+    return restarted([&] { return ::fallocate(descriptor_, mode, static_cast<off_t>(start), static_cast<off_t>(count)); }) == 0 ? 0 : errno;
   };
-  // In two steps, so that what a failure leaves lies beyond the file's end, where it can be taken back without touching anybody's bytes.
-  int error = allocate(FALLOC_FL_KEEP_SIZE, range_start, length);
-  if (error == 0) error = allocate(0, last, 1);
+  // In two steps, so that a failure does not leave a longer file.
+  int error = allocate(FALLOC_FL_KEEP_SIZE, offset, nbytes);
+  if (error == 0) error = allocate(0, end - 1, 1);
   if (error == EOPNOTSUPP || error == ENOSYS) {
-    struct stat status {};
-    if (::fstat(descriptor_, &status) != 0) return errno;
-    if (static_cast<std::uint64_t>(status.st_size) < end && restarted([&] { return ::ftruncate(descriptor_, last + 1); }) != 0) return errno;
-    error = 0;
+    error = size < end && restarted([&] { return ::ftruncate(descriptor_, static_cast<off_t>(end)); }) != 0 ? errno : 0;
   }
-  if (error != 0) {
-    struct stat status {};
-    if (::fstat(descriptor_, &status) == 0 && status.st_size <= last) {
-      const off_t start = std::max(range_start, status.st_size);
-      allocate(FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, start, last + 1 - start);
-    }
-    return error;
-  }
-  if (extends(end)) known_size_ = end;
-  return 0;
+  if (error == 0 && extends(end)) known_size_ = end;
+  return error;
 }
 
 void File::sync() {
-  if (restarted([&] { return ::fdatasync(descriptor_); }) != 0) throw SystemFailure("sync", path_, errno);
+  if (restarted([&] { return ::fdatasync(descriptor_); }) != 0) throw SystemFailure("sync", path(), errno);
 }
 
 }  // namespace nvme_offload

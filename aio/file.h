@@ -17,17 +17,20 @@ enum class Direct : std::uint8_t { required, automatic, off };
 class File {
  public:
   /// Opens *path*; for writing it is created (mode 0600) where missing, never truncated, and a symbolic link in the last place is refused.
+  /// *nbytes* of it are allocated. What fails leaves no file behind that was not there.
   /// Throws SystemFailure, Misuse for what is neither a regular file nor a block device, Unsupported where *direct* cannot be had.
-  static std::shared_ptr<File> open(const std::string& path, Access access, Direct direct);
+  static std::shared_ptr<File> open(const std::string& path, Access access, Direct direct, std::uint64_t nbytes);
 
   /// A file without a name in *directory*, for reading and writing: gone with the last descriptor, also after kill -9.
-  static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct);
+  static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes);
 
   ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
-  [[nodiscard]] const std::string& path() const noexcept { return path_; }
+  [[nodiscard]] const std::string& path() const noexcept { return *path_; }
+  /// The same, for those that outlive the file.
+  [[nodiscard]] const std::shared_ptr<const std::string>& shared_path() const noexcept { return path_; }
   [[nodiscard]] bool readable() const noexcept { return access_ != Access::write; }
   [[nodiscard]] bool writable() const noexcept { return access_ != Access::read; }
   [[nodiscard]] bool direct() const noexcept { return direct_; }
@@ -46,17 +49,18 @@ class File {
   [[nodiscard]] bool extends(std::uint64_t end) const noexcept { return end > known_size_.load(std::memory_order_relaxed); }
 
   /// Allocates the range and extends the file to its end where it is shorter. Where the filesystem cannot preallocate, only the size is set.
-  /// Returns 0 or an errno; space taken beyond the file's end is given back on failure.
+  /// Returns 0 or an errno; the file is no longer than before then, and a drive without the room is told apart before anything is allocated.
   [[nodiscard]] int reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept;
 
   /// Data and the metadata needed to read it are on the drive on return. Throws SystemFailure.
   void sync();
 
  private:
-  File(std::string path, int descriptor, Access access) : path_(std::move(path)), descriptor_(descriptor), access_(access) {}
-  void settle(Direct direct);
+  File(std::string path, int descriptor, Access access)
+      : path_(std::make_shared<const std::string>(std::move(path))), descriptor_(descriptor), access_(access) {}
+  void settle(Direct direct, std::uint64_t nbytes);
 
-  std::string path_;
+  std::shared_ptr<const std::string> path_;
   int descriptor_;
   Access access_;
   bool direct_ = false;

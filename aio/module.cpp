@@ -47,7 +47,7 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
 
 [[noreturn]] void raise_failure(const Request& request) {
   using py::literals::operator""_a;
-  const std::string& path = request.file->path();
+  const std::string& path = *request.path;
   if (request.failure->kind == Failure::Kind::system) {
     raise(system_error(request.failure->error, name_of(request.operation), path, request.offset, request.nbytes, request.done));
   }
@@ -57,14 +57,43 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
                                                                       "offset"_a = request.offset, "nbytes"_a = request.nbytes, "done"_a = request.done));
 }
 
-/// What keeps the memory of a request alive: the exporter of a buffer, locked while the buffer is, or any object.
-struct Owner {
-  Py_buffer view{};
-  py::object object;
-
-  ~Owner() {
-    if (view.obj != nullptr) PyBuffer_Release(&view);
+/// Memory lent by Python, and what keeps it alive: the exporter of a buffer, locked while the buffer is, or any object.
+class Buffer {
+ public:
+  /// *use* is the least that the buffer must allow: PyBUF_SIMPLE or PyBUF_WRITABLE. Throws what the exporter raises, Misuse.
+  Buffer(const py::object& exporter, int use) {
+    if (PyObject_GetBuffer(exporter.ptr(), &view_, use | PyBUF_FORMAT | PyBUF_ND) != 0) throw py::error_already_set();
+    if (holds_objects()) {
+      PyBuffer_Release(&view_);
+      throw Misuse("the elements of the buffer are Python objects, whose bytes mean nothing on a drive");
+    }
+    data = static_cast<std::byte*>(view_.buf);
+    nbytes = static_cast<std::uint64_t>(view_.len);
   }
+  Buffer(std::uintptr_t address, std::uint64_t nbytes_, py::object owner)
+      : data(reinterpret_cast<std::byte*>(address)), nbytes(nbytes_), owner_(std::move(owner)) {}
+  ~Buffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::byte* data = nullptr;
+  std::uint64_t nbytes = 0;
+
+ private:
+  /// An "O" in the format, but for the names of fields, which stand between colons.
+  [[nodiscard]] bool holds_objects() const {
+    bool in_name = false;
+    for (const char* sign = view_.format; sign != nullptr && *sign != '\0'; ++sign) {
+      if (*sign == ':') in_name = !in_name;
+      if (*sign == 'O' && !in_name) return true;
+    }
+    return false;
+  }
+
+  Py_buffer view_{};
+  py::object owner_;
 };
 
 class PyRequest;
@@ -82,7 +111,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     if (process_ != ::getpid()) {
       // A forked child has a copy of the memory but none of the threads: nothing can be waited for, and a lock may be held for ever.
       new std::shared_ptr<Engine>(std::move(engine_));
-      for (auto& owner : registered_) (void)owner.release();
+      new std::vector<std::shared_ptr<Buffer>>(std::move(registered_));
       return;
     }
     engine_->refuse_requests();
@@ -98,35 +127,17 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
-  std::unique_ptr<PyRequest> submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                    Checksum checksum, std::unique_ptr<Owner> owner);
-
-  std::unique_ptr<PyRequest> submit_buffer(bool write, const std::shared_ptr<File>& file, const py::object& buffer, std::uint64_t offset, bool checksum,
-                                           std::optional<std::uint64_t> expected) {
-    auto owner = std::make_unique<Owner>();
-    if (PyObject_GetBuffer(buffer.ptr(), &owner->view, write ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0) throw py::error_already_set();
-    auto* data = static_cast<std::byte*>(owner->view.buf);
-    const auto nbytes = static_cast<std::uint64_t>(owner->view.len);
-    return submit(write, file, data, nbytes, offset, {checksum, expected}, std::move(owner));
-  }
-
-  std::unique_ptr<PyRequest> submit_address(bool write, const std::shared_ptr<File>& file, std::uintptr_t address, std::uint64_t nbytes,
-                                            const py::object& object, std::uint64_t offset, bool checksum, std::optional<std::uint64_t> expected) {
-    auto owner = std::make_unique<Owner>();
-    owner->object = object;
-    return submit(write, file, reinterpret_cast<std::byte*>(address), nbytes, offset, {checksum, expected}, std::move(owner));
-  }
+  std::unique_ptr<PyRequest> submit(bool write, std::shared_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset, bool checksum,
+                                    std::optional<std::uint64_t> expected);
 
   /// Lets the kernel queues pin *buffer* once; it is held until the engine is closed.
-  void register_memory(const py::object& buffer) {
-    const std::shared_ptr<Engine> engine = live();
-    auto owner = std::make_unique<Owner>();
-    if (PyObject_GetBuffer(buffer.ptr(), &owner->view, PyBUF_WRITABLE) != 0) throw py::error_already_set();
-    auto* data = static_cast<std::byte*>(owner->view.buf);
-    const auto nbytes = static_cast<std::size_t>(owner->view.len);
-    registered_.push_back(std::move(owner));
-    engine->register_memory(data, nbytes);
+  void register_memory(std::shared_ptr<Buffer> buffer) {
+    live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
+    registered_.push_back(std::move(buffer));
   }
+
+  /// Throws Misuse where the engine cannot be used.
+  void require_live() const { (void)live(); }
 
   /// Waits for every request and ends the threads; raises the first failure that nobody learned of. Does nothing in a forked child.
   void close() {
@@ -163,7 +174,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     if (now.oldest != nullptr) {
       const Request& request = *now.oldest;
       const double age = std::chrono::duration<double>(Clock::now() - request.submitted).count();
-      oldest = py::make_tuple(name_of(request.operation), decoded(request.file->path()), request.offset, request.nbytes, age);
+      oldest = py::make_tuple(name_of(request.operation), decoded(*request.path), request.offset, request.nbytes, age);
     }
     return py::make_tuple(directions[0], directions[1], now.registered_bytes, oldest);
   }
@@ -175,7 +186,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
  private:
   static void release_owners(Engine& engine) {
-    for (void* owner : engine.take_released_owners()) delete static_cast<Owner*>(owner);
+    for (void* owner : engine.take_released_owners()) delete static_cast<std::shared_ptr<Buffer>*>(owner);
   }
 
   std::shared_ptr<Engine> live() const {
@@ -185,7 +196,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::shared_ptr<Engine> engine_;  // every call holds its own reference: another thread may close meanwhile
-  std::vector<std::unique_ptr<Owner>> registered_;
+  std::vector<std::shared_ptr<Buffer>> registered_;
   const pid_t process_ = ::getpid();
 };
 
@@ -233,7 +244,7 @@ class PyRequest {
       if (finished) return;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (limited && Clock::now() >= deadline) {
-        const std::string text = std::string(name_of(request_->operation)) + " in " + request_->file->path() + " is not done within " +
+        const std::string text = std::string(name_of(request_->operation)) + " in " + *request_->path + " is not done within " +
                                  py::cast<std::string>(py::str(py::float_(*timeout_seconds))) + " s; it goes on";
         raise(error_class("WaitTimeout")(decoded(text)));
       }
@@ -244,14 +255,14 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
-std::unique_ptr<PyRequest> PyEngine::submit(bool write, const std::shared_ptr<File>& file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                            Checksum checksum, std::unique_ptr<Owner> owner) {
+std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::shared_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset, bool checksum,
+                                            std::optional<std::uint64_t> expected) {
   const std::shared_ptr<Engine> engine = live();
   release_owners(*engine);
-  if (write ? !file->writable() : !file->readable()) {
-    throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
-  }
-  auto request = engine->submit(write ? Operation::write : Operation::read, file, data, nbytes, offset, checksum, owner.get());
+  if (write ? !file->writable() : !file->readable()) throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
+  auto owner = std::make_unique<std::shared_ptr<Buffer>>(std::move(buffer));
+  const Buffer& lent = **owner;
+  auto request = engine->submit(write ? Operation::write : Operation::read, file, lent.data, lent.nbytes, offset, Checksum{checksum, expected}, owner.get());
   (void)owner.release();
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
@@ -301,20 +312,15 @@ PYBIND11_MODULE(_aio, module) {
            }),
            "transfer"_a, "count"_a, "kind"_a, "value"_a);
 
+  py::class_<Buffer, std::shared_ptr<Buffer>>(module, "Buffer")
+      .def(py::init([](const py::object& exporter, bool writable) { return std::make_shared<Buffer>(exporter, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE); }),
+           "exporter"_a, "writable"_a)
+      .def(py::init<std::uintptr_t, std::uint64_t, py::object>(), "address"_a, "nbytes"_a, "owner"_a)
+      .def_readonly("nbytes", &Buffer::nbytes);
+
   py::class_<File, std::shared_ptr<File>>(module, "File")
-      .def_static("open", &File::open, "path"_a, "access"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
-      .def_static("open_anonymous", &File::open_anonymous, "directory"_a, "direct"_a, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "reserve",
-          [](File& file, std::uint64_t nbytes) {
-            int error = 0;
-            {
-              const py::gil_scoped_release unlocked;
-              error = file.reserve(0, nbytes);
-            }
-            if (error != 0) raise(system_error(error, "preallocate", file.path(), 0, nbytes, 0));
-          },
-          "nbytes"_a)
+      .def_static("open", &File::open, "path"_a, "access"_a, "direct"_a, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
+      .def_static("open_anonymous", &File::open_anonymous, "directory"_a, "direct"_a, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
       .def("sync", &File::sync, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("path", [](const File& file) { return decoded(file.path()); })
       .def_property_readonly("size", &File::size)
@@ -331,8 +337,8 @@ PYBIND11_MODULE(_aio, module) {
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
            "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
-      .def("submit_buffer", &PyEngine::submit_buffer, "write"_a, "file"_a, "buffer"_a, "offset"_a, "checksum"_a, "expected"_a)
-      .def("submit_address", &PyEngine::submit_address, "write"_a, "file"_a, "address"_a, "nbytes"_a, "owner"_a, "offset"_a, "checksum"_a, "expected"_a)
+      .def("submit", &PyEngine::submit, "write"_a, "buffer"_a, "file"_a, "offset"_a, "checksum"_a, "expected"_a)
+      .def("require_live", &PyEngine::require_live)
       .def("register", &PyEngine::register_memory, "buffer"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)

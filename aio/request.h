@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 
 #include "file.h"
 
@@ -41,10 +42,18 @@ struct Checksum {
 class Request {
  public:
   Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, Checksum checksum_, void* owner_)
-      : operation(operation_), file(std::move(file_)), data(data_), nbytes(nbytes_), offset(offset_), checksum(checksum_), owner(owner_) {}
+      : operation(operation_),
+        file(std::move(file_)),
+        path(file->shared_path()),
+        data(data_),
+        nbytes(nbytes_),
+        offset(offset_),
+        checksum(checksum_),
+        owner(owner_) {}
 
   const Operation operation;
-  const std::shared_ptr<File> file;
+  std::shared_ptr<File> file;  // until it is finished
+  const std::shared_ptr<const std::string> path;
   std::byte* const data;
   const std::uint64_t nbytes;
   const std::uint64_t offset;
@@ -64,6 +73,7 @@ class Request {
   [[nodiscard]] bool exhausted() const noexcept { return outstanding == 0 && (cut == nbytes || failure); }
 
   void finish() {
+    file.reset();
     {
       const std::lock_guard lock(mutex_);
       finished_.store(true, std::memory_order_release);

@@ -216,10 +216,8 @@ class Engine:
             raise UsageError(f'mode must be "r", "w" or "rw", not {mode!r}')
         if mode == "r" and size is not None:
             raise UsageError('a file that is opened with mode "r" cannot be given a size')
-        opened = _aio.File.open(os.fsencode(path), _ACCESS[mode], _DIRECT[self.config.direct])
-        if size is not None:
-            opened.reserve(_count("size", size))
-        return File(opened)
+        self._core.require_live()
+        return File(_aio.File.open(_path(path), _ACCESS[mode], _DIRECT[self.config.direct], _count("size", size or 0)))
 
     def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
         """Open a file without a name on the drive of *directory*, for reading and writing, with *size* bytes allocated.
@@ -227,9 +225,8 @@ class Engine:
         Lifetime: its space is free again when the file is closed or the process ends, also after kill -9.
         Raises: as `open`. Source: open(2) for O_TMPFILE.
         """
-        opened = _aio.File.open_anonymous(os.fsencode(directory), _DIRECT[self.config.direct])
-        opened.reserve(_count("size", size))
-        return File(opened)
+        self._core.require_live()
+        return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], _count("size", size)))
 
     def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int = False) -> Ticket:
         """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds.
@@ -265,7 +262,7 @@ class Engine:
         Source: io_uring_register(2).
         """
         if self.config.backend == "io_uring":
-            self._core.register(buffer)
+            self._core.register(_buffer(buffer, writable=True))
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made; cheap enough to poll. Raises: UsageError when the engine is closed."""
@@ -296,16 +293,19 @@ class Engine:
         return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
 
     def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool, expected: int | None) -> Ticket:
+        # In this order, so that what is refused has created no file.
         offset = _count("offset", offset)
+        memory = _buffer(buffer, writable=not write)
+        _count("the end of the range", offset + memory.nbytes)
         opened = file if isinstance(file, File) else self.open(file, "w" if write else "r")
-        if _is_tensor(buffer):
-            address, nbytes, owner = _tensor_memory(buffer)
-            return Ticket(self._core.submit_address(write, opened._live(), address, nbytes, owner, offset, checksum, expected))
-        try:
-            return Ticket(self._core.submit_buffer(write, opened._live(), buffer, offset, checksum, expected))
-        except (BufferError, TypeError) as error:
-            use = "contiguous" if write else "contiguous and writable"
-            raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None
+        return Ticket(self._core.submit(write, memory, opened._live(), offset, checksum, expected))
+
+
+def _path(path: StrPath) -> bytes:
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise UsageError(f"a path cannot have a null byte in it: {path!r}")
+    return encoded
 
 
 def _count(name: str, value: int) -> int:
@@ -322,15 +322,27 @@ def _is_tensor(buffer: object) -> bool:
     return hasattr(buffer, "untyped_storage") and hasattr(buffer, "data_ptr")
 
 
-def _tensor_memory(tensor: Any) -> tuple[int, int, object]:
-    """Address, bytes, and what keeps them alive: the storage, since the tensor itself can be pointed elsewhere (`tensor.data = ...`)."""
+def _buffer(buffer: Any, writable: bool) -> _aio.Buffer:
+    if _is_tensor(buffer):
+        return _tensor_buffer(buffer)
+    try:
+        return _aio.Buffer(buffer, writable)
+    except (BufferError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        use = "contiguous and writable" if writable else "contiguous"
+        raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None
+
+
+def _tensor_buffer(tensor: Any) -> _aio.Buffer:
     if tensor.device.type != "cpu":
         raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
     if tensor.layout != _torch_strided() or not tensor.is_contiguous():
         raise UsageError("the tensor is not contiguous: pass tensor.contiguous(), or read into a contiguous one and copy")
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError("the tensor is a conjugate or negative view, whose memory holds other numbers: pass tensor.resolve_conj().resolve_neg()")
-    return tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage()
+    # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
+    return _aio.Buffer(tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage())
 
 
 def _torch_strided() -> object:
