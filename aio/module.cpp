@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <system_error>
@@ -23,6 +24,25 @@ using std::chrono::nanoseconds;
 
 // How often a wait looks for signals: Ctrl-C ends it within this time.
 constexpr std::chrono::milliseconds kSignalInterval{50};
+
+/// What *work* returns, done while other Python threads run.
+///
+/// A daemon thread that wants the GIL back when the interpreter ends is ended there, by unwinding (until Python 3.14); that must not pass
+/// through a destructor, so py::gil_scoped_release will not do.
+template <typename Work>
+auto without_gil(Work work) -> decltype(work()) {
+  PyThreadState* const thread = PyEval_SaveThread();
+  std::optional<decltype(work())> result;
+  std::exception_ptr thrown;
+  try {
+    result.emplace(work());
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+  PyEval_RestoreThread(thread);
+  if (thrown) std::rethrow_exception(thrown);
+  return *std::move(result);
+}
 
 py::object error_class(const char* name) { return py::module_::import("nvme_offload.errors").attr(name); }
 
@@ -115,10 +135,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       return;
     }
     engine_->refuse_requests();
-    {
-      const py::gil_scoped_release unlocked;
-      while (!engine_->wait_idle(std::chrono::hours{1})) {
-      }
+    while (!without_gil([this] { return engine_->wait_idle(std::chrono::hours{1}); })) {
     }
     release_owners(*engine_);
     engine_.reset();
@@ -144,20 +161,13 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     if (engine_ == nullptr || process_ != ::getpid()) return;
     std::shared_ptr<Engine> engine = engine_;
     engine->refuse_requests();
-    for (bool idle = false; !idle;) {
-      {
-        const py::gil_scoped_release unlocked;
-        idle = engine->wait_idle(kSignalInterval);
-      }
-      if (!idle && PyErr_CheckSignals() != 0) throw py::error_already_set();
+    while (!without_gil([&] { return engine->wait_idle(kSignalInterval); })) {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
     release_owners(*engine);
     const std::shared_ptr<Request> failed = engine->take_unobserved_failure();
     engine_.reset();
-    {
-      const py::gil_scoped_release unlocked;
-      engine.reset();  // ends the threads
-    }
+    without_gil([&] { return engine.reset(), true; });  // ends the threads
     registered_.clear();
     if (failed != nullptr) raise_failure(*failed);
   }
@@ -235,13 +245,10 @@ class PyRequest {
     const Clock::time_point deadline =
         limited ? Clock::now() + std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(std::max(0.0, *timeout_seconds)))
                 : Clock::time_point::max();
-    for (bool finished = false; !finished;) {
+    for (;;) {
       const nanoseconds left = limited ? deadline - Clock::now() : nanoseconds::max();
-      {
-        const py::gil_scoped_release unlocked;
-        finished = request_->wait_for(std::clamp<nanoseconds>(left, nanoseconds{0}, kSignalInterval));
-      }
-      if (finished) return;
+      const nanoseconds slice = std::clamp<nanoseconds>(left, nanoseconds{0}, kSignalInterval);
+      if (without_gil([&] { return request_->wait_for(slice); })) return;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (limited && Clock::now() >= deadline) {
         const std::string text = std::string(name_of(request_->operation)) + " in " + *request_->path + " is not done within " +
@@ -294,7 +301,7 @@ PYBIND11_MODULE(_aio, module) {
              return std::make_unique<Memory>(nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent);
            }),
            "nbytes"_a, "in_child"_a = true)
-      .def("lock", &Memory::lock, py::call_guard<py::gil_scoped_release>())
+      .def("lock", [](Memory& memory) { return without_gil([&] { return memory.lock(); }); })
       .def_property_readonly("address", [](const Memory& memory) { return reinterpret_cast<std::uintptr_t>(memory.data()); })
       .def_buffer([](Memory& memory) { return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()), static_cast<py::ssize_t>(memory.nbytes())); });
 
@@ -319,9 +326,19 @@ PYBIND11_MODULE(_aio, module) {
       .def_readonly("nbytes", &Buffer::nbytes);
 
   py::class_<File, std::shared_ptr<File>>(module, "File")
-      .def_static("open", &File::open, "path"_a, "access"_a, "direct"_a, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
-      .def_static("open_anonymous", &File::open_anonymous, "directory"_a, "direct"_a, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
-      .def("sync", &File::sync, py::call_guard<py::gil_scoped_release>())
+      .def_static(
+          "open",
+          [](const std::string& path, Access access, Direct direct, std::uint64_t nbytes) {
+            return without_gil([&] { return File::open(path, access, direct, nbytes); });
+          },
+          "path"_a, "access"_a, "direct"_a, "nbytes"_a)
+      .def_static(
+          "open_anonymous",
+          [](const std::string& directory, Direct direct, std::uint64_t nbytes) {
+            return without_gil([&] { return File::open_anonymous(directory, direct, nbytes); });
+          },
+          "directory"_a, "direct"_a, "nbytes"_a)
+      .def("sync", [](File& file) { without_gil([&] { return file.sync(), true; }); })
       .def_property_readonly("path", [](const File& file) { return decoded(file.path()); })
       .def_property_readonly("size", &File::size)
       .def_property_readonly("direct", &File::direct)
