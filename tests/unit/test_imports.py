@@ -15,11 +15,12 @@ PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
-PURE = {"config", "drive", "ds_config", "errors", "profile", "units"}
+PURE = {"config", "drive", "ds_config", "errors", "extents", "profile", "units"}
 MAY_IMPORT = {
     "__init__": PURE | {"engine"},
     **dict.fromkeys(PURE, PURE),
     "engine": PURE | {"_aio"},
+    "pool": PURE | {"engine"},
     "report": PURE,
     "sweep": PURE | {"engine", "report"},
 }
