@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import signal
@@ -70,13 +71,9 @@ def main() -> int:
             signal.signal(number, _stop)
     try:
         command.main(prog_name="nvme-sweep", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
     except click.ClickException as error:
         _progress.say(f"nvme-sweep: {_one_line(error.format_message())}")
         return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough; everything that lasts was written before
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (OffloadError, OSError, MemoryError) as error:
         _progress.say(f"nvme-sweep: {_one_line(str(error) or type(error).__name__)}")
         return 1
@@ -120,21 +117,21 @@ def command(
     for config in configs:
         _check_config(config)
     _check_report_directory(report_dir)
-    file_bytes = _file_bytes(size, found)
     _check_backend(backend)
 
     with _locked(directory, found):
+        file_bytes = _file_bytes(size, found)
         profile = _sweep(found, seconds, file_bytes, size is not None, backend, "auto" if force else True)
     report = _write_report(profile, found, report_dir)
     changes = [_apply(config, profile) for config in configs]
     _progress.clear()
     if as_json:
         data = dataclasses.replace(profile, trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials))
-        click.echo(data.to_json(), nl=False)
+        _print(data.to_json())
         for line in (f"report: {report}", *changes):
             _progress.say(line)
     else:
-        click.echo("\n".join([*_summary(profile), "", f"Report: {report / 'report.html'}", *changes]))
+        _print("\n".join([*_summary(profile), "", f"Report: {report / 'report.html'}", *changes]) + "\n")
 
 
 # Before the sweep
@@ -330,14 +327,13 @@ def _write_report(profile: Profile, found: Drive, directory: Path) -> Path:
 
     _progress.show("report", "drawing")
     directory.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".nvme-sweep-", dir=directory))
-    _unfinished.append(aside)
+    aside = directory / f".nvme-sweep-{secrets.token_hex(8)}"
+    _unfinished.append(aside)  # before it is there: a signal may come at any moment
     try:
+        aside.mkdir()
         (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
         (aside / "ds_config.json").write_text(ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8")
         render.write(profile, aside)
-        os.umask(mask := os.umask(0o022))  # a temporary directory is for its owner only, a report is not
-        aside.chmod(0o777 & ~mask)
         return _named(aside, directory / f"{found.name}-{profile.created[:10]}")
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -389,6 +385,16 @@ def _summary(profile: Profile) -> list[str]:
     lines += ["", *profile.reasons]
     lines += [f"Warning: {warning}" for warning in profile.warnings]
     return lines
+
+
+def _print(text: str) -> None:
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; everything that lasts is written by now
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _gain(best: Best) -> str:

@@ -18,7 +18,7 @@ from .steady import jumped
 from .verdict import Ask, Evidence, Observation, Result
 
 GROUP = 4  # trials of other settings between two runs of the control
-MIN_WINDOW_SECONDS = 0.1
+MIN_WINDOW_SECONDS = 0.1  # or a hundredth of the budget, where that is less
 MAX_WINDOW_SECONDS = 2.0
 MIXED_WINDOWS = 2  # mixed counts most and swings most, so its windows are this much longer
 FINAL_ROUNDS = 8
@@ -49,6 +49,7 @@ class Search:
         self._ceiling = ceiling_bytes_per_second or math.inf
         self._order = random.Random(0)
         self._start = clock()
+        self._least_window = min(MIN_WINDOW_SECONDS, max(0.03, seconds / 100))
         self._repeat_seconds = REPEAT_SHARE * seconds
 
     def seconds_left(self) -> float:
@@ -65,7 +66,7 @@ class Search:
 
     def asks(self) -> _Asks:
         """Yield the trials to run one by one; send the `Result` of each."""
-        yield from self._controls("screen", PHASES, MIN_WINDOW_SECONDS)
+        yield from self._controls("screen", PHASES, self._least_window)
         yield from self._screen(end=0.35)
         for keep, end in ((6, 0.50), (4, 0.60)):
             room = self._affordable(end)
@@ -84,7 +85,7 @@ class Search:
 
     def _finals(self) -> _Asks:
         """The finalists and the control by turns, mixed in every round, read and write in every other one."""
-        finalists = self._survivors(4 if self.seconds < 90 else 6)
+        finalists = self._survivors(2 if self.seconds < 9 else 4 if self.seconds < 90 else 6)
         if not finalists:
             return
         champions: dict[str, list[Setting]] = {}
@@ -93,7 +94,7 @@ class Search:
             champions[phase] = sorted(gains, key=lambda setting: -gains[setting])[:1]
         left = self.seconds_left()
         trials = 2 * (len(finalists) + 1) + 1
-        window = _clamped((left / FINAL_ROUNDS - trials * self._overhead_seconds()) / (trials + (MIXED_WINDOWS - 1) * (len(finalists) + 1)))
+        window = self._clamped((left / FINAL_ROUNDS - trials * self._overhead_seconds()) / (trials + (MIXED_WINDOWS - 1) * (len(finalists) + 1)))
         yield from self._controls("final", ("read", "write"), window)
         done = 0
         while done < LEAST_FINAL_ROUNDS or self.seconds_left() > 0.6 * left / done:
@@ -110,7 +111,7 @@ class Search:
         trials = [phase for _, phases in entries for phase in phases]
         trials += [phase for phase in PHASES if phase in trials] * groups
         left = self._left_until(end) - len(trials) * self._overhead_seconds()
-        window = _clamped(left / max(1, sum(map(_windows, trials))))
+        window = self._clamped(left / max(1, sum(map(_windows, trials))))
         order = list(entries)
         self._order.shuffle(order)
         for index in range(groups):
@@ -176,7 +177,7 @@ class Search:
 
     def _affordable(self, end: float) -> int:
         """How many settings can be tried under the mixed load until the share *end* of the budget is gone."""
-        each = (MIN_WINDOW_SECONDS * MIXED_WINDOWS + self._overhead_seconds()) * (1 + 1 / GROUP)
+        each = (self._least_window * MIXED_WINDOWS + self._overhead_seconds()) * (1 + 1 / GROUP)
         return max(0, int(self._left_until(end) / each))
 
     def _left_until(self, end: float) -> float:
@@ -186,6 +187,9 @@ class Search:
         """What a trial takes beside its window, to fill the queues, to drain them, to read back: from the trials so far."""
         taken = [seen.ended_seconds - seen.started_seconds - seen.ask.seconds for seen in self.evidence.observations[-12:]]
         return max(0.0, statistics.median(taken)) if taken else 0.1
+
+    def _clamped(self, window: float) -> float:
+        return min(MAX_WINDOW_SECONDS, max(self._least_window, window))
 
     def _latest_control_speeds(self) -> dict[str, float]:
         return {phase: series[-1][1] for phase in PHASES if (series := self.evidence.control_series(phase))}
@@ -203,7 +207,3 @@ def drive(asks: _Asks, measure: Callable[[Ask], Result]) -> None:
 
 def _windows(phase: str) -> int:
     return MIXED_WINDOWS if phase == "mixed" else 1
-
-
-def _clamped(window: float) -> float:
-    return min(MAX_WINDOW_SECONDS, max(MIN_WINDOW_SECONDS, window))

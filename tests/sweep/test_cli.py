@@ -1,0 +1,359 @@
+"""The command as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import pty
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.config import BACKENDS
+from nvme_offload.ds_config import read_aio
+from nvme_offload.profile import PHASES, Profile
+
+PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
+SWEEP = [sys.executable, "-m", "nvme_offload.sweep.cli"]
+
+
+def _undisturbed() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run(*arguments: str | Path, command: list[str] = SWEEP, **others: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **others}
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment)
+
+
+@contextlib.contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    command = [*SWEEP, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_undisturbed) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], topic: str) -> None:
+    """Read the process's progress up to the first line on *topic*."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith(topic):
+            return
+    raise AssertionError(f"it ended without a line on {topic}: {seen}")
+
+
+@pytest.fixture(scope="module")
+def swept(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subprocess.CompletedProcess[str]]:
+    """A short sweep with two configs: where its reports went, where the configs are, and what it said."""
+    place = tmp_path_factory.mktemp("swept")
+    (place / "ds.json").write_text(PLAIN_CONFIG)
+    (place / "old.json").write_text('{"aio": {"block_size": 4096, "thread_count": 3}}')
+    result = run(disk, "--config", place / "ds.json", "--config", place / "old.json", "--report-dir", place / "reports", "--seconds", "2")
+    return place / "reports", place, result
+
+
+def test_a_sweep_succeeds_and_leaves_nothing_in_the_directory(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+    _, _, result = swept
+    assert result.returncode == 0, result.stderr
+    assert list(disk.iterdir()) == []
+
+
+def test_its_profile_is_whole(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+    reports, _, _ = swept
+    (report,) = reports.iterdir()
+    assert re.fullmatch(r"[a-z0-9-]+-\d{4}-\d\d-\d\d", report.name)
+    assert {path.name for path in report.iterdir()} == {"profile.json", "trials.csv", "report.md", "report.html", "ds_config.json"}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(report.stat().st_mode) == 0o777 & ~umask
+    profile = Profile.load(report / "profile.json")
+    assert profile.drive["path"] == str(disk)
+    assert all(isinstance(profile.drive[key], str) for key in ("path", "model", "filesystem", "device"))
+    assert profile.command.startswith("nvme-sweep ")
+    assert profile.engine["direct"] is True
+    assert set(profile.best) == set(profile.performance) == {trial.phase for trial in profile.trials} == set(PHASES)
+    for trial in profile.trials:
+        assert trial.gb_per_s == pytest.approx(trial.bytes / trial.seconds / 1e9)
+        assert trial.gb_per_s == pytest.approx(trial.read_gb_per_s + trial.write_gb_per_s)
+        assert trial.samples[-1] == (trial.seconds, trial.bytes)
+        assert (trial.read_gb_per_s > 0, trial.write_gb_per_s > 0) == (trial.phase != "write", trial.phase != "read")
+    with (report / "trials.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(profile.trials)
+    assert json.loads((report / "ds_config.json").read_text())["aio"]["block_size"] == profile.chosen.block_size
+
+
+def test_it_sets_the_configs_and_says_what_changed(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+    reports, place, result = swept
+    (report,) = reports.iterdir()
+    chosen = Profile.load(report / "profile.json").chosen
+    for name in ("ds.json", "old.json"):
+        aio = read_aio(place / name)
+        assert (aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"]) == (chosen.block_size, chosen.queue_depth, chosen.thread_count)
+    assert (place / "ds.json").read_text().startswith(PLAIN_CONFIG.removesuffix("\n}\n"))
+    lines = result.stdout.splitlines()
+    assert f"{place / 'ds.json'}: set block_size {chosen.block_size}, " in "\n".join(lines)
+    assert f"{place / 'old.json'}: set block_size {chosen.block_size} (was 4096), " in "\n".join(lines)
+    assert "DeepSpeed does not read thread_count" in lines[-1]
+
+
+def test_it_prints_the_choice_with_its_gain(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+    reports, _, result = swept
+    (report,) = reports.iterdir()
+    profile = Profile.load(report / "profile.json")
+    assert f"block_size {profile.chosen.block_size} (" in result.stdout
+    assert f"queue_depth {profile.chosen.queue_depth}, thread_count {profile.chosen.thread_count}" in result.stdout
+    for phase in PHASES:
+        assert re.search(rf"^  {phase} +{profile.performance[phase].gb_per_s:.2f} +[+-]\d+ %", result.stdout, re.MULTILINE)
+    for sentence in (*profile.reasons, *profile.warnings):
+        assert sentence in result.stdout
+    assert f"Report: {report / 'report.html'}" in result.stdout
+
+
+def test_piped_progress_is_plain_lines_and_few(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+    _, _, result = swept
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("filling: ")
+    assert any(line.startswith("screen: ") and line.endswith(" s left") for line in lines)
+    assert len(lines) <= 8
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_second_report_does_not_replace_the_first(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+    reports, _, _ = swept
+    (first,) = reports.iterdir()
+    before = (first / "profile.json").read_bytes()
+    result = run(disk, "--report-dir", reports, "--seconds", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    second = first.with_name(f"{first.name}-2")
+    assert (first / "profile.json").read_bytes() == before
+    printed = Profile.from_json(result.stdout)
+    assert printed.chosen == Profile.load(second / "profile.json").chosen
+    assert len(printed.trials) == len(Profile.load(second / "profile.json").trials)
+    assert not any(trial.samples for trial in printed.trials)
+    assert result.stderr.splitlines()[-1] == f"report: {second}"
+
+
+def test_without_torch_and_with_a_reader_that_goes_away(disk: Path, tmp_path: Path) -> None:
+    script = "import sys\nsys.modules['torch'] = None\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        arguments = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), "--seconds", "1"]
+        result = subprocess.run(arguments, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writing)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("report: ")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("topic", "number", "code"),
+    [
+        ("filling", signal.SIGINT, 130),
+        ("screen", signal.SIGTERM, 143),
+        ("final", signal.SIGINT, 130),
+        ("report", signal.SIGTERM, 143),
+        ("report", signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_ends_it_with_one_line_and_nothing_left(disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(PLAIN_CONFIG)
+    with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config) as process:
+        wait_for(process, topic)
+        process.send_signal(number)
+        out, rest = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert out == ""
+    last = rest.splitlines()[-1]
+    assert last.startswith(f"nvme-sweep: stopped by {number.name}")
+    assert "Traceback" not in rest
+    assert list(disk.iterdir()) == []
+    assert config.read_text() == PLAIN_CONFIG
+    assert not (tmp_path / "reports").exists() or list((tmp_path / "reports").iterdir()) == []
+
+
+def test_two_at_once_are_refused_until_the_first_is_dead(disk: Path, tmp_path: Path) -> None:
+    with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "60") as process:
+        wait_for(process, "screen")
+        second = run(disk, "--report-dir", tmp_path / "reports", "--seconds", "1")
+        assert second.returncode == 1
+        assert second.stderr.startswith("nvme-sweep: another nvme-sweep is measuring the drive of ")
+        assert len(second.stderr.splitlines()) == 1
+        process.kill()
+        process.communicate(timeout=10)
+    assert list(disk.iterdir()) == []
+    assert not (tmp_path / "reports").exists()
+    with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "60") as process:
+        wait_for(process, "screen")
+
+
+def test_progress_on_a_terminal_is_one_line(disk: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    result = subprocess.run(
+        [*SWEEP, str(disk), "--report-dir", str(tmp_path), "--seconds", "1"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "60"},
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    assert result.returncode == 0
+    text = shown.decode()
+    assert "\n" not in text
+    lines = text.split("\r\x1b[K")
+    assert lines[0] == lines[-1] == ""
+    assert len(lines) > 20
+    assert all(len(line) < 60 for line in lines)
+
+
+def test_damage_is_found_and_fails(disk: Path, tmp_path: Path) -> None:
+    damage = """
+import sys
+from nvme_offload.sweep import cli, trial
+verify = trial._Lane.verify
+def damaged(self):
+    for buffer, _ in self._last.values():
+        buffer[70_000] ^= 1
+    verify(self)
+trial._Lane.verify = damaged
+sys.exit(cli.main())
+"""
+    config = tmp_path / "ds.json"
+    config.write_text(PLAIN_CONFIG)
+    result = run(disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config, command=[sys.executable, "-c", damage])
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("nvme-sweep: read of 4 KiB at ")
+    assert "not what was written" in last
+    assert "Traceback" not in result.stderr
+    assert config.read_text() == PLAIN_CONFIG
+    assert not (tmp_path / "reports").exists()
+
+
+# Refusals
+
+
+def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) -> None:
+    config = tmp_path / "good.json"
+    config.write_text(PLAIN_CONFIG)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"a": 1, "a": 2}')
+    missing = tmp_path / "missing"
+    cases: list[tuple[list[str | Path], str]] = [
+        ([], "Missing argument 'PATH'"),
+        ([missing], "does not exist"),
+        ([config], "is not a directory"),
+        ([disk, tmp_path], "one PATH at a time"),
+        ([disk, "--config", missing], "does not exist"),
+        ([disk, "--config", broken], "broken.json: line 1, column"),
+        ([disk, "--config", config, "--config", tmp_path], "is a directory"),
+        ([disk, "--report-dir", config], "no report can be written"),
+        ([disk, "--report-dir", "/proc/reports/deep"], "no report can be written"),
+        ([disk, "--seconds", "0"], "--seconds must be from 1"),
+        ([disk, "--seconds", "nan"], "--seconds must be from 1"),
+        ([disk, "--seconds", "soon"], "'soon' is not a valid float"),
+        ([disk, "--size", "huge"], "'huge' is not a size"),
+        ([disk, "--size", "1MiB"], "at least 128 MiB"),
+        ([disk, "--size", "900TiB"], "too small"),
+        ([disk, "--backend", "magic"], "'magic' is not one of"),
+        ([disk, "--ranks", "2"], "--ranks"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for arguments, message in cases:
+        if "--report-dir" not in arguments:
+            arguments = [*arguments, "--report-dir", tmp_path / "reports" / "deep"]
+        result = run(*arguments)
+        assert (result.returncode, result.stdout) == (2, ""), (arguments, result)
+        assert message in result.stderr, (arguments, result.stderr)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert result.stderr.startswith("nvme-sweep: ")
+        assert sorted(tmp_path.iterdir()) == before
+    assert list(disk.iterdir()) == []
+    assert config.read_text() == PLAIN_CONFIG
+
+
+def test_a_config_that_cannot_be_written_is_refused_before_the_sweep(disk: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(PLAIN_CONFIG)
+    config.chmod(0o444)
+    result = run(disk, "--config", config, "--report-dir", tmp_path / "reports")
+    assert result.returncode == 2
+    assert "is read-only" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_memory_is_refused_unless_forced(mounted: Callable[[str], Path], tmp_path: Path) -> None:
+    memory = mounted("tmpfs")
+    refused = run(memory, "--report-dir", tmp_path)
+    assert refused.returncode == 2
+    assert "is held in memory" in refused.stderr
+    assert "--force" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    forced = run(memory, "--report-dir", tmp_path, "--force", "--seconds", "1", "--json")
+    assert forced.returncode == 0, forced.stderr
+    profile = Profile.from_json(forced.stdout)
+    assert profile.engine["direct"] is False
+    assert any("page cache" in warning for warning in profile.warnings)
+    assert list(memory.iterdir()) == []
+
+
+def test_a_full_drive_is_refused(mounted: Callable[[str], Path], tmp_path: Path) -> None:
+    result = run(mounted("ext4-full"), "--report-dir", tmp_path)
+    assert result.returncode == 2
+    assert "is too small: the sweep needs 256 MiB" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    # The interpreter may live where another user cannot look, so the process changes user after its imports.
+    script = "import os, sys\nfrom nvme_offload.sweep import cli, trial\nos.setgid(65534); os.setuid(65534)\nsys.exit(cli.main())"
+    result = run(disk, "--report-dir", tmp_path, command=[sys.executable, "-c", script])
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "is not writable" in result.stderr or "cannot be looked at" in result.stderr
+
+
+# Help
+
+
+def test_help_names_what_there_is_and_loads_little() -> None:
+    result = run("--help")
+    assert result.returncode == 0
+    for option in ("--config", "--report-dir", "--seconds", "--size", "--backend", "--json", "--force"):
+        assert f"  {option} " in result.stdout
+    assert "|".join(BACKENDS) in result.stdout
+    assert "130 after Ctrl-C, 143 after SIGTERM" in " ".join(result.stdout.split())
+    heavy = (
+        "import sys\nfrom nvme_offload.sweep import cli\nprint(sorted({'torch', 'numpy', 'pandas', 'matplotlib', 'deepspeed', 'jinja2'} & set(sys.modules)))"
+    )
+    assert run(command=[sys.executable, "-c", heavy]).stdout == "[]\n"

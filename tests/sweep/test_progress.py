@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from nvme_offload.profile import Setting
+from nvme_offload.sweep import progress
+from nvme_offload.sweep.progress import Progress, describe
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_plain_lines_come_with_a_new_topic_or_after_a_while(now: list[float]) -> None:
+    stream = io.StringIO()
+    shown = Progress(stream)
+    for second in range(12):
+        now[0] = second
+        shown.show("screen" if second < 8 else "final", f"at {second}")
+    shown.clear()
+    shown.say("done")
+    assert stream.getvalue().splitlines() == ["screen: at 0", "screen: at 5", "final: at 8", "done"]
+
+
+def test_a_terminal_gets_one_line_that_changes(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    shown = Progress(stream)
+    shown.show("screen", "a")
+    shown.show("screen", "b" * 50)
+    shown.say("done")
+    assert stream.getvalue() == "\r\x1b[Kscreen: a\r\x1b[Kscreen: " + "b" * 11 + "\r\x1b[Kdone\n"
+
+
+@pytest.mark.parametrize("stream", [None, Closed()])
+def test_without_a_reader_it_is_silent(stream: Closed | None) -> None:
+    shown = Progress(stream)
+    shown.show("screen", "a")
+    shown.say("done")
+
+
+def test_describe() -> None:
+    assert describe(Setting(1 << 20, 8, 1)) == "1 MiB x 8"
+    assert describe(Setting(128 << 10, 32, 4)) == "128 KiB x 32, 4 threads"

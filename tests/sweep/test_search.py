@@ -1,0 +1,254 @@
+"""The search on simulated drives, whose best setting is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvme_offload.errors import UnsupportedError
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
+from nvme_offload.sweep import space
+from nvme_offload.sweep.search import GROUP, Search, drive
+from nvme_offload.sweep.verdict import STEP_BYTES, Ask, Result, Verdict, decide
+
+
+@dataclasses.dataclass
+class SimulatedDrive:
+    """Its speed rises with the bytes in flight, by half at *half_bytes*, and with the block size; what else it does is in the other fields.
+
+    noise: of a run of 0.2 s, as a share. drift: the factor by which the speed swings within 53 s. jumps: spread of changes that last some seconds.
+    dips: the share of runs in which it all but stops. cliff_bytes: after so many written, writes go at a third, as behind an SLC cache.
+    deep_loss: lost for each doubling over 16 MiB in flight. thread_gain: won for each doubling of threads.
+    """
+
+    seed: int = 0
+    peak: float = 1e9
+    half_bytes: float = 2 << 20
+    block_bytes: float = 20_000
+    noise: float = 0.05
+    drift: float = 1.0
+    jumps: float = 0.0
+    dips: float = 0.0
+    cliff_bytes: float = math.inf
+    deep_loss: float = 0.0
+    thread_gain: float = 0.0
+    overhead_seconds: float = 0.1
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.level = 0.0
+        self.level_at = 0.0
+        self.written = 0.0
+        self.asked: list[Ask] = []
+
+    def speed(self, setting: Setting, phase: str) -> float:
+        depth = setting.bytes_in_flight
+        speed = self.peak * depth / (depth + self.half_bytes) * setting.block_size / (setting.block_size + self.block_bytes)
+        speed *= 1 - self.deep_loss * max(0.0, math.log2(depth / (16 << 20)))
+        speed *= 1 + self.thread_gain * math.log2(setting.thread_count)
+        return speed * {"read": 1.3, "write": 1.1, "mixed": 1.0}[phase]
+
+    def measure(self, ask: Ask) -> Result:
+        self.asked.append(ask)
+        self.now += self.overhead_seconds / 2
+        if self.jumps:
+            kept = math.exp(-(self.now - self.level_at) / 3)
+            self.level = kept * self.level + math.sqrt(1 - kept**2) * self.random.gauss(0, self.jumps)
+            self.level_at = self.now
+        speed = self.speed(ask.setting, ask.phase) * self.drift ** (0.5 - 0.5 * math.cos(self.now / 17))
+        speed *= math.exp(self.level + self.random.gauss(0, self.noise * math.sqrt(0.2 / ask.seconds)))
+        if self.random.random() < self.dips:
+            speed *= 0.3
+        if ask.phase != "read" and self.written > self.cliff_bytes:
+            speed *= 0.3
+        self.now += ask.seconds + self.overhead_seconds / 2
+        total = speed * ask.seconds
+        read = {"read": total, "write": 0.0, "mixed": total / 2}[ask.phase]
+        self.written += total - read
+        return Result(int(read), int(total - read), ask.seconds)
+
+    def step_seconds(self, setting: Setting) -> float:
+        return sum(STEP_BYTES[phase] / self.speed(setting, phase) for phase in PHASES)
+
+    def grid(self) -> list[Setting]:
+        return space.grid("libaio", 2, self.peak)
+
+    def sweep(self, seconds: float = 54.0, ceiling: float | None = None) -> Search:
+        search = Search(self.grid(), DEEPSPEED_DEFAULTS, seconds, lambda: self.now, ceiling)
+        drive(search.asks(), self.measure)
+        return search
+
+    def regret(self, chosen: Setting) -> float:
+        return self.step_seconds(chosen) / min(map(self.step_seconds, self.grid())) - 1
+
+
+KINDS = {
+    "shallow": {},
+    "deep": {"half_bytes": 16 << 20},
+    "very deep": {"peak": 6e9, "half_bytes": 8 << 20},
+    "slow": {"peak": 2e8},
+    "peaked": {"half_bytes": 4 << 20, "deep_loss": 0.08},
+    "threads": {"thread_gain": 0.15},
+    "drifts threefold": {"drift": 3.0},
+    "falls off a cliff": {"cliff_bytes": 8e9},
+    "jumps and dips": {"half_bytes": 16 << 20, "jumps": 0.2, "dips": 0.04},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choice_is_nearly_the_best(kind: str) -> None:
+    regrets = []
+    for seed in range(20):
+        simulated = SimulatedDrive(seed, **KINDS[kind])
+        regrets.append(simulated.regret(decide(simulated.sweep().evidence).chosen))
+    regrets.sort()
+    assert regrets[17] <= 0.05, regrets
+    assert regrets[-1] <= 0.12, regrets
+
+
+@pytest.mark.parametrize("kind", ["shallow", "deep", "threads"])
+def test_ten_seconds_give_an_answer(kind: str) -> None:
+    regrets = sorted(simulated.regret(decide(simulated.sweep(9).evidence).chosen) for seed in range(10) for simulated in [SimulatedDrive(seed, **KINDS[kind])])
+    assert regrets[8] <= 0.12, regrets
+
+
+def test_where_all_are_alike_the_choice_is_cheap_and_claims_nothing() -> None:
+    for seed in range(10):
+        simulated = SimulatedDrive(seed, half_bytes=0, block_bytes=0, noise=0.01)
+        verdict = decide(simulated.sweep().evidence)
+        assert verdict.chosen.bytes_in_flight <= 1 << 20
+        assert verdict.chosen.thread_count == 1
+        for phase in PHASES:
+            assert verdict.performance[phase].relative == pytest.approx(1, abs=0.03)
+
+
+def test_the_defaults_win_where_nothing_is_better() -> None:
+    simulated = SimulatedDrive(noise=0.01)
+    best = simulated.speed(DEEPSPEED_DEFAULTS, "mixed")
+    simulated.speed = lambda setting, phase: best * (1 if setting == DEEPSPEED_DEFAULTS else 0.8)  # type: ignore[method-assign]
+    verdict = decide(simulated.sweep().evidence)
+    assert verdict.chosen == DEEPSPEED_DEFAULTS
+    assert {best.relative for best in verdict.performance.values()} == {1.0}
+    assert any("DeepSpeed's defaults" in reason for reason in verdict.reasons)
+
+
+def test_drift_cancels() -> None:
+    """Every setting is as fast as the control at any moment, whatever the drive does meanwhile."""
+    simulated = SimulatedDrive(half_bytes=0, block_bytes=0, noise=0.0, drift=3.0)
+    trials = simulated.sweep().evidence.trials()
+    speeds = [trial.gb_per_s for trial in trials if trial.phase == "mixed"]
+    assert max(speeds) > 2.5 * min(speeds)
+    for trial in trials:
+        assert trial.relative == pytest.approx(1, abs=0.06)
+
+
+def test_intervals_hold_the_truth() -> None:
+    held = 0
+    for seed in range(40):
+        simulated = SimulatedDrive(seed, half_bytes=8 << 20, drift=2.0)
+        best = decide(simulated.sweep().evidence).best["mixed"]
+        assert best.relative_low < best.relative < best.relative_high
+        truth = simulated.speed(best.setting, "mixed") / simulated.speed(DEEPSPEED_DEFAULTS, "mixed")
+        held += best.relative_low <= truth <= best.relative_high
+    assert held >= 32  # 90 %, less what being picked as the best flatters it
+
+
+def test_the_control_is_never_far() -> None:
+    simulated = SimulatedDrive()
+    simulated.sweep()
+    since = 0
+    for ask in simulated.asked:
+        since = 0 if ask.control else since + 1
+        assert since <= GROUP * len(PHASES)
+        assert ask.control == (ask.setting == DEEPSPEED_DEFAULTS)
+    for phase in PHASES:
+        assert sum(ask.control and ask.phase == phase for ask in simulated.asked) >= 5
+
+
+def test_trials_between_jumps_of_the_control_are_repeated() -> None:
+    simulated = SimulatedDrive(noise=0.0)
+    speed = simulated.speed
+    simulated.speed = lambda setting, phase: speed(setting, phase) * (0.4 if simulated.now > 6 else 1)  # type: ignore[method-assign]
+    search = simulated.sweep()
+    drifted = [seen.ask for seen in search.evidence.observations if seen.flaw == "drifted"]
+    assert drifted
+    assert not any(ask.control for ask in drifted)
+    for ask in drifted:
+        again = [seen for seen in search.evidence.observations if seen.ask.setting == ask.setting and seen.ask.phase == ask.phase and not seen.flaw]
+        assert again
+        for trial in search.evidence.trials():
+            if trial.setting == ask.setting and trial.stage == ask.stage and not trial.control:
+                truth = speed(trial.setting, trial.phase) / speed(DEEPSPEED_DEFAULTS, trial.phase)
+                assert trial.relative == pytest.approx(truth, rel=0.01)
+    assert [trial.stage for trial in search.evidence.trials()].count("drifted") == len(drifted)
+
+
+def test_what_the_link_cannot_carry_is_left_out() -> None:
+    simulated = SimulatedDrive()
+    speed = simulated.speed
+    impostor = Setting(1 << 20, 32, 1)
+    simulated.speed = lambda setting, phase: 22e9 if setting == impostor else speed(setting, phase)  # type: ignore[method-assign]
+    search = simulated.sweep(ceiling=4e9)
+    verdict = decide(search.evidence)
+    assert impostor in {ask.setting for ask in simulated.asked}
+    assert impostor not in {verdict.chosen, *(best.setting for best in verdict.best.values())}
+    assert {trial.stage for trial in search.evidence.trials() if trial.setting == impostor} == {"impossible"}
+    assert any("faster than the drive's link" in warning for warning in verdict.warnings)
+
+
+def test_nothing_but_cache_is_an_error() -> None:
+    search = SimulatedDrive(peak=30e9).sweep(ceiling=4e9)
+    with pytest.raises(UnsupportedError, match="faster than the drive's link"):
+        decide(search.evidence)
+
+
+def test_steady_is_said_of_a_steady_drive_only() -> None:
+    quiet = decide(SimulatedDrive(noise=0.01).sweep().evidence)
+    assert quiet.steady
+    assert not quiet.warnings
+    for wild in (SimulatedDrive(jumps=0.4), SimulatedDrive(noise=0.3)):
+        verdict = decide(wild.sweep().evidence)
+        assert not verdict.steady
+        assert any("did not become steady" in warning for warning in verdict.warnings)
+
+
+def test_reasons_name_the_faster_and_dearer_setting() -> None:
+    found: list[Verdict] = []
+    for seed in range(10):
+        verdict = decide(SimulatedDrive(seed).sweep().evidence)
+        assert verdict.reasons[0].startswith("Of ")
+        assert any("32 bytes of optimizer state" in reason for reason in verdict.reasons)
+        if any(reason.startswith("The fastest") for reason in verdict.reasons):
+            found.append(verdict)
+        large = verdict.chosen.block_size > 1 << 20
+        assert large == any("keeps tensors smaller" in reason for reason in verdict.reasons)
+    assert found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seconds=st.floats(1, 200),
+    peak=st.floats(1e8, 20e9),
+    overhead=st.floats(0.0, 0.5),
+    noise=st.floats(0, 0.4),
+    dips=st.floats(0, 0.2),
+    seed=st.integers(0, 1000),
+)
+def test_any_drive_gets_a_whole_answer_in_time(seconds: float, peak: float, overhead: float, noise: float, dips: float, seed: int) -> None:
+    simulated = SimulatedDrive(seed, peak=peak, overhead_seconds=overhead, noise=noise, dips=dips)
+    search = simulated.sweep(seconds)
+    verdict = decide(search.evidence)
+    assert verdict.chosen in [*simulated.grid(), DEEPSPEED_DEFAULTS]
+    assert set(verdict.best) == set(verdict.performance) == set(PHASES)
+    for phase in PHASES:
+        assert verdict.performance[phase].setting == verdict.chosen
+        assert verdict.best[phase].relative >= verdict.performance[phase].relative
+    # A round of the finals may begin just before the end, and even a second of budget gets two of them.
+    assert simulated.now <= 1.1 * seconds + 45 * (0.2 + overhead)
+    assert search.seconds_left() == pytest.approx(max(0.0, seconds - simulated.now))

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload.sweep import steady
+
+SPEEDS = st.floats(1e6, 1e11)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([100, 100, 100, 100, 100], True),
+        ([100, 100, 100, 100], False),  # too few to tell
+        ([], False),
+        ([1, 5000, 95, 105, 98, 101, 100], True),  # only the last five count
+        ([92, 105, 100, 108, 95], True),
+        ([89, 105, 100, 111, 95], False),  # a range of 22 %
+        ([94, 97, 100, 103, 106], False),  # a range of 12 %, all of it slope
+        ([106, 103, 100, 97, 94], False),
+        ([96, 98, 100, 102, 104], True),  # a slope of 8 %
+    ],
+)
+def test_rule(speeds: list[float], expected: bool) -> None:
+    assert steady.judge(speeds).steady is expected
+
+
+def test_range_and_slope_are_shares_of_the_mean() -> None:
+    state = steady.judge([90, 95, 100, 105, 110])
+    assert state.range == pytest.approx(0.2)
+    assert state.slope == pytest.approx(0.2)
+
+
+@given(st.lists(SPEEDS, min_size=5, max_size=8), st.floats(0.01, 100))
+def test_the_unit_does_not_matter(speeds: list[float], factor: float) -> None:
+    one, other = steady.judge(speeds), steady.judge([speed * factor for speed in speeds])
+    assert (other.range, other.slope) == pytest.approx((one.range, one.slope), abs=1e-9)
+
+
+def test_control_between_two_runs_changes_at_an_even_rate() -> None:
+    series = [(10.0, 1e9), (20.0, 4e9)]
+    assert steady.control_at(15, series) == pytest.approx(2e9)
+    assert steady.control_at(10, series) == pytest.approx(1e9)
+    assert steady.control_at(0, series) == 1e9
+    assert steady.control_at(99, series) == 4e9
+    assert steady.control_at(5, [(7.0, 3e9)]) == 3e9
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), SPEEDS), min_size=1), st.floats(-10, 1010))
+def test_control_stays_within_its_runs(series: list[tuple[float, float]], seconds: float) -> None:
+    series.sort()
+    speeds = [speed for _, speed in series]
+    assert min(speeds) * 0.999 <= steady.control_at(seconds, series) <= max(speeds) * 1.001
+
+
+def test_a_jump_is_more_than_a_quarter_either_way() -> None:
+    assert steady.jumped(100, 126)
+    assert steady.jumped(126, 100)
+    assert not steady.jumped(100, 124)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nvme_offload.engine import Engine
+from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
+from nvme_offload.profile import PHASES, Setting
+from nvme_offload.sweep import trial
+from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
+
+FILE_BYTES = 2 * REQUEST_BYTES
+
+SETTING = Setting(block_size=1 << 20, queue_depth=8, thread_count=2)
+
+
+@pytest.fixture(scope="module")
+def rig(disk: Path) -> Iterator[Rig]:
+    """Two filled files of two requests each."""
+    with Rig(disk, FILE_BYTES) as made:
+        made.fill(SETTING, None, lambda done: None)
+        yield made
+
+
+@pytest.mark.parametrize("setting", [SETTING, Setting(128 << 10, 1, 1), Setting(8 << 20, 16, 1), Setting(1 << 20, 1, 4, backend="posix")])
+@pytest.mark.parametrize("phase", PHASES)
+def test_counts_what_moves_in_the_window(rig: Rig, setting: Setting, phase: str) -> None:
+    result = rig.run(setting, phase, 0.1)
+    assert (result.read_bytes > 0) == (phase != "write")
+    assert (result.write_bytes > 0) == (phase != "read")
+    assert result.seconds >= 0.1
+    assert result.bytes_per_second == pytest.approx((result.read_bytes + result.write_bytes) / result.seconds)
+    times, counts = zip(*result.samples, strict=True)
+    assert list(times) == sorted(times)
+    assert list(counts) == sorted(counts)
+    assert (times[-1], counts[-1]) == (result.seconds, result.read_bytes + result.write_bytes)
+    assert len(times) >= 2
+
+
+def test_mixed_moves_as_much_one_way_as_the_other(rig: Rig) -> None:
+    result = rig.run(SETTING, "mixed", 0.3)
+    assert result.read_bytes == pytest.approx(result.write_bytes, rel=0.3)
+
+
+def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
+    reports: list[int] = []
+    with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
+        assert rig.fill(SETTING, None, reports.append) > 0
+        assert reports == sorted(reports)
+        found = trial._buffer()
+        for index in range(FILE_BYTES // REQUEST_BYTES):
+            pages = []
+            for file in (rig._source, rig._sink):
+                engine.read(found.data, file, index * REQUEST_BYTES).wait()
+                pages.append(found.reshape(-1, 4096).copy())
+            stamps = pages[0][:, :8].copy().view(np.uint64)[:, 0]
+            assert stamps.tolist() == list(range(index * 4096, (index + 1) * 4096))
+            assert (pages[0] == pages[1]).all()
+            assert len(np.unique(pages[0][:, 8:], axis=0)) == 4096
+
+
+def test_fill_stops_when_its_time_is_over_and_uses_what_it_reached(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LEAST_REQUESTS", 1)
+    with Rig(disk, FILE_BYTES) as rig:
+        rig.fill(SETTING, 0.0, lambda done: None)
+        assert rig.file_bytes == REQUEST_BYTES
+        assert rig.run(SETTING, "read", 0.1).read_bytes > 0
+
+
+def test_a_changed_byte_is_corruption(disk: Path) -> None:
+    with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
+        rig.fill(SETTING, None, lambda done: None)
+        engine.write(b"\xff" * 8, rig._source, REQUEST_BYTES + 5 * 4096).wait()
+        with pytest.raises(CorruptionError, match="not what was written") as caught:
+            rig.run(SETTING, "read", 0.3)
+        assert caught.value.offset == REQUEST_BYTES + 5 * 4096
+
+
+@pytest.mark.parametrize("place", [0, 4095, REQUEST_BYTES - 1])
+def test_a_write_that_did_not_arrive_is_corruption(disk: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    verify = trial._Lane.verify
+
+    def damaged(self: Any) -> None:
+        with Engine(SETTING.config()) as engine:
+            for buffer, index in self._last.values():
+                engine.write(bytes([buffer[place] ^ 1]), self._file, index * REQUEST_BYTES + place).wait()
+        verify(self)
+
+    monkeypatch.setattr(trial._Lane, "verify", damaged)
+    with Rig(disk, FILE_BYTES) as rig:
+        rig.fill(SETTING, None, lambda done: None)
+        with pytest.raises(CorruptionError) as caught:
+            rig.run(SETTING, "write", 0.1)
+        assert caught.value.offset % REQUEST_BYTES == place
+
+
+def test_a_read_of_the_wrong_body_is_corruption(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = trial._Lane.verify
+
+    def damaged(self: Any) -> None:
+        for buffer, _ in self._last.values():
+            buffer[70_000] ^= 1
+        verify(self)
+
+    monkeypatch.setattr(trial._Lane, "verify", damaged)
+    with pytest.raises(CorruptionError) as caught:
+        rig.run(SETTING, "read", 0.1)
+    assert caught.value.offset % REQUEST_BYTES == 70_000
+
+
+def test_a_stuck_drive_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(trial, "_counters", lambda engine: (trial.time.monotonic(), 0, 0))
+    with pytest.raises(IOFailure, match="moved nothing"):
+        rig.run(SETTING, "read", 0.05)
+
+
+def test_too_large_a_rig_leaves_nothing(disk: Path) -> None:
+    with pytest.raises(NoSpaceError):
+        Rig(disk, 1 << 40)
+    assert list(disk.iterdir()) == []
+
+
+def test_no_thread_stays(rig: Rig) -> None:
+    before = set(threading.enumerate())
+    rig.run(SETTING, "read", 0.05)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_memory_speed_is_that_of_a_copy(rig: Rig) -> None:
+    assert 1e8 < rig.memory_bytes_per_second() < 1e12
