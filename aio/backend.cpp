@@ -10,12 +10,12 @@
 
 namespace nvme_offload {
 
-std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth) {
-  if (name == "libaio") return make_libaio_backend(queue_depth);
-  if (name == "posix") return make_posix_backend();
+std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth, WakeSignal& wake) {
+  if (name == "libaio") return make_libaio_backend(queue_depth, wake);
+  if (name == "posix") return make_posix_backend(wake);
   if (name == "io_uring") {
 #ifdef NVME_OFFLOAD_HAVE_URING
-    return make_uring_backend(queue_depth);
+    return make_uring_backend(queue_depth, wake);
 #else
     throw Unsupported(
         "this build has no io_uring: install liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora, RHEL) and install nvme-offload again, or use "

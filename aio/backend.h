@@ -27,40 +27,6 @@ struct Completion {
   std::int64_t result = 0;
 };
 
-/// A kernel interface, used by one worker thread; all but wake() are called from that thread.
-class Backend {
- public:
-  virtual ~Backend() = default;
-
-  /// The most transfers that may be under way.
-  [[nodiscard]] virtual std::uint32_t depth() const noexcept = 0;
-
-  /// Starts transfers in order. Returns how many were accepted; where that is not all of them, *error* says why the next one was not, as an
-  /// errno. The refused ones were not started.
-  virtual std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) = 0;
-
-  /// Appends what has completed to *completions*. With *wait*, first waits for a completion or for wake(). Returns 0 or an errno.
-  virtual int reap(std::vector<Completion>& completions, bool wait) = 0;
-
-  /// Offers memory that many transfers will use, for the kernel to pin once. Returns the bytes that it did.
-  virtual std::size_t register_memory(std::byte* data, std::size_t nbytes) {
-    (void)data, (void)nbytes;
-    return 0;
-  }
-
-  /// Makes the current or the next waiting reap() return. From any thread.
-  virtual void wake() noexcept = 0;
-};
-
-/// Makes the backend called *name*. Throws Unsupported where this kernel or build lacks it, Misuse for a name that nobody has.
-std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth);
-
-std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth);
-std::unique_ptr<Backend> make_posix_backend();
-#ifdef NVME_OFFLOAD_HAVE_URING
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth);
-#endif
-
 /// An eventfd: a flag that another thread raises, and that a kernel queue can wait for beside its completions.
 class WakeSignal {
  public:
@@ -77,5 +43,37 @@ class WakeSignal {
  private:
   int descriptor_;
 };
+
+/// A kernel interface, made for one worker thread and used by it alone.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  /// The most transfers that may be under way.
+  [[nodiscard]] virtual std::uint32_t depth() const noexcept = 0;
+
+  /// Starts transfers in order. Returns how many were accepted; where that is not all of them, *error* says why the next one was not, as an
+  /// errno. The refused ones were not started.
+  virtual std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) = 0;
+
+  /// Appends what has completed to *completions*. With *wait*, first waits for a completion or for the wake signal that the backend was made
+  /// with, which it lowers. Returns 0 or an errno.
+  virtual int reap(std::vector<Completion>& completions, bool wait) = 0;
+
+  /// Offers memory that many transfers will use, for the kernel to pin once. Returns the bytes that it did.
+  virtual std::size_t register_memory(std::byte* data, std::size_t nbytes) {
+    (void)data, (void)nbytes;
+    return 0;
+  }
+};
+
+/// Makes the backend called *name*, which *wake* must outlive. Throws Unsupported where this kernel or build lacks it, Misuse for a name that nobody has.
+std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth, WakeSignal& wake);
+
+std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake);
+std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake);
+#ifdef NVME_OFFLOAD_HAVE_URING
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake);
+#endif
 
 }  // namespace nvme_offload

@@ -73,8 +73,6 @@ class FaultBackend final : public Backend {
 
   std::size_t register_memory(std::byte* data, std::size_t nbytes) override { return inner_->register_memory(data, nbytes); }
 
-  void wake() noexcept override { inner_->wake(); }
-
  private:
   struct Plan {
     const Fault* fault = nullptr;

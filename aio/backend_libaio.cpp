@@ -13,7 +13,7 @@ namespace {
 /// Linux native AIO. A poll on the wake signal rides in the same queue (Linux 4.18), so one system call waits for completions and new work.
 class LibaioBackend final : public Backend {
  public:
-  explicit LibaioBackend(std::uint32_t queue_depth) : control_blocks_(queue_depth), submission_(queue_depth), events_(queue_depth + 1) {
+  LibaioBackend(std::uint32_t queue_depth, WakeSignal& wake) : wake_(wake), control_blocks_(queue_depth), submission_(queue_depth), events_(queue_depth + 1) {
     const int result = ::io_setup(static_cast<int>(queue_depth + 1), &context_);
     if (result == -EAGAIN) {
       throw Unsupported("the kernel has no room for " + std::to_string(queue_depth) +
@@ -81,8 +81,6 @@ class LibaioBackend final : public Backend {
     return arming;
   }
 
-  void wake() noexcept override { wake_.raise(); }
-
  private:
   bool arm() {
     ::io_prep_poll(&poll_block_, wake_.descriptor(), POLLIN);
@@ -91,7 +89,7 @@ class LibaioBackend final : public Backend {
     return armed_;
   }
 
-  WakeSignal wake_;
+  WakeSignal& wake_;
   io_context_t context_ = nullptr;
   iocb poll_block_{};
   bool armed_ = false;
@@ -102,6 +100,6 @@ class LibaioBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth) { return std::make_unique<LibaioBackend>(queue_depth); }
+std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake) { return std::make_unique<LibaioBackend>(queue_depth, wake); }
 
 }  // namespace nvme_offload

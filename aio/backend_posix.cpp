@@ -11,6 +11,8 @@ namespace {
 /// pread and pwrite, one at a time: works on any filesystem, and shows what the others must do.
 class PosixBackend final : public Backend {
  public:
+  explicit PosixBackend(WakeSignal& wake) : wake_(wake) {}
+
   [[nodiscard]] std::uint32_t depth() const noexcept override { return 1; }
 
   std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) override {
@@ -37,15 +39,13 @@ class PosixBackend final : public Backend {
     return 0;
   }
 
-  void wake() noexcept override { wake_.raise(); }
-
  private:
   std::optional<Completion> completed_;
-  WakeSignal wake_;
+  WakeSignal& wake_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_posix_backend() { return std::make_unique<PosixBackend>(); }
+std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake) { return std::make_unique<PosixBackend>(wake); }
 
 }  // namespace nvme_offload

@@ -117,7 +117,7 @@ class MemoryTable {
 /// io_uring. What submit() takes is handed over by the next reap(), which waits in the same system call.
 class UringBackend final : public Backend {
  public:
-  explicit UringBackend(std::uint32_t queue_depth) : places_(queue_depth, -1) {
+  UringBackend(std::uint32_t queue_depth, WakeSignal& wake) : wake_(wake), places_(queue_depth, -1) {
     // With a single issuer, completions are worked off when that thread asks for them (Linux 6.1); the ring starts disabled because the
     // thread that will use it is not the one that makes it. Older kernels get a plain ring.
     constexpr unsigned kSingleIssuer = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
@@ -178,8 +178,6 @@ class UringBackend final : public Backend {
     enable();
     return memory_.add(&ring_, data, nbytes);
   }
-
-  void wake() noexcept override { wake_.raise(); }
 
  private:
   int set_up(unsigned entries, unsigned flags) {
@@ -248,6 +246,7 @@ class UringBackend final : public Backend {
     completions.push_back({static_cast<std::uint32_t>(slot), result});
   }
 
+  WakeSignal& wake_;
   io_uring ring_{};
   FileTable files_;
   MemoryTable memory_;
@@ -256,12 +255,11 @@ class UringBackend final : public Backend {
   bool enabled_ = false;
   bool armed_ = false;
   int broken_ = 0;  // the errno after which nothing is submitted any more
-  WakeSignal wake_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth) { return std::make_unique<UringBackend>(queue_depth); }
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake) { return std::make_unique<UringBackend>(queue_depth, wake); }
 
 }  // namespace nvme_offload
 

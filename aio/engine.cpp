@@ -65,7 +65,10 @@ struct Slot {
 /// One thread with a kernel queue of its own.
 class Worker {
  public:
-  Worker(Engine& engine, std::unique_ptr<Backend> backend) : engine_(engine), backend_(std::move(backend)), slots_(backend_->depth()) {
+  /// *script* is null where nothing is to go wrong.
+  Worker(Engine& engine, const std::shared_ptr<FaultScript>& script)
+      : engine_(engine), backend_(make_backend(engine.settings_.backend, engine.settings_.queue_depth, wake_)), slots_(backend_->depth()) {
+    if (script != nullptr) backend_ = make_fault_backend(std::move(backend_), script);
     const std::size_t depth = slots_.size();
     for (std::uint32_t i = backend_->depth(); i-- > 0;) free_.push_back(i);
     accepted_.reserve(depth);
@@ -95,7 +98,7 @@ class Worker {
     if (thread_.joinable()) thread_.join();
   }
 
-  void wake() noexcept { backend_->wake(); }
+  void wake() noexcept { wake_.raise(); }
 
   // What the engine's critical section reads and changes on this worker's behalf.
   std::vector<Slot*> retired;                              // blocks that are through, to be given back
@@ -135,6 +138,7 @@ class Worker {
       reap();
       if (reserving != nullptr) reserve();
     }
+    backend_.reset();  // in each thread, since it takes the kernel tens of milliseconds to take a libaio queue down
   }
 
   /// Fills in a slot for the block that it was given.
@@ -293,6 +297,7 @@ class Worker {
   }
 
   Engine& engine_;
+  WakeSignal wake_;
   std::unique_ptr<Backend> backend_;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
@@ -308,9 +313,7 @@ class Worker {
 Engine::Engine(Settings settings) : settings_(std::move(settings)), page_size_(static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))) {
   const auto script = settings_.faults.empty() ? nullptr : std::make_shared<FaultScript>(settings_.faults);
   for (std::uint32_t i = 0; i < settings_.thread_count; ++i) {
-    auto backend = make_backend(settings_.backend, settings_.queue_depth);
-    if (script != nullptr) backend = make_fault_backend(std::move(backend), script);
-    workers_.push_back(std::make_unique<Worker>(*this, std::move(backend)));
+    workers_.push_back(std::make_unique<Worker>(*this, script));
   }
   try {
     for (auto& worker : workers_) worker->start();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import operator
 import os
 import warnings
@@ -13,17 +14,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 from . import _aio
+from ._aio import Memory as Memory  # for the pool: this module alone knows the extension
 from .config import AioConfig
 from .errors import OffloadError, UsageError
 
 if TYPE_CHECKING:
+    import numpy
     import torch
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-    Buffer = torch.Tensor | ReadableBuffer  # a contiguous tensor on the CPU, or whatever has the buffer protocol
+    Buffer = torch.Tensor | numpy.ndarray[Any, Any] | ReadableBuffer  # a contiguous tensor on the CPU, or whatever has the buffer protocol
 
 StrPath = Union[str, "os.PathLike[str]"]
 
+_log = logging.getLogger(__name__)
 _ACCESS = {"r": _aio.Access.READ, "w": _aio.Access.WRITE, "rw": _aio.Access.READ_WRITE}
 _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _aio.Direct.OFF}
 
@@ -281,7 +285,12 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except OffloadError as failure:
+            if error is None:
+                raise
+            _log.error("beside the exception that ends the with block: %s", failure)
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # absent where __init__ raised

@@ -153,4 +153,4 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a profile."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
-_FACTORS = {
+_FACTORS: dict[str, int] = {
     "": 1,
     **{f"{letter}i": 1 << (10 * power) for power, letter in enumerate("KMGT", 1)},
     **{letter: 1000**power for power, letter in enumerate("KMGT", 1)},
@@ -22,10 +23,8 @@ def parse_bytes(text: str | int) -> int:
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
     prefix = match["prefix"]
     prefix = prefix[:1].upper() + prefix[1:].lower()
-    value = float(match["number"]) * _FACTORS[prefix]
-    if "." not in match["number"]:
-        return int(match["number"]) * _FACTORS[prefix]
-    if not value.is_integer():
+    value = Decimal(match["number"]) * _FACTORS[prefix]  # not float: 4.1GB is a whole number of bytes
+    if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(value)
 
@@ -35,5 +34,5 @@ def format_bytes(count: int) -> str:
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
             scaled = count / (1 << (10 * power))
-            return f"{scaled:.0f} {letter}iB" if scaled >= 1000 else f"{scaled:.3g} {letter}iB"
+            return f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
     return f"{count} byte{'' if count == 1 else 's'}"
