@@ -82,7 +82,7 @@ def main() -> int:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """End at once: the files on the drive have no names and go with the process, whatever is still under way to them."""
-    _progress.say(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left in the directory, no config was changed")
+    _progress.say(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive")
     for directory in _unfinished:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(128 + number)
@@ -398,8 +398,8 @@ def _print(text: str) -> None:
 
 
 def _gain(best: Best) -> str:
-    low, high = (f"{100 * (ratio - 1):+.0f}" for ratio in (best.relative_low, best.relative_high))
-    return f"{100 * (best.relative - 1):+.0f} %" + (f" ({low} to {high} %)" if low != high else "")
+    middle, low, high = (f"{round(100 * (ratio - 1)):+d}" for ratio in (best.relative, best.relative_low, best.relative_high))
+    return f"{middle} %" + (f" ({low} to {high} %)" if low != high else "")
 
 
 def _one_line(message: str) -> str:
