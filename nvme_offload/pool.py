@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ._aio import Memory
+from .engine import Memory
 from .errors import UnsupportedError, UsageError, WaitTimeout
 from .extents import Extents
 from .units import format_bytes
@@ -136,7 +136,7 @@ class PinnedPool:
         """
         import torch
 
-        self._live()
+        memory = self.memory
         numel = _whole_number("numel", numel)
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
             raise UsageError(f"dtype must be a torch.dtype that is not quantized, not {dtype!r}")
@@ -150,13 +150,9 @@ class PinnedPool:
                 f"make it at least PinnedPool({needed})"
             )
         offset = self._allocate(nbytes, timeout)
-        try:
-            # The storage of a tensor made from an array holds that very array until it goes itself.
-            array = np.frombuffer(self.memory, np.uint8, nbytes, offset)
-            weakref.finalize(array, self._freed.put, offset).atexit = False
-        except BaseException:
-            self._freed.put(offset)
-            raise
+        # The storage of a tensor made from an array holds that very array until it goes itself.
+        array = np.frombuffer(memory, np.uint8, nbytes, offset)
+        weakref.finalize(array, self._freed.put, offset).atexit = False
         return torch.from_numpy(array).view(dtype)
 
     def close(self) -> None:
