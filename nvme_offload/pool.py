@@ -130,7 +130,8 @@ class PinnedPool:
 
         Shapes: one dimension; it starts on a page. Units: *timeout* in seconds, None for as long as it takes.
         Lifetime: the room is free again when the tensor and every view of it are gone. A copy to or from a GPU that is under way does not hold
-        them: drop a tensor after `torch.cuda.Stream.synchronize`, not before.
+        them: drop a tensor after `torch.cuda.Stream.synchronize`, not before. A request of an engine does hold them, until it is finished and
+        its ticket is waited for or the engine is called again: wait for the tickets before you wait here for their room.
         Raises: WaitTimeout; UsageError when the tensor would not fit in the whole pool, when *dtype* is quantized (its scale lies outside of the
         memory), when the pool is closed, and in a process forked since the pool was made.
         """
