@@ -1,0 +1,254 @@
+#include "worker.h"
+
+#include <pthread.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <new>
+
+#include "checksum.h"
+#include "engine.h"
+
+namespace nvme_offload {
+namespace {
+
+using std::chrono::microseconds;
+
+/// Transfers that come back empty-handed (EAGAIN, EINTR, no byte of progress) are offered again this often, after ever longer pauses up to
+/// the longest: about a second in all. A drive that is merely busy is not failed for it; one that never takes the block is not waited for.
+constexpr std::uint32_t kMostStalls = 120;
+constexpr microseconds kLongestPause{10'000};
+
+microseconds pause_after(std::uint32_t stalls) { return std::min(kLongestPause, microseconds{10} * (1U << std::min(stalls, 10U))); }
+
+bool is_transient(int error) { return error == EAGAIN || error == EINTR; }
+
+constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t alignment) { return value / alignment * alignment; }
+constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) { return align_down(value + alignment - 1, alignment); }
+
+std::uint64_t checksum(const Slot& slot) {
+  const Block& block = slot.block;
+  return checksum_block(block.request->data + block.begin, block.nbytes, block.begin, block.request->offset);
+}
+
+/// Whether the file ends where a read got no further.
+bool ends_before(const Slot& slot) {
+  struct stat status {};
+  if (::fstat(slot.transfer.descriptor, &status) != 0 || !S_ISREG(status.st_mode)) return true;
+  return static_cast<std::uint64_t>(status.st_size) <= slot.file_offset + slot.progress;
+}
+
+}  // namespace
+
+Worker::Worker(Engine& engine, const std::shared_ptr<FaultScript>& script)
+    : engine_(engine), backend_(make_backend(engine.settings().backend, engine.settings().queue_depth, wake_)), slots_(backend_->depth()) {
+  if (script != nullptr) backend_ = make_fault_backend(std::move(backend_), script);
+  const std::size_t depth = slots_.size();
+  for (std::uint32_t i = backend_->depth(); i-- > 0;) free_.push_back(i);
+  accepted_.reserve(depth);
+  ready_.reserve(depth);
+  retired.reserve(depth);
+  finished.reserve(depth + 1);
+  completions_.reserve(depth + 1);
+}
+
+void Worker::start() {
+  // Signals belong to the threads of the interpreter. Threads inherit the mask of their maker.
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::thread(&Worker::run, this);
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  ::pthread_setname_np(thread_.native_handle(), "nvme-offload");
+}
+
+void Worker::join() {
+  if (thread_.joinable()) thread_.join();
+}
+
+std::size_t Worker::room() const noexcept {
+  const bool draining = !engine_.settings().overlap_events && free_.size() < slots_.size();
+  return draining ? 0 : free_.size();
+}
+
+void Worker::accept(Block block) {
+  const std::uint32_t index = free_.back();
+  free_.pop_back();
+  slots_[index].block = block;
+  accepted_.push_back(index);
+}
+
+void Worker::run() {
+  while (engine_.exchange(*this)) {
+    for (const auto& request : finished) request->finish();
+    finished.clear();
+    register_memory();
+    for (const std::uint32_t index : accepted_) prepare(index);
+    accepted_.clear();
+    submit_ready();
+    reap();
+    if (reserving != nullptr) reserve();
+  }
+  backend_.reset();  // in each thread, since it takes the kernel tens of milliseconds to take a libaio queue down
+}
+
+void Worker::register_memory() {
+  for (; registered_ < memory.size(); ++registered_) {
+    const auto& [data, nbytes] = memory[registered_];
+    newly_registered += backend_->register_memory(data, nbytes);
+  }
+}
+
+/// Fills in a slot for the block that it was given.
+void Worker::prepare(std::uint32_t index) {
+  Slot& slot = slots_[index];
+  const Block& block = slot.block;
+  const Request& request = *block.request;
+  File& file = *request.file;
+  const std::uint64_t position = request.offset + block.begin;
+  slot.alignment = block.route == Route::buffered ? 1 : file.offset_alignment();
+  slot.padding = position % slot.alignment;
+  slot.file_offset = position - slot.padding;
+  slot.needed = slot.padding + block.nbytes;
+  slot.range = align_up(slot.needed, slot.alignment);
+  slot.progress = 0;
+  slot.stalls = 0;
+  slot.retries = 0;
+  slot.failure.reset();
+  slot.memory = request.data + block.begin;
+  slot.sum = request.checksum.wanted && request.operation == Operation::write ? checksum(slot) : 0;
+  if (block.route == Route::bounced) {
+    try {
+      if (slot.bounce.nbytes() < slot.range) slot.bounce = Memory(std::max(slot.range, engine_.settings().block_size), Memory::InChild::absent);
+    } catch (const std::bad_alloc&) {
+      fail(slot, ENOMEM);
+      return;
+    }
+    slot.memory = slot.bounce.data();
+    if (request.operation == Operation::write) std::memcpy(slot.memory, request.data + block.begin, block.nbytes);
+  }
+  slot.transfer.operation = request.operation;
+  slot.transfer.slot = index;
+  slot.transfer.file = &request.file;
+  // Opened at submission where a block can take this route, so this cannot fail here.
+  slot.transfer.descriptor = block.route == Route::buffered ? file.buffered_descriptor() : file.descriptor();
+  offer(slot);
+}
+
+/// Makes the rest of a slot's range the next transfer.
+void Worker::offer(Slot& slot) {
+  const std::uint64_t start = align_down(slot.progress, slot.alignment);
+  slot.transfer.data = slot.memory + start;
+  slot.transfer.offset = slot.file_offset + start;
+  slot.transfer.nbytes = slot.range - start;
+  ready_.push_back(&slot.transfer);
+}
+
+void Worker::submit_ready() {
+  std::size_t first = 0;
+  while (first < ready_.size()) {
+    const std::size_t count = engine_.settings().single_submit ? 1 : ready_.size() - first;
+    int error = 0;
+    const std::size_t accepted = backend_->submit(ready_.data() + first, count, error);
+    first += accepted;
+    in_flight_ += accepted;
+    if (accepted == count) continue;
+    Slot& refused = slots_[ready_[first]->slot];
+    if (is_transient(error)) {
+      if (in_flight_ > 0) break;  // full for now: what is under way will make room
+      refused.stalls += 1;
+      longest_stall_ = std::max(longest_stall_, refused.stalls);
+      if (refused.stalls <= kMostStalls) break;
+      // The queue takes nothing at all: what stands behind this one has waited for as long.
+      while (first < ready_.size()) fail(slots_[ready_[first++]->slot], error);
+    } else {
+      fail(refused, error);
+      first += 1;
+    }
+  }
+  ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
+void Worker::reserve() {
+  Request& request = *reserving;
+  File& file = *request.file;
+  const std::uint64_t end = request.offset + request.nbytes;
+  reservation_error = file.extends(end) ? file.reserve(request.offset, request.nbytes) : 0;
+}
+
+void Worker::reap() {
+  // The kernel refused to take or to move something just now, and nothing else is under way to wait for: give it a moment.
+  if (longest_stall_ > 0 && in_flight_ == 0) std::this_thread::sleep_for(pause_after(longest_stall_));
+  longest_stall_ = 0;
+  const bool nothing_to_take = in_flight_ > 0 ? may_sleep || room() == 0 || !ready_.empty() : may_sleep && ready_.empty();
+  const bool nothing_to_give = retired.empty() && reserving == nullptr && newly_registered == 0;
+  completions_.clear();
+  const int error = backend_->reap(completions_, nothing_to_take && nothing_to_give);
+  if (error != 0) std::this_thread::sleep_for(kLongestPause);
+  in_flight_ -= completions_.size();
+  for (const Completion& completion : completions_) judge(slots_[completion.slot], completion.result);
+}
+
+/// Decides what a completion means: through, to be continued, to be tried again, or failed.
+void Worker::judge(Slot& slot, std::int64_t result) {
+  if (result < 0) {
+    const int error = static_cast<int>(-result);
+    if (is_transient(error)) {
+      stall(slot, error);
+    } else {
+      fail(slot, error);
+    }
+    return;
+  }
+  const std::uint64_t start = align_down(slot.progress, slot.alignment);
+  const std::uint64_t reached = start + std::min(static_cast<std::uint64_t>(result), slot.transfer.nbytes);
+  if (reached >= slot.needed) {
+    const Block& block = slot.block;
+    if (block.route == Route::bounced && slot.transfer.operation == Operation::read) {
+      std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, block.nbytes);
+    }
+    if (slot.transfer.operation == Operation::read && block.request->checksum.wanted) slot.sum = checksum(slot);
+    slot.progress = slot.needed;
+    retired.push_back(&slot);
+  } else if (reached > slot.progress) {
+    slot.progress = reached;
+    slot.stalls = 0;
+    slot.retries += 1;
+    offer(slot);
+  } else if (slot.transfer.operation == Operation::read && ends_before(slot)) {
+    slot.failure = Failure{Failure::Kind::truncated};
+    if (slot.block.route == Route::bounced) std::memcpy(slot.block.request->data + slot.block.begin, slot.memory + slot.padding, slot.moved());
+    retired.push_back(&slot);
+  } else {
+    stall(slot, EIO);
+  }
+}
+
+/// Offers the slot again, or gives it up where it has made no progress for too long.
+void Worker::stall(Slot& slot, int error) {
+  slot.stalls += 1;
+  longest_stall_ = std::max(longest_stall_, slot.stalls);
+  if (slot.stalls > kMostStalls) {
+    fail(slot, error);
+  } else {
+    slot.retries += 1;
+    offer(slot);
+  }
+}
+
+void Worker::fail(Slot& slot, int error) {
+  slot.failure = Failure{Failure::Kind::system, error};
+  retired.push_back(&slot);
+}
+
+}  // namespace nvme_offload
