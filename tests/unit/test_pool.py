@@ -399,7 +399,11 @@ def test_what_is_pinned_is_said():
 
 
 def test_what_is_locked_the_kernel_has_locked(without_cuda):
-    with PinnedPool(5 << 20, pin=True) as pool:
+    try:
+        made = PinnedPool(5 << 20, pin=True)
+    except UnsupportedError as error:
+        pytest.skip(f"cannot be shown here: {error}")
+    with made as pool:
         assert (pool.pinned, pool.pinned_bytes) == ("mlock", pool.nbytes)
         fields = mapping(pages(pool, 1).data_ptr())
         assert fields["Locked"] == fields["Rss"] == pool.nbytes
