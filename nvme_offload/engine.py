@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import operator
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -327,13 +328,10 @@ def _count(name: str, value: int) -> int:
     return count
 
 
-def _is_tensor(buffer: object) -> bool:
-    return hasattr(buffer, "untyped_storage") and hasattr(buffer, "data_ptr")
-
-
 def _buffer(buffer: Any, writable: bool) -> _aio.Buffer:
-    if _is_tensor(buffer):
-        return _tensor_buffer(buffer)
+    torch = sys.modules.get("torch")  # there where there is a tensor
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        return _tensor_buffer(buffer, torch.strided)
     try:
         return _aio.Buffer(buffer, writable)
     except (BufferError, TypeError, ValueError) as error:
@@ -343,21 +341,15 @@ def _buffer(buffer: Any, writable: bool) -> _aio.Buffer:
         raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None
 
 
-def _tensor_buffer(tensor: Any) -> _aio.Buffer:
-    if tensor.device.type != "cpu":
+def _tensor_buffer(tensor: torch.Tensor, strided: torch.layout) -> _aio.Buffer:
+    if not tensor.is_cpu:
         raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
-    if tensor.layout != _torch_strided() or not tensor.is_contiguous():
+    if tensor.layout is not strided or not tensor.is_contiguous():
         raise UsageError("the tensor is not contiguous: pass tensor.contiguous(), or read into a contiguous one and copy")
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError("the tensor is a conjugate or negative view, whose memory holds other numbers: pass tensor.resolve_conj().resolve_neg()")
     # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
     return _aio.Buffer(tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage())
-
-
-def _torch_strided() -> object:
-    import torch
-
-    return torch.strided
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
