@@ -35,23 +35,26 @@ Memory::Memory(std::size_t nbytes, InChild in_child) : nbytes_(nbytes) {
     start += head;
     ::madvise(start, length, MADV_HUGEPAGE);  // advice: a kernel without transparent huge pages refuses it, and small pages do
   }
-  if (in_child == InChild::absent) ::madvise(start, length, MADV_DONTFORK);
+  if (in_child == InChild::absent && ::madvise(start, length, MADV_DONTFORK) == 0) absent_elsewhere_than_ = ::getpid();
   data_ = start;
 }
 
 std::size_t Memory::lock() noexcept {
   const std::size_t length = mapped_bytes(nbytes_);
+  const std::size_t page = mapped_bytes(1);
   std::size_t locked = 0;
-  // By halves: the kernel tells whether a range fits, not how much would.
-  for (std::size_t step = length; step >= kHugePage || step == length; step /= 2) {
+  // In ever smaller steps: the kernel tells whether a range fits, not how much would.
+  for (std::size_t step = length; step >= page && locked < length; step = step / 2 / page * page) {
     while (locked < length && ::mlock(data_ + locked, std::min(step, length - locked)) == 0) locked += std::min(step, length - locked);
-    if (locked == length) break;
   }
   return std::min(locked, nbytes_);
 }
 
 Memory::~Memory() {
-  if (data_ != nullptr) ::munmap(data_, mapped_bytes(nbytes_));
+  if (data_ == nullptr) return;
+  // In a forked child that lacks the mapping, something else may lie there by now.
+  if (absent_elsewhere_than_ != 0 && absent_elsewhere_than_ != ::getpid()) return;
+  ::munmap(data_, mapped_bytes(nbytes_));
 }
 
 }  // namespace nvme_offload

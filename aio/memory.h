@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <utility>
 
@@ -17,10 +19,12 @@ class Memory {
   /// Throws std::bad_alloc.
   explicit Memory(std::size_t nbytes, InChild in_child = InChild::copied);
   ~Memory();
-  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+  Memory(Memory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)), absent_elsewhere_than_(other.absent_elsewhere_than_) {}
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(nbytes_, other.nbytes_);
+    std::swap(absent_elsewhere_than_, other.absent_elsewhere_than_);
     return *this;
   }
   Memory(const Memory&) = delete;
@@ -35,6 +39,7 @@ class Memory {
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
+  pid_t absent_elsewhere_than_ = 0;  // the only process that has the mapping; 0 where forked children have it too
 };
 
 }  // namespace nvme_offload

@@ -356,6 +356,7 @@ PYBIND11_MODULE(_aio, module) {
            "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
       .def("submit", &PyEngine::submit, "write"_a, "buffer"_a, "file"_a, "offset"_a, "checksum"_a, "expected"_a)
       .def("require_live", &PyEngine::require_live)
+      .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
       .def("register", &PyEngine::register_memory, "buffer"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)

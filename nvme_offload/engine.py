@@ -44,6 +44,15 @@ def allocate(nbytes: int) -> memoryview:
     return memoryview(_aio.Memory(_count("nbytes", nbytes)))
 
 
+def release_buffers() -> None:
+    """Let go of the memory of finished requests, on every engine of this process.
+
+    Engines do that by themselves at each call on them or on a ticket; who waits for memory meanwhile, as the pool does, calls this.
+    """
+    for engine in list(_open_engines):
+        engine._core.release_buffers()
+
+
 class File:
     """A file opened once and used by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 

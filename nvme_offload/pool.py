@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .engine import Memory
+from .engine import Memory, release_buffers
 from .errors import UnsupportedError, UsageError, WaitTimeout
 from .extents import Extents
 from .units import format_bytes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _GRANULE_BYTES = 4096
 _CUDA_HOST_REGISTER_DEFAULT = 0
+_ENGINE_POLL_SECONDS = 0.01  # how often who waits for room looks for tensors that only a finished request still holds
 
 _log = logging.getLogger(__name__)
 
@@ -130,8 +131,7 @@ class PinnedPool:
 
         Shapes: one dimension; it starts on a page. Units: *timeout* in seconds, None for as long as it takes.
         Lifetime: the room is free again when the tensor and every view of it are gone. A copy to or from a GPU that is under way does not hold
-        them: drop a tensor after `torch.cuda.Stream.synchronize`, not before. A request of an engine does hold them, until it is finished and
-        its ticket is waited for or the engine is called again: wait for the tickets before you wait here for their room.
+        them: drop a tensor after `torch.cuda.Stream.synchronize`, not before. A request of an engine does hold them, until it is finished.
         Raises: WaitTimeout; UsageError when the tensor would not fit in the whole pool, when *dtype* is quantized (its scale lies outside of the
         memory), when the pool is closed, and in a process forked since the pool was made.
         """
@@ -224,7 +224,7 @@ class PinnedPool:
                         self._peak_bytes = max(self._peak_bytes, self._extents.used_bytes)
                         return offset
                 # Until there is something to take back; taking it is for whoever has the lock.
-                self._freed.put(self._freed.get(timeout=_left(deadline)))
+                self._freed.put(self._news(deadline))
         except queue.Empty:
             pass
         finally:
@@ -237,6 +237,17 @@ class PinnedPool:
             f"no room for {format_bytes(nbytes)} within {timeout} s: {format_bytes(self.used_bytes)} of {format_bytes(self.nbytes)} are in use, "
             f"and the largest hole has {format_bytes(self._extents.largest_free_bytes)}"
         )
+
+    def _news(self, deadline: float | None) -> int | None:
+        """Wait until something is freed. Raises: queue.Empty at the deadline."""
+        while True:
+            release_buffers()
+            left = _left(deadline)
+            try:
+                return self._freed.get(timeout=_ENGINE_POLL_SECONDS if left is None else min(left, _ENGINE_POLL_SECONDS))
+            except queue.Empty:
+                if left is not None and left <= _ENGINE_POLL_SECONDS:
+                    raise
 
     def _take_back(self) -> None:
         """Free what the tensors that are gone had."""
