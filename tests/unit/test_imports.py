@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
 PURE = {"config", "drive", "ds_config", "errors", "extents", "profile", "units"}
 MAY_IMPORT = {
-    "__init__": PURE | {"engine"},
+    "__init__": PURE | {"engine", "pool"},
     **dict.fromkeys(PURE, PURE),
     "engine": PURE | {"_aio"},
     "pool": PURE | {"engine"},
