@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine, Ticket, allocate
-from nvme_offload.errors import CorruptionError, IOFailure, WaitTimeout
+from nvme_offload.errors import CorruptionError, IOFailure, OffloadError, WaitTimeout
 from nvme_offload.profile import Setting
 
 from .verdict import Result
@@ -34,10 +35,21 @@ SAMPLES = 8  # in a window
 STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of what a trial wrote; one request at the least
 
-_PAGES = REQUEST_BYTES // PAGE_BYTES
 _POLL_SECONDS = 0.002  # a request takes longer than this on any one drive, and there is always another one behind it
 
 Bytes = NDArray[np.uint8]
+
+
+class Point(NamedTuple):
+    """What had been moved at a moment of CLOCK_MONOTONIC."""
+
+    seconds: float
+    read_bytes: int
+    write_bytes: int
+
+    def moved(self, direction: str) -> int:
+        """The bytes of one direction."""
+        return self.read_bytes if direction == "read" else self.write_bytes
 
 
 class Rig:
@@ -45,22 +57,25 @@ class Rig:
 
     Every page of them starts with a stamp: the number of the request that wrote it and the page's place in the file; the rest is random.
 
-    Lifetime: the space is free again after `close`, and when the process ends in any way. At most 0.4 GiB of memory.
+    Lifetime: the space is free again after `close`, and when the process ends in any way. Its memory is twice what the deepest setting has in
+    flight and some requests more, 0.4 GiB at the most.
     Raises: UnsupportedError where the filesystem has no O_DIRECT and *direct* is True; NoSpaceError; IOFailure.
     """
 
-    def __init__(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True) -> None:
+    def __init__(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True, request_bytes: int = REQUEST_BYTES) -> None:
+        self.request_bytes = request_bytes
+        self._page_numbers: NDArray[np.uint64] = np.arange(request_bytes // PAGE_BYTES, dtype=np.uint64)
         self._direct = direct
         # Reads back what trials wrote, by another path through the kernel than libaio's.
         self._reader = Engine(AioConfig(block_size=1 << 20, queue_depth=1, thread_count=1, backend="posix", direct=direct))
         with contextlib.ExitStack() as undo:
             undo.callback(self._reader.close)
-            self.requests = file_bytes // REQUEST_BYTES
-            self._source = self._reader.open_anonymous(directory, self.requests * REQUEST_BYTES)
-            self._sink = self._reader.open_anonymous(directory, self.requests * REQUEST_BYTES)
+            self.requests = file_bytes // request_bytes
+            self._source = self._reader.open_anonymous(directory, self.file_bytes)
+            self._sink = self._reader.open_anonymous(directory, self.file_bytes)
             self._random = np.random.default_rng()
             self._pattern = self._random_buffer()
-            self._scratch = _buffer()
+            self._scratch = _buffer(request_bytes)
             self._rings: dict[str, list[Bytes]] = {"read": [], "write": []}
             self._positions = {"read": 0, "write": 0}
             self._writes = 0
@@ -74,7 +89,7 @@ class Rig:
     @property
     def file_bytes(self) -> int:
         """The bytes of each file that are in use."""
-        return self.requests * REQUEST_BYTES
+        return self.requests * self.request_bytes
 
     def memory_bytes_per_second(self) -> float:
         """How fast one thread copies memory."""
@@ -82,7 +97,7 @@ class Rig:
         for _ in range(4):
             began = time.monotonic()
             np.copyto(self._scratch, self._pattern)
-            fastest = max(fastest, REQUEST_BYTES / (time.monotonic() - began))
+            fastest = max(fastest, self.request_bytes / (time.monotonic() - began))
         return fastest
 
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
@@ -96,7 +111,7 @@ class Rig:
         under_way: list[Ticket] = []
         began = time.monotonic()
         done = 0
-        with Engine(setting.config(direct=self._direct)) as engine:
+        with _engine(setting.config(direct=self._direct)) as engine:
             for index in range(self.requests):
                 if seconds is not None and index >= LEAST_REQUESTS and time.monotonic() - began > seconds:
                     self.requests = index
@@ -106,8 +121,8 @@ class Rig:
                         done += _wait(ticket)
                     report(done)
                 buffer = ring[index % FILLERS]
-                _stamps(buffer)[:] = _stamp(0, index)
-                under_way += [engine.write(buffer.data, self._source, index * REQUEST_BYTES), engine.write(buffer.data, self._sink, index * REQUEST_BYTES)]
+                _stamps(buffer)[:] = self._stamp(0, index)
+                under_way += [engine.write(buffer.data, file, index * self.request_bytes) for file in (self._source, self._sink)]
             done += sum(_wait(ticket) for ticket in under_way)
         return done / (time.monotonic() - began)
 
@@ -117,25 +132,14 @@ class Rig:
         Phase is "read", "write" or "mixed", which is both at once. Raises: CorruptionError when what was read is not what was written;
         IOFailure, TruncatedError; UnsupportedError when the kernel has no room for the queues.
         """
-        directions = ("read", "write") if phase == "mixed" else (phase,)
-        # Enough behind what the kernel holds that a queue never waits for this loop.
-        count = max(2, -(-setting.bytes_in_flight // len(directions) // REQUEST_BYTES) + 1)
-        with contextlib.ExitStack() as undo:
-            engine = undo.enter_context(Engine(setting.config(direct=self._direct)))
-            lanes = [_Lane(self, engine, direction, min(count, self.requests)) for direction in directions]
-            start = self._pump(engine, lanes, RAMP_SECONDS)[-1]
-            points = self._pump(engine, lanes, seconds)
-            for lane in lanes:
-                lane.drain()
-            undo.pop_all()
-        # io_destroy(2) waits 30 ms for a grace period of the kernel's. The engine has nothing under way, so that disturbs no other trial.
-        threading.Thread(target=engine.close).start()
-        for lane in lanes:
-            lane.verify()
-        end = points[-1]
-        began, read, written = start
-        samples = tuple((moment - began, r + w - read - written) for moment, r, w in points)
-        return Result(end[1] - read, end[2] - written, end[0] - began, samples)
+        with self.load(setting, phase) as load:
+            result = measure(lambda window: load.pump(time.monotonic(), window), phase, seconds)
+            load.finish()
+        return result
+
+    def load(self, setting: Setting, phase: str) -> Load:
+        """Make what it takes to move requests with *setting*; nothing moves yet. Raises: UnsupportedError."""
+        return Load(self, setting, phase)
 
     def close(self) -> None:
         """Give the space back."""
@@ -149,49 +153,97 @@ class Rig:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _pump(self, engine: Engine, lanes: list[_Lane], seconds: float) -> list[tuple[float, int, int]]:
-        """Keep requests under way for *seconds*, and until each direction has moved something; returns (moment, bytes read, bytes written) points."""
-        began, *moved_before = _counters(engine)
-        every = seconds / SAMPLES
-        points: list[tuple[float, int, int]] = []
-        turns = self._turns(lanes)
-        while True:
-            for lane in lanes:
-                lane.refill()
-            next(turns).pause()
-            now = time.monotonic()
-            if now - began < min(seconds, every * (len(points) + 1)):
-                continue
-            points.append(_counters(engine))
-            moved = [after - before for before, after in zip(moved_before, points[-1][1:], strict=True)]
-            if points[-1][0] - began >= seconds and all(moved[lane.column] for lane in lanes):
-                return points
-            if now - began > seconds + STUCK_SECONDS:
-                idle = next(lane for lane in lanes if not moved[lane.column])
-                raise idle.failure()
-
-    @staticmethod
-    def _turns(lanes: list[_Lane]) -> Iterator[_Lane]:
-        while True:
-            yield from lanes
-
     def _ring(self, direction: str, count: int) -> list[Bytes]:
         ring = self._rings[direction]
         while len(ring) < count:
-            ring.append(self._random_buffer() if direction == "write" else _buffer())
+            ring.append(self._random_buffer() if direction == "write" else _buffer(self.request_bytes))
         return ring[:count]
 
     def _random_buffer(self) -> Bytes:
-        buffer = _buffer()
-        buffer.view(np.uint64)[:] = self._random.integers(0, 1 << 64, REQUEST_BYTES // 8, dtype=np.uint64)
+        buffer = _buffer(self.request_bytes)
+        for page in buffer.view(np.uint64).reshape(-1, PAGE_BYTES // 8):  # page by page, as malloc would keep what it takes for all at once
+            page[:] = self._random.integers(0, 1 << 64, len(page), dtype=np.uint64)
         return buffer
+
+    def _stamp(self, write: int, index: int) -> NDArray[np.uint64]:
+        """The stamps of request *index* of a file, written by the write with that number: places in 32 bits reach 16 TiB far."""
+        stamps: NDArray[np.uint64] = self._page_numbers + np.uint64(write << 32 | index * len(self._page_numbers))
+        return stamps
+
+
+class Load:
+    """One setting at work on a rig's files, from the first `pump` on; its user keeps it going with `pump` and `turn`, and ends it with `finish`.
+
+    Lifetime: a context whose end waits for what is under way. Raises (all of it): as `Rig.run`.
+    """
+
+    def __init__(self, rig: Rig, setting: Setting, phase: str) -> None:
+        directions = _directions(phase)
+        # Enough behind what the kernel holds that a queue never waits for this loop.
+        count = max(2, -(-setting.bytes_in_flight // len(directions) // rig.request_bytes) + 1)
+        with contextlib.ExitStack() as undo:
+            self._engine = undo.enter_context(_engine(setting.config(direct=rig._direct)))
+            self._lanes = [_Lane(rig, self._engine, direction, min(count, rig.requests)) for direction in directions]
+            self._undo = undo.pop_all()
+        self._turns = itertools.cycle(self._lanes)
+
+    def pump(self, begin: float, seconds: float) -> list[Point]:
+        """Keep requests under way until *seconds* after *begin*; returns a point at *begin* and `SAMPLES` more at even distances, the last at the end."""
+        points: list[Point] = []
+        for sample in range(SAMPLES + 1):
+            moment = begin + seconds * sample / SAMPLES
+            while (left := moment - time.monotonic()) > 0:
+                self.turn(left)
+            points.append(_counters(self._engine))
+            for lane in self._lanes:
+                lane.watch(points[-1])
+        return points
+
+    def turn(self, seconds: float = _POLL_SECONDS) -> None:
+        """Fill the queues up and wait for one request to finish, but no longer than *seconds*, and not long."""
+        for lane in self._lanes:
+            lane.refill()
+        next(self._turns).pause(min(seconds, _POLL_SECONDS))
+
+    def finish(self) -> None:
+        """Wait for what is under way, and verify a sample of what was moved."""
+        for lane in self._lanes:
+            lane.drain()
+        # io_destroy(2) waits 30 ms for a grace period of the kernel's. The engine has nothing under way, so that disturbs no other trial.
+        threading.Thread(target=self._undo.pop_all().close).start()
+        for lane in self._lanes:
+            lane.verify()
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+
+
+def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) -> Result:
+    """Let the queues fill, then count for a window of *seconds*, and on until each direction of *phase* has moved something.
+
+    *pump* keeps requests under way for so many seconds and between its calls, and returns the points that it passed.
+    """
+
+    def counted(window: float) -> list[Point]:
+        points = pump(window)
+        while any(points[0].moved(direction) == points[-1].moved(direction) for direction in _directions(phase)):
+            points += pump(window)
+        return points
+
+    counted(RAMP_SECONDS)
+    first, *points = counted(seconds)
+    last = points[-1]
+    samples = tuple((at - first.seconds, read + written - first.read_bytes - first.write_bytes) for at, read, written in points)
+    return Result(last.read_bytes - first.read_bytes, last.write_bytes - first.write_bytes, last.seconds - first.seconds, samples)
 
 
 class _Lane:
-    """One direction of a trial: requests on and on through a file, one for each buffer under way."""
+    """One direction of a load: requests on and on through a file, one for each buffer under way."""
 
     def __init__(self, rig: Rig, engine: Engine, direction: str, count: int) -> None:
-        self.column = 0 if direction == "read" else 1
         self._rig = rig
         self._engine = engine
         self._direction = direction
@@ -200,6 +252,7 @@ class _Lane:
         self._under_way: list[tuple[Ticket, Bytes, int]] = []
         self._last: dict[int, tuple[Bytes, int]] = {}  # by buffer: what was last moved with it, and where
         self._moved = 0
+        self._progress = time.monotonic(), 0  # when it was last seen to move, and the bytes until then
 
     def refill(self) -> None:
         """Take what is finished, in any order, and put as much under way again."""
@@ -209,10 +262,18 @@ class _Lane:
         while self._free:
             self._submit(self._free.pop(0))
 
-    def pause(self) -> None:
-        """Wait for the oldest request, but not for long."""
+    def pause(self, seconds: float) -> None:
+        """Wait for the oldest request, but no longer than *seconds*."""
         with contextlib.suppress(WaitTimeout):
-            self._under_way[0][0].wait(_POLL_SECONDS)
+            self._under_way[0][0].wait(seconds)
+
+    def watch(self, point: Point) -> None:
+        """Raises: IOFailure when *point* shows that the drive hangs."""
+        moved = point.moved(self._direction)
+        if moved != self._progress[1]:
+            self._progress = point.seconds, moved
+        elif point.seconds - self._progress[0] > STUCK_SECONDS:
+            raise self._failure()
 
     def drain(self) -> None:
         """Wait for everything."""
@@ -223,67 +284,73 @@ class _Lane:
 
     def verify(self) -> None:
         """Compare in full a sample of what was last moved: for reads with what the file was filled with, for writes by reading it back."""
-        sample = list(self._last.values())[-max(1, int(READ_BACK_SHARE * self._moved / REQUEST_BYTES)) :]
+        sample = list(self._last.values())[-max(1, int(READ_BACK_SHARE * self._moved / self._rig.request_bytes)) :]
         for buffer, index in sample:
-            offset = index * REQUEST_BYTES
+            offset = index * self._rig.request_bytes
             if self._direction == "write":
                 _wait(self._rig._reader.read(self._rig._scratch.data, self._file, offset))
                 self._compare(self._rig._scratch, buffer, offset)
             else:
-                _stamps(self._rig._pattern)[:] = _stamp(0, index)
+                _stamps(self._rig._pattern)[:] = self._rig._stamp(0, index)
                 self._compare(buffer, self._rig._pattern, offset)
-
-    def failure(self) -> IOFailure:
-        """Of a drive that hangs."""
-        offset = self._under_way[0][2] * REQUEST_BYTES
-        reason = f"the drive moved nothing for {STUCK_SECONDS:.0f} seconds"
-        return IOFailure(errno.ETIMEDOUT, reason, operation=self._direction, path=self._file.path, offset=offset, nbytes=REQUEST_BYTES, done=0)
 
     def _submit(self, buffer: Bytes) -> None:
         index = self._rig._positions[self._direction]
         self._rig._positions[self._direction] = (index + 1) % self._rig.requests
         if self._direction == "read":
-            ticket = self._engine.read(buffer.data, self._file, index * REQUEST_BYTES)
+            ticket = self._engine.read(buffer.data, self._file, index * self._rig.request_bytes)
         else:
             self._rig._writes += 1
-            _stamps(buffer)[:] = _stamp(self._rig._writes, index)
-            ticket = self._engine.write(buffer.data, self._file, index * REQUEST_BYTES)
+            _stamps(buffer)[:] = self._rig._stamp(self._rig._writes, index)
+            ticket = self._engine.write(buffer.data, self._file, index * self._rig.request_bytes)
         self._under_way.append((ticket, buffer, index))
 
     def _finish(self, ticket: Ticket, buffer: Bytes, index: int) -> None:
         self._moved += ticket.wait()
-        if self._direction == "read" and not np.array_equal(_stamps(buffer), _stamp(0, index)):
-            page = int(np.flatnonzero(_stamps(buffer) != _stamp(0, index))[0])
-            raise self._corruption(index * REQUEST_BYTES + page * PAGE_BYTES)
+        if self._direction == "read" and not np.array_equal(_stamps(buffer), self._rig._stamp(0, index)):
+            page = int(np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))[0])
+            raise self._corruption(index * self._rig.request_bytes + page * PAGE_BYTES)
         self._last.pop(id(buffer), None)
         self._last[id(buffer)] = buffer, index
         self._free.append(buffer)
 
     def _compare(self, found: Bytes, wanted: Bytes, offset: int) -> None:
-        if not np.array_equal(found, wanted):
+        if not np.array_equal(found.view(np.uint64), wanted.view(np.uint64)):
             raise self._corruption(offset + int(np.flatnonzero(found != wanted)[0]))
+
+    def _failure(self) -> IOFailure:
+        nbytes = self._rig.request_bytes
+        reason = f"the drive moved nothing for {STUCK_SECONDS:.0f} seconds"
+        offset = self._under_way[0][2] * nbytes
+        return IOFailure(errno.ETIMEDOUT, reason, operation=self._direction, path=self._file.path, offset=offset, nbytes=nbytes, done=0)
 
     def _corruption(self, offset: int) -> CorruptionError:
         reason = "what came back is not what was written: do not keep data on this drive before it is checked"
         return CorruptionError(reason, operation="read", path=self._file.path, offset=offset, nbytes=PAGE_BYTES, done=PAGE_BYTES)
 
 
-def _buffer() -> Bytes:
-    return np.frombuffer(allocate(REQUEST_BYTES), dtype=np.uint8)
+@contextlib.contextmanager
+def _engine(config: AioConfig) -> Iterator[Engine]:
+    """An engine whose requests are all waited for, up to the first failure: the others that a broken drive then has are not told as well."""
+    engine = Engine(config)
+    try:
+        yield engine
+    finally:
+        with contextlib.suppress(OffloadError):
+            engine.close()
+
+
+def _directions(phase: str) -> tuple[str, ...]:
+    return ("read", "write") if phase == "mixed" else (phase,)
+
+
+def _buffer(nbytes: int) -> Bytes:
+    return np.frombuffer(allocate(nbytes), dtype=np.uint8)
 
 
 def _stamps(buffer: Bytes) -> NDArray[np.uint64]:
     """The first eight bytes of each page."""
     return buffer.view(np.uint64)[:: PAGE_BYTES // 8]
-
-
-_PAGE_NUMBERS: NDArray[np.uint64] = np.arange(_PAGES, dtype=np.uint64)
-
-
-def _stamp(write: int, index: int) -> NDArray[np.uint64]:
-    """The stamps of request *index* of a file, written by the write with that number: places in 32 bits reach 16 TiB far."""
-    stamps: NDArray[np.uint64] = _PAGE_NUMBERS + np.uint64(write << 32 | index * _PAGES)
-    return stamps
 
 
 def _wait(ticket: Ticket) -> int:
@@ -293,6 +360,6 @@ def _wait(ticket: Ticket) -> int:
             return ticket.wait(0.1)
 
 
-def _counters(engine: Engine) -> tuple[float, int, int]:
+def _counters(engine: Engine) -> Point:
     stats = engine.stats()
-    return time.monotonic(), stats.read.bytes, stats.write.bytes
+    return Point(time.monotonic(), stats.read.bytes, stats.write.bytes)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nvme_offload import _aio
 from nvme_offload.engine import Engine
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
 from nvme_offload.profile import PHASES, Setting
@@ -52,7 +56,7 @@ def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
     with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
         assert rig.fill(SETTING, None, reports.append) > 0
         assert reports == sorted(reports)
-        found = trial._buffer()
+        found = trial._buffer(REQUEST_BYTES)
         for index in range(FILE_BYTES // REQUEST_BYTES):
             pages = []
             for file in (rig._source, rig._sink):
@@ -113,9 +117,43 @@ def test_a_read_of_the_wrong_body_is_corruption(rig: Rig, monkeypatch: pytest.Mo
     assert caught.value.offset % REQUEST_BYTES == 70_000
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("failing", [1, 1000])
+def test_an_error_of_the_drive_is_raised_once(rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phase: str, failing: int) -> None:
+    faults = [(20, failing, _aio.FaultKind.FAIL, errno.EIO)]
+    monkeypatch.setattr(trial, "Engine", functools.partial(Engine, _faults=faults))
+    with pytest.raises(IOFailure) as caught:
+        rig.run(SETTING, phase, 0.2)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.nbytes == REQUEST_BYTES
+    assert caplog.messages == []
+    monkeypatch.undo()
+    assert rig.run(SETTING, "read", 0.05).read_bytes > 0
+
+
+def test_an_error_while_filling_is_raised(disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with Rig(disk, FILE_BYTES) as rig:
+        monkeypatch.setattr(trial, "Engine", functools.partial(Engine, _faults=[(3, 1000, _aio.FaultKind.FAIL, errno.EIO)]))
+        with pytest.raises(IOFailure, match=os.strerror(errno.EIO)):
+            rig.fill(SETTING, None, lambda done: None)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("request_bytes", [4 << 20, 8 << 20])
+def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -> None:
+    with Rig(disk, FILE_BYTES, request_bytes=request_bytes) as rig, Engine(SETTING.config()) as engine:
+        rig.fill(SETTING, None, lambda done: None)
+        assert rig.file_bytes == FILE_BYTES
+        assert rig.run(SETTING, "mixed", 0.1).write_bytes > 0
+        engine.write(b"\xff" * 8, rig._source, request_bytes + 5 * 4096).wait()
+        with pytest.raises(CorruptionError, match="not what was written") as caught:
+            rig.run(SETTING, "read", 0.3)
+        assert caught.value.offset == request_bytes + 5 * 4096
+
+
 def test_a_stuck_drive_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "STUCK_SECONDS", 0.05)
-    monkeypatch.setattr(trial, "_counters", lambda engine: (trial.time.monotonic(), 0, 0))
+    monkeypatch.setattr(trial, "_counters", lambda engine: trial.Point(trial.time.monotonic(), 0, 0))
     with pytest.raises(IOFailure, match="moved nothing"):
         rig.run(SETTING, "read", 0.05)
 
