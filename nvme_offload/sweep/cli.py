@@ -40,6 +40,7 @@ from .search import Search, drive
 from .verdict import Ask, Result, decide
 
 if TYPE_CHECKING:
+    from .ranks import Ranks
     from .trial import Rig
 
 FILL_SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=1)
@@ -94,12 +95,23 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 @click.option("--report-dir", metavar="DIR", type=Path, default="reports", show_default=True, help="Where the report gets a directory of its own.")
 @click.option("--seconds", metavar="N", type=float, default=60, show_default=True, help="Time to measure.")
 @click.option("--size", metavar="BYTES", help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of what is free]")
+@click.option("--engine", type=click.Choice(["native"]), default="native", show_default=True, help="Engine to measure: this package's own.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="libaio", show_default=True, help="Kernel interface to measure.")
+@click.option("--ranks", metavar="N", type=click.IntRange(1, space.MOST_RANKS), help="Processes that contend for the drive.  [default: GPUs present, else 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON, without its samples over time.")
 @click.option("--force", is_flag=True, help="Measure also memory, a network filesystem, or one without direct I/O.")
 @click.version_option(__version__, prog_name="nvme-sweep")
 def command(
-    paths: Sequence[str], configs: Sequence[Path], report_dir: Path, seconds: float, size: str | None, backend: str, as_json: bool, force: bool
+    paths: Sequence[str],
+    configs: Sequence[Path],
+    report_dir: Path,
+    seconds: float,
+    size: str | None,
+    engine: str,
+    backend: str,
+    ranks: int | None,
+    as_json: bool,
+    force: bool,
 ) -> None:
     """Find the I/O settings with which training from the drive of PATH, a directory, is fastest.
 
@@ -119,9 +131,11 @@ def command(
     _check_report_directory(report_dir)
     _check_backend(backend)
 
+    ranks = ranks or _default_ranks()
+
     with _locked(directory, found):
-        file_bytes = _file_bytes(size, found)
-        profile = _sweep(found, seconds, file_bytes, size is not None, backend, "auto" if force else True)
+        file_bytes = _file_bytes(size, found, ranks)
+        profile = _sweep(found, seconds, file_bytes, size is not None, engine, backend, ranks, "auto" if force else True)
     report = _write_report(profile, found, report_dir)
     changes = [_apply(config, profile) for config in configs]
     _progress.clear()
@@ -186,21 +200,29 @@ def _check_backend(backend: str) -> None:
         raise Refusal(str(error)) from None
 
 
-def _file_bytes(size: str | None, found: Drive) -> int:
-    """Bytes of each of the two files."""
-    from .trial import LEAST_REQUESTS, REQUEST_BYTES
+def _default_ranks() -> int:
+    from .ranks import gpu_count
 
-    least = 2 * LEAST_REQUESTS * REQUEST_BYTES
+    return min(max(1, gpu_count()), space.MOST_RANKS)
+
+
+def _file_bytes(size: str | None, found: Drive, ranks: int) -> int:
+    """Bytes of each of the two files of each rank."""
+    from .ranks import request_bytes
+    from .trial import LEAST_REQUESTS
+
+    least = 2 * LEAST_REQUESTS * request_bytes(ranks) * ranks
+    of_ranks, less = (f" with {ranks} ranks", "; fewer --ranks need less") if ranks > 1 else ("", "")
     try:
         wanted = parse_bytes(size) if size is not None else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
     except ValueError as error:
         raise Refusal(f"--size: {error}") from None
     if size is not None and wanted < least:
-        raise Refusal(f"--size must be at least {format_bytes(least)}, not {format_bytes(wanted)}: less does not leave the caches of a drive")
+        raise Refusal(f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less does not leave the caches of a drive")
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
-        raise Refusal(f"{found.path} is too small: the sweep needs {format_bytes(needed)}, and {format_bytes(found.free_bytes)} are free")
-    return wanted // 2
+        raise Refusal(f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}")
+    return wanted // (2 * ranks)
 
 
 @contextlib.contextmanager
@@ -232,8 +254,8 @@ def _locked(directory: Path, found: Drive) -> Iterator[None]:
 # The sweep
 
 
-def _sweep(found: Drive, seconds: float, file_bytes: int, whole: bool, backend: str, direct: bool | Literal["auto"]) -> Profile:
-    from .trial import REQUEST_BYTES
+def _sweep(found: Drive, seconds: float, file_bytes: int, whole: bool, engine: str, backend: str, ranks: int, direct: bool | Literal["auto"]) -> Profile:
+    from .ranks import request_bytes
 
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     began = time.monotonic()
@@ -243,35 +265,35 @@ def _sweep(found: Drive, seconds: float, file_bytes: int, whole: bool, backend: 
         warnings.append(
             "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
         )
-    with _open_rig(found, file_bytes, direct) as rig:
+    with _open_rig(found, file_bytes, direct, ranks) as rig:
         if not rig.direct:
             warnings.append("Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive.")
 
         def filled(done: int) -> None:
-            _progress.show("filling", f"{format_bytes(done)} of at most {format_bytes(2 * file_bytes)}, in files without a name in {found.path}")
+            _progress.show("filling", f"{format_bytes(done)} of at most {format_bytes(2 * ranks * file_bytes)}, in files without a name in {found.path}")
 
         filled(0)
         speed = rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), None if whole else FILL_SHARE * seconds, filled)
         copy_speed = rig.memory_bytes_per_second()
         cpu_count = len(os.sched_getaffinity(0))
         ceiling = LINK_TOLERANCE * found.link_bytes_per_second if found.link_bytes_per_second else copy_speed * cpu_count
-        settings = space.grid(backend, cpu_count, speed, rig.file_bytes // 2)
+        settings = space.grid(backend, cpu_count, speed, rig.file_bytes // 2, ranks)
         search = Search(settings, control, seconds - (time.monotonic() - began), time.monotonic, ceiling if rig.direct else math.inf)
 
         def measure(ask: Ask) -> Result:
-            _show(search, ask)
+            _show(search, ask, ranks)
             return rig.run(ask.setting, ask.phase, ask.seconds)
 
         drive(search.asks(), measure)
         workload = {
             "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
-            "request_bytes": REQUEST_BYTES,
-            "ranks": 1,
+            "request_bytes": request_bytes(ranks),
+            "ranks": ranks,
             "seconds": seconds,
             "verified": True,
         }
-        engine = {
-            "name": "native",
+        measured = {
+            "name": engine,
             "version": __version__,
             "backend": backend,
             "direct": rig.direct,
@@ -280,14 +302,14 @@ def _sweep(found: Drive, seconds: float, file_bytes: int, whole: bool, backend: 
             "cpu_count": cpu_count,
             "memory_copy_bytes_per_second": round(copy_speed),
         }
-    verdict = decide(search.evidence)
+    verdict = decide(search.evidence, ranks)
     return Profile(
         tool_version=__version__,
         created=created,
         command=shlex.join(["nvme-sweep", *sys.argv[1:]]),
         drive=found.as_dict(),
         workload=workload,
-        engine=engine,
+        engine=measured,
         trials=search.evidence.trials(),
         best=verdict.best,
         chosen=verdict.chosen,
@@ -298,24 +320,26 @@ def _sweep(found: Drive, seconds: float, file_bytes: int, whole: bool, backend: 
     )
 
 
-def _open_rig(found: Drive, file_bytes: int, direct: bool | Literal["auto"]) -> Rig:
+def _open_rig(found: Drive, file_bytes: int, direct: bool | Literal["auto"], ranks: int) -> Rig | Ranks:
+    from .ranks import Ranks
     from .trial import Rig
 
     try:
-        return Rig(Path(found.path), file_bytes, direct)
+        return Rig(Path(found.path), file_bytes, direct) if ranks == 1 else Ranks(ranks, Path(found.path), file_bytes, direct)
     except UnsupportedError as error:
         raise Refusal(f"{found.path} cannot be measured: {error} (--force measures through the page cache)") from None
     except NoSpaceError:
-        raise Refusal(f"{found.path} is too small: {format_bytes(2 * file_bytes)} cannot be allocated there (a quota?); --size takes less") from None
+        raise Refusal(f"{found.path} is too small: {format_bytes(2 * ranks * file_bytes)} cannot be allocated there (a quota?); --size takes less") from None
     except IOFailure as error:
         hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(error.errno or 0, str(error))
         raise Refusal(f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to") from None
 
 
-def _show(search: Search, ask: Ask) -> None:
+def _show(search: Search, ask: Ask, ranks: int) -> None:
     best = search.best_so_far()
     so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
-    _progress.show(ask.stage, f"{ask.phase} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left")
+    by = f" by {ranks} ranks" if ranks > 1 else ""
+    _progress.show(ask.stage, f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left")
 
 
 # After the sweep
@@ -370,9 +394,10 @@ def _apply(config: Path, profile: Profile) -> str:
 
 
 def _summary(profile: Profile) -> list[str]:
-    chosen = profile.chosen
+    chosen, ranks = profile.chosen, profile.workload["ranks"]
+    together = f"; {ranks} ranks at once, speeds of all together" if ranks > 1 else ""
     lines = [
-        f"{profile.drive['path']}: {profile.drive['model'] or profile.drive['device']}, {profile.drive['filesystem']}",
+        f"{profile.drive['path']}: {profile.drive['model'] or profile.drive['device']}, {profile.drive['filesystem']}{together}",
         "",
         f"  block_size {chosen.block_size} ({format_bytes(chosen.block_size)}), queue_depth {chosen.queue_depth}, thread_count {chosen.thread_count}",
         "",

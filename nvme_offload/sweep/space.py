@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from nvme_offload.profile import Setting
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, Setting
 
 BLOCK_SIZES = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
 QUEUE_DEPTHS = tuple(1 << power for power in range(7))  # 1 to 64
 THREAD_COUNTS = (1, 2, 4, 8)
-MAX_BYTES_IN_FLIGHT = 128 << 20
+MAX_BYTES_IN_FLIGHT = 128 << 20  # of all ranks together
+MOST_RANKS = MAX_BYTES_IN_FLIGHT // DEEPSPEED_DEFAULTS.bytes_in_flight  # each can run the defaults
 
 # A queue that takes the drive longer than this to work off only makes requests wait: the speed was reached long before.
 USEFUL_QUEUE_SECONDS = 0.1
@@ -22,18 +23,21 @@ _COARSE_THREAD_COUNTS = frozenset(THREAD_COUNTS[::2])
 _Item = TypeVar("_Item")
 
 
-def grid(backend: str, cpu_count: int, bytes_per_second: float, most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT) -> list[Setting]:
+def grid(backend: str, cpu_count: int, bytes_per_second: float, most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT, ranks: int = 1) -> list[Setting]:
     """Every setting worth trying, the cheapest first, for a drive that moves about *bytes_per_second*.
 
+    Each of *ranks* runs the setting, and they share the drive, the processors and the bytes in flight that there may be.
     A "posix" worker has one block under way at a time, so queue depths have no meaning there and only 1 is tried.
     """
-    most_bytes = min(MAX_BYTES_IN_FLIGHT, most_bytes_in_flight, max(16 << 20, int(bytes_per_second * USEFUL_QUEUE_SECONDS)))
+    cpu_count //= ranks
+    least_bytes = max((16 << 20) // ranks, DEEPSPEED_DEFAULTS.bytes_in_flight)
+    most_bytes = min(most_bytes_in_flight, MAX_BYTES_IN_FLIGHT, max(least_bytes * ranks, int(bytes_per_second * USEFUL_QUEUE_SECONDS))) // ranks
     settings = [
         Setting(block_size, queue_depth, thread_count, backend=backend)
         for block_size in BLOCK_SIZES
         for queue_depth in (QUEUE_DEPTHS if backend != "posix" else (1,))
         for thread_count in THREAD_COUNTS
-        if thread_count <= max(1, 2 * cpu_count)
+        if thread_count <= max(1, 2 * cpu_count) and 2 * ranks * block_size <= MAX_BYTES_IN_FLIGHT
     ]
     return sorted((setting for setting in settings if setting.bytes_in_flight <= most_bytes), key=cost)
 

@@ -141,8 +141,8 @@ class Verdict:
     warnings: tuple[str, ...]
 
 
-def decide(evidence: Evidence) -> Verdict:
-    """Judge the finals: the cheapest setting that the data cannot tell from the best.
+def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
+    """Judge the finals: the cheapest setting that the data cannot tell from the best, when each of *ranks* runs it.
 
     Raises: UnsupportedError when the results cannot have come from the drive.
     """
@@ -163,7 +163,7 @@ def decide(evidence: Evidence) -> Verdict:
         chosen=chosen,
         best={phase: _best(evidence, phase, max(found, key=lambda setting: found[setting].value), found) for phase, found in gains.items()},
         performance={phase: _best(evidence, phase, chosen, found) for phase, found in gains.items()},
-        reasons=tuple(_reasons(evidence, chosen, fastest, len(alike), costs)),
+        reasons=tuple(_reasons(evidence, chosen, fastest, len(alike), costs, ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
     )
@@ -238,18 +238,21 @@ def _best(evidence: Evidence, phase: str, setting: Setting, gains: dict[Setting,
     )
 
 
-def _reasons(evidence: Evidence, chosen: Setting, fastest: Setting, alike: int, costs: dict[Setting, _Estimate]) -> list[str]:
+def _reasons(evidence: Evidence, chosen: Setting, fastest: Setting, alike: int, costs: dict[Setting, _Estimate], ranks: int) -> list[str]:
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
     tried = len({seen.ask.setting for seen in evidence.observations})
     reasons = [
         f"Of {tried} settings tried, {len(costs)} went to the finals; {alike} of those cannot be told from the best, and this is the cheapest of "
-        f"them: {format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}."
+        f"them: {format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}{each}."
     ]
     if chosen != fastest:
         saved = -math.expm1(costs[fastest].value - costs[chosen].value)
         reasons.append(
             f"The fastest, block_size {format_bytes(fastest.block_size)}, queue_depth {fastest.queue_depth}, thread_count {fastest.thread_count}, "
-            f"with {format_bytes(fastest.bytes_in_flight)} in flight, would save {saved:.1%} of a step's time on the drive: too little to be sure of."
+            f"with {format_bytes(fastest.bytes_in_flight)} in flight{each}, would save {saved:.1%} of a step's time on the drive: too little to be sure of."
         )
+    if ranks > 1:
+        reasons.append(f"{ranks} ranks, which are processes, moved their own files at once with the setting on trial; speeds are of all of them together.")
     if chosen == evidence.control:
         reasons.append("These are DeepSpeed's defaults: on this drive nothing that was tried is better.")
     reasons.append(

@@ -13,6 +13,14 @@ from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_gpus() -> Iterator[None]:
+    """One rank unless a test says more, on every machine: there is one for each GPU otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
 @pytest.fixture(scope="session")
 def disk(tmp_path_factory: pytest.TempPathFactory, mounted: Callable[[str], Path]) -> Iterator[Path]:
     """An empty directory with direct I/O: on a filesystem of its own where one can be mounted, so that no other sweep holds its lock."""

@@ -1,0 +1,215 @@
+"""Ranks: the same trial in several processes at once, which contend for the drive as the processes of a training do."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from nvme_offload.errors import OffloadError
+from nvme_offload.profile import Setting
+
+from .space import MAX_BYTES_IN_FLIGHT
+from .trial import REQUEST_BYTES, Load, Point, Rig, measure
+from .verdict import Result
+
+LEAD_SECONDS = 0.005  # from an order to the moment that it is for: the ranks look for orders every 2 ms
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# The parent's own path, before anything is imported: "-c" and "-m" would look in the working directory first, which may be the drive's.
+_START = "import sys; sys.path[:] = {path!r}; from nvme_offload.sweep.ranks import main; main({descriptor})"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def gpu_count(root: Path = Path("/")) -> int:
+    """The GPUs that a training would use here: those of the NVIDIA driver, or those of them that CUDA_VISIBLE_DEVICES names."""
+    # A container may see the driver's entries of all the host's GPUs; a host may lack the devices until something uses them.
+    found = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
+    present = min(filter(None, (len(list(paths)) for paths in found)), default=0)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not present:
+        return present
+    return len(list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(","))))
+
+
+def request_bytes(count: int) -> int:
+    """The bytes of each request of *count* ranks: where there are many, smaller ones, so that the memory of all together stays under 1 GB.
+
+    A rank gets a share of the drive, so they take as long. No block that `space.grid` has for so many ranks is larger.
+    """
+    return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
+
+
+class Ranks:
+    """*count* processes, each with a `Rig` of its own; used as one `Rig` is, and answering for all of them together.
+
+    Lifetime: `close` ends them, and so does the end of this process, however it comes. Of the thread that made this, too (prctl(2)).
+    Raises: as `Rig`, whichever rank the error was in; ChildProcessError when a rank died. After either, only `close` is left.
+    """
+
+    def __init__(self, count: int, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True) -> None:
+        self._ranks: dict[Connection, subprocess.Popen[bytes]] = {}
+        try:
+            with _blocked(SIGNALS):  # for good in the ranks: what ends the sweep ends them, without a word from each
+                for _ in range(count):
+                    self._start()
+            self.direct: bool = all(self._order("open", directory, file_bytes, direct, request_bytes(count)))
+            self.file_bytes = count * file_bytes
+        except BaseException:
+            self.close()
+            raise
+
+    def memory_bytes_per_second(self) -> float:
+        """As `Rig.memory_bytes_per_second`: one thread of one rank, while the others rest."""
+        (speed,) = self._order("memory_bytes_per_second", only=1)
+        return float(speed)
+
+    def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
+        """As `Rig.fill`, in all ranks at once."""
+        filled = self._order("fill", setting, seconds, report=report)
+        self.file_bytes = sum(file_bytes for _, file_bytes in filled)
+        return float(sum(speed for speed, _ in filled))
+
+    def run(self, setting: Setting, phase: str, seconds: float) -> Result:
+        """As `Rig.run`, in all ranks at once: each has *setting*, they begin together, and one window is counted in all of them."""
+        self._order("load", setting, phase)
+        result = measure(self._pump, phase, seconds)
+        self._order("finish")
+        return result
+
+    def close(self) -> None:
+        """End the processes; they hold nothing that the kernel does not take back."""
+        for process in self._ranks.values():
+            process.kill()
+        for connection, process in self._ranks.items():
+            process.wait()
+            connection.close()
+        self._ranks = {}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            start = _START.format(path=sys.path, descriptor=theirs.fileno())
+            command = [sys.executable, "-c", start]
+            self._ranks[ours] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+
+    def _pump(self, seconds: float) -> list[Point]:
+        """The points of all ranks together: a deadline passes in each within a fraction of a millisecond, and the mean of those moments stands for it."""
+        by_rank: list[list[Point]] = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
+        return [
+            Point(statistics.fmean(one.seconds for one in each), sum(one.read_bytes for one in each), sum(one.write_bytes for one in each))
+            for each in zip(*by_rank, strict=True)
+        ]
+
+    def _order(self, name: str, *arguments: Any, only: int | None = None, report: Callable[[int], None] | None = None) -> list[Any]:
+        """Have all ranks, or the first so many, do something; returns their answers once there are all of them: a barrier."""
+        asked = list(self._ranks)[:only]
+        for connection in asked:
+            with contextlib.suppress(ConnectionError):  # its last words may still be there
+                connection.send((name, arguments))
+        answers: dict[Connection, Any] = {}
+        progress = dict.fromkeys(asked, 0)
+        while len(answers) < len(asked):
+            for ready in wait([connection for connection in asked if connection not in answers]):
+                assert isinstance(ready, Connection)
+                try:
+                    kind, value = ready.recv()
+                except (EOFError, ConnectionError):
+                    self._mourn(ready)
+                if kind == "failure":
+                    raise value
+                if kind == "answer":
+                    answers[ready] = value
+                elif report is not None:
+                    progress[ready] = value
+                    report(sum(progress.values()))
+        return [answers[connection] for connection in asked]
+
+    def _mourn(self, connection: Connection) -> NoReturn:
+        status = self._ranks[connection].wait()
+        number, count = list(self._ranks).index(connection), len(self._ranks)
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        raise ChildProcessError(f"rank {number} of {count} {how}" + (": is there the memory for so many?" if status == -signal.SIGKILL else ""))
+
+
+class _Rank:
+    """What a rank does, order by order."""
+
+    _rig: Rig
+    _load: Load
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pumping = False
+
+    def obey(self) -> NoReturn:
+        """Answer orders until the connection ends, and keep the queues full while there is none. Raises: EOFError; what the orders raise."""
+        while True:
+            while self._pumping and not self._connection.poll():
+                self._load.turn()
+            name, arguments = self._connection.recv()
+            self._connection.send(("answer", getattr(self, name)(*arguments)))
+
+    def open(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"], request_bytes: int) -> bool:
+        self._rig = Rig(directory, file_bytes, direct, request_bytes)
+        return self._rig.direct
+
+    def memory_bytes_per_second(self) -> float:
+        return self._rig.memory_bytes_per_second()
+
+    def fill(self, setting: Setting, seconds: float | None) -> tuple[float, int]:
+        speed = self._rig.fill(setting, seconds, lambda done: self._connection.send(("progress", done)))
+        return speed, self._rig.file_bytes
+
+    def load(self, setting: Setting, phase: str) -> None:
+        self._load = self._rig.load(setting, phase)
+
+    def pump(self, begin: float, seconds: float) -> list[Point]:
+        self._pumping = True
+        return self._load.pump(begin, seconds)
+
+    def finish(self) -> None:
+        self._pumping = False
+        self._load.finish()
+
+
+def main(descriptor: int) -> NoReturn:
+    """Be a rank of the process that has the other end of *descriptor*."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # the end of the connection tells of a death before this
+    connection = Connection(descriptor)
+    rank = _Rank(connection)
+    try:
+        rank.obey()
+    except (EOFError, ConnectionError):
+        pass
+    except (OffloadError, OSError, MemoryError) as error:
+        with contextlib.suppress(ConnectionError):
+            connection.send(("failure", error))
+    os._exit(0)  # the parent ends the others, and what is under way need not be waited for
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,127 @@
+"""`nvme-sweep --ranks`: the command says how many there were, and none outlives it, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.profile import Profile
+from nvme_offload.sweep import ranks
+
+SWEEP = [sys.executable, "-m", "nvme_offload.sweep.cli"]
+
+# What a rank runs before it starts: its engines with the control's queue depth find a broken drive.
+EIO = """
+import errno, nvme_offload._aio as aio, nvme_offload.sweep.trial as trial
+def faulty(config, engine=trial.Engine):
+    return engine(config, _faults=[(9, 1000, aio.FaultKind.FAIL, errno.EIO)] if config.queue_depth == 8 else [])
+trial.Engine = faulty
+"""
+
+
+def end_of(process_ids: list[int]) -> Iterator[bool]:
+    """Whether each process has ended, or does so soon."""
+    for process_id in process_ids:
+        try:
+            descriptor = os.pidfd_open(process_id)
+        except ProcessLookupError:
+            yield True
+            continue
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        yield bool(poll.poll(10_000))
+        os.close(descriptor)
+
+
+def arguments(disk: Path, reports: Path, seconds: int = 60) -> list[str]:
+    return [str(disk), "--report-dir", str(reports), "--size", "256MiB", "--ranks", "2", "--seconds", str(seconds)]
+
+
+@contextlib.contextmanager
+def sweeping(disk: Path, reports: Path, topic: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A sweep in a process group of its own, once its progress is at *topic*; and its ranks."""
+    command = [*SWEEP, *arguments(disk, reports)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_in_front) as process:
+        try:
+            assert process.stderr is not None
+            assert any(line.startswith(topic) for line in process.stderr)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            assert len(children) == 2
+            yield process, [int(child) for child in children]
+        finally:
+            process.kill()
+
+
+def _in_front() -> None:
+    """As a terminal's job: a group of its own, and Ctrl-C ends it, which a shell's background jobs ignore."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
+    command = [*SWEEP, *arguments(disk, tmp_path, 1), "--engine", "native"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "screen: read by 2 ranks with 1 MiB x 8" in result.stderr
+    assert result.stdout.splitlines()[0].endswith("; 2 ranks at once, speeds of all together")
+    assert " for each of 2 ranks." in result.stdout
+    (report,) = tmp_path.iterdir()
+    profile = Profile.load(report / "profile.json")
+    assert profile.workload["ranks"] == 2
+    assert profile.workload["file_bytes"] == {"read": 128 << 20, "write": 128 << 20}
+    assert profile.engine["name"] == "native"
+    assert any(reason.startswith("2 ranks, which are processes, ") for reason in profile.reasons)
+    for name in ("report.html", "report.md"):
+        assert "for each of 2 ranks" in (report / name).read_text(encoding="utf-8")
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("topic", "number", "code"),
+    [("filling", signal.SIGTERM, 143), ("screen", signal.SIGINT, 130), ("screen", signal.SIGKILL, -9)],
+)
+def test_ranks_end_with_their_parent(disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int) -> None:
+    with sweeping(disk, tmp_path, topic) as (process, children):
+        if number == signal.SIGINT:  # what a terminal does
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        out, rest = process.communicate(timeout=10)  # comes to an end when no process has these pipes any more
+    assert (process.returncode, out) == (code, "")
+    lines = [line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))]
+    assert lines == ([f"nvme-sweep: stopped by {number.name}; nothing was left on the drive"] if code > 0 else [])
+    assert all(end_of(children))
+    assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
+    with sweeping(disk, tmp_path, "screen") as (process, children):
+        os.kill(children[1], signal.SIGKILL)
+        out, rest = process.communicate(timeout=10)
+    assert (process.returncode, out) == (1, "")
+    last = [line for line in rest.splitlines() if not line.startswith("screen")]
+    assert last == ["nvme-sweep: rank 1 of 2 was ended by SIGKILL: is there the memory for so many?"]
+    assert all(end_of(children))
+    assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_a_rank_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
+    start = ranks._START.replace("from nvme", f"exec({EIO!r}); from nvme")
+    script = f"import sys\nfrom nvme_offload.sweep import cli, ranks\nranks._START = {start!r}\nsys.exit(cli.main())"
+    command = [sys.executable, "-c", script, *arguments(disk, tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    *progress, last = result.stderr.splitlines()
+    assert all(line.startswith(("filling", "screen")) for line in progress)
+    assert last.startswith("nvme-sweep: read of 16 MiB at ")
+    assert os.strerror(errno.EIO) in last
+    assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
