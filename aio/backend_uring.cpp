@@ -114,7 +114,7 @@ class MemoryTable {
   std::vector<iovec> regions_;
 };
 
-/// io_uring. What submit() takes is handed over by the next reap(), which waits in the same system call.
+/// io_uring. What the kernel does not take from the ring at once stays in it, and is offered again by the next call.
 class UringBackend final : public Backend {
  public:
   UringBackend(std::uint32_t queue_depth, WakeSignal& wake) : wake_(wake), places_(queue_depth, -1) {
@@ -147,6 +147,7 @@ class UringBackend final : public Backend {
       return 0;
     }
     for (std::size_t i = 0; i < count; ++i) prepare(*transfers[i]);  // the ring has an entry for each
+    note(::io_uring_submit(&ring_));
     return count;
   }
 
@@ -155,7 +156,7 @@ class UringBackend final : public Backend {
     files_.forget_unused(wait && in_flight_ == 0);
     if (broken_ == 0) {
       if (wait && !armed_) arm();
-      enter(wait);
+      note(wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_));
     }
     if (broken_ != 0) give_up(completions, wait);
     unsigned head = 0;
@@ -221,9 +222,8 @@ class UringBackend final : public Backend {
     armed_ = true;
   }
 
-  /// Hands over what is prepared, and waits. Shortage passes; any other error means that this ring takes nothing any more.
-  void enter(bool wait) {
-    const int result = wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_);
+  /// Takes note of what entering the kernel gave. Shortage passes; any other error means that this ring takes nothing any more.
+  void note(int result) {
     if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) broken_ = -result;
   }
 

@@ -75,12 +75,12 @@ class Worker {
  private:
   void run();
   void register_memory();
-  void prepare(std::uint32_t index);
+  bool prepare(std::uint32_t index);
   void offer(Slot& slot);
   void submit_ready();
   void reserve();
   void reap();
-  void judge(Slot& slot, std::int64_t result);
+  bool judge(Slot& slot, std::int64_t result);
   void stall(Slot& slot, int error);
   void fail(Slot& slot, int error);
 
@@ -92,6 +92,7 @@ class Worker {
   std::vector<std::uint32_t> accepted_;  // slots with a new block
   std::vector<const Transfer*> ready_;   // to be handed to the kernel
   std::vector<Completion> completions_;
+  std::size_t judged_ = 0;           // of *completions_*, those that are dealt with
   std::size_t registered_ = 0;       // entries of *memory* that the kernel queue has been offered
   std::size_t in_flight_ = 0;        // transfers that the kernel has
   std::uint32_t longest_stall_ = 0;  // among the transfers that made no progress since the last reap

@@ -22,7 +22,7 @@ class AioConfig:
     queue_depth: blocks in flight for one worker thread.
     thread_count: worker threads, each with a kernel queue of its own.
     backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a time for each thread; any filesystem).
-    single_submit: hand blocks to the kernel one by one instead of in batches; libaio only, the others have nothing to gain or to lose.
+    single_submit: hand blocks to the kernel one by one rather than two by two (or, blocks below 64 KiB, all at once).
     overlap_events: refill the queue whenever a block completes; otherwise only when it has run empty.
     direct: True for O_DIRECT or an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the page cache.
 
