@@ -1,0 +1,198 @@
+"""`python -m sweeps.peers DIR`: hold the contests of a plan on the drive of DIR, and write the report."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import itertools
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import click
+
+from nvme_offload.drive import describe
+from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
+from nvme_offload.units import format_bytes
+
+from . import bare, deepspeed_op, fio, latency, ours
+from .plan import Contest, Job, read_plan
+from .report import Results, Round, as_json, render
+from .rig import Buffers, Measurement, Rig
+
+_DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "engine.toml"
+_HOW = (
+    "Each round has both sides of every contest, one right after the other, and the next round has them the other way about. A ratio is the median over the "
+    "rounds of what one round gave; in brackets the middle 80 %, or all where there are fewer than ten rounds. A question mark says that the spread holds "
+    "both answers. fio is asked for nothing that costs it CPU beside moving bytes, and its memory is on pages of the same size as ours, touched before it "
+    "starts. Starting up counts on neither side; CPU seconds are those of all threads in the time that bytes move. Both have as many bytes in flight and as "
+    "many threads; a mixed contest is one request each way at once for us, and two jobs for fio that share depth or threads. The side "
+    "`bare` is a loop that submits block by block from the same memory as ours: fio's memory is only what it has in flight, which caches may hold."
+)
+
+
+class Peer(Protocol):
+    """A side of contests."""
+
+    version: str
+
+    def run(self, rig: Rig, job: Job) -> Measurement:
+        """Move *job* once."""
+
+
+_PEERS: dict[str, tuple[Callable[[frozenset[str]], Peer], set[str]]] = {
+    "ours": (ours.Ours, ours.OPTIONS),
+    "fio": (fio.Fio, fio.OPTIONS),
+    "bare": (bare.Bare, bare.OPTIONS),
+    "deepspeed": (deepspeed_op.DeepSpeedOp, deepspeed_op.OPTIONS),
+}
+
+
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.")
+@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]) -> None:
+    """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, by turns, and print a table in Markdown."""
+    signal.signal(signal.SIGTERM, _stop)
+    plan = read_plan(plan_path)
+    skipped: dict[str, str] = {}
+    results = Results(_facts(directory), plan, {}, skipped, [], [*note, _HOW])
+    started = time.monotonic()
+    with contextlib.ExitStack() as undo:
+        try:
+            _measure(results, directory, rounds or plan.rounds, undo)
+        except KeyboardInterrupt:
+            results.notes.insert(0, "Interrupted: not all rounds were held.")
+    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    text = render(results)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_name(output.name + ".md").write_text(text)
+        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n")
+    click.echo(text)
+
+
+def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.ExitStack) -> None:
+    plan, skipped = results.plan, results.skipped
+    contests = list(dict.fromkeys(contest for case in plan.cases for contest in case.contests))
+    peers = _peers(sorted({side for contest in contests for side in contest.sides}), skipped)
+    versions = [peer.version for peer in peers.values() if peer.version]
+    results.facts["versions"] = ", ".join(dict.fromkeys([*versions, _commit(), f"Python {platform.python_version()}"]))
+    contests = [contest for contest in contests if all(side in peers for side in contest.sides)]
+    buffers = Buffers(max(job.file_bytes for contest in contests for job in contest.jobs))
+    buffers.locked = next((peer.locked for peer in peers.values() if isinstance(peer, deepspeed_op.DeepSpeedOp)), None)
+    rigs: dict[str | None, Rig] = {}
+    for place in dict.fromkeys(contest.directory for contest in contests):
+        nbytes = max(job.file_bytes for contest in contests if contest.directory == place for job in contest.jobs)
+        _say(f"two files of {format_bytes(nbytes)} in {place or directory}")
+        rigs[place] = Rig(Path(place) if place else directory, nbytes, buffers)
+        undo.callback(rigs[place].close)
+    results.facts["direct I/O"] = ", ".join(f"{'yes' if rig.direct else 'no'} in {place or directory}" for place, rig in rigs.items())
+    gc.disable()  # its moments are nobody's
+    refused: set[Contest] = set()
+    started = time.monotonic()
+    for number in range(rounds):
+        for contest in contests:
+            if contest in refused:
+                continue
+            try:
+                held = _hold(contest, number, started, rigs[contest.directory], peers)
+            except UnsupportedError as error:
+                refused.add(contest)
+                skipped[f"{' / '.join(contest.sides)}, {contest.jobs[0]}"] = str(error)
+                _say(f"without {contest.jobs[0]}: {error}")
+            else:
+                results.rounds.setdefault(contest, []).append(held)
+    backends = dict.fromkeys(job.backend for contest in contests for job in contest.jobs)
+    for rig, backend in itertools.product(rigs.values(), backends):
+        results.latencies.append(latency.measure(rig, backend, plan.round_trips))
+
+
+def _peers(names: list[str], skipped: dict[str, str]) -> dict[str, Peer]:
+    peers: dict[str, Peer] = {}
+    for name in names:
+        base, *options = name.split("+")
+        if base not in _PEERS or not _PEERS[base][1].issuperset(options):
+            known = "; ".join(" or ".join([peer, *(f"{peer}+{option}" for option in sorted(has))]) for peer, (_, has) in _PEERS.items())
+            raise UsageError(f"{name!r} is no side; there are {known}")
+        _say(f"getting {name} ready")
+        try:
+            peers[name] = _PEERS[base][0](frozenset(options))
+        except UnsupportedError as error:
+            skipped[name] = str(error)
+            _say(f"without {name}: {error}")
+    return peers
+
+
+def _hold(contest: Contest, number: int, started: float, rig: Rig, peers: dict[str, Peer]) -> Round:
+    first = number % 2
+    moment = time.monotonic() - started
+    found: dict[int, Measurement] = {}
+    for side in (first, 1 - first):
+        found[side] = peers[contest.sides[side]].run(rig, contest.jobs[side])
+    speeds = [found[side].nbytes / found[side].seconds / 1e9 for side in (0, 1)]
+    figures = f"{speeds[0]:.2f} / {speeds[1]:.2f} GB/s = {speeds[0] / speeds[1]:.2f}"
+    _say(f"round {number + 1}, {' / '.join(contest.sides)}: {contest.jobs[0]}: {figures}")
+    return Round(number, first, moment, (found[0], found[1]))
+
+
+def _facts(directory: Path) -> dict[str, str]:
+    drive = describe(directory)
+    disk = ", ".join(filter(None, (drive.model, *drive.physical_devices, *drive.layers)))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "-m", "sweeps.peers", *sys.argv[1:]]),
+        "processor": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(memory)} of memory",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "drive": f"{disk or drive.device}; requests up to {drive.max_block_kib} KiB, scheduler {drive.scheduler}",
+        "filesystem": f"{drive.filesystem} ({', '.join(drive.mount_options)}) at {drive.mount_point}, {format_bytes(drive.free_bytes)} free",
+        "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        asked = ["git", "describe", "--always", "--dirty"]
+        described = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        return f"commit {described}"
+    return "commit unknown"
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        main.main(prog_name="python -m sweeps.peers", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (OffloadError, OSError) as error:
+        _say(f"sweeps.peers: {error}")
+        sys.exit(1)

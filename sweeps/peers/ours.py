@@ -1,0 +1,78 @@
+"""Our own engine, as a side of a contest."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nvme_offload import __version__
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine, Ticket
+from nvme_offload.errors import UnsupportedError
+
+from .plan import Job
+from .rig import Measurement, Rig, cpu_seconds, require_read, spoil
+
+OPTIONS = {"checksum", "registered", "single"}
+_REGISTRATION_SECONDS = 10.0
+
+
+class Ours:
+    """All requests are submitted, then all are waited for. Engine, files and memory are ready before the clock starts.
+
+    Options: "checksum" sums what is moved; "registered" lets the kernel pin the memory once, as a pool does; "single" is single_submit, which
+    keeps the kernel from merging neighbouring blocks into larger ones.
+    """
+
+    def __init__(self, options: frozenset[str]) -> None:
+        self._options = options
+        self.version = f"nvme-offload {__version__}"
+
+    def run(self, rig: Rig, job: Job) -> Measurement:
+        """Move *job* once. Raises: OffloadError."""
+        config = AioConfig(job.block_size, job.queue_depth, job.thread_count, job.backend, "single" in self._options, direct=rig.direct)
+        buffers = {direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes] for number, direction in enumerate(job.directions)}
+        with Engine(config) as engine:
+            calls: list[tuple[Callable[..., Ticket], Any, Any, int]] = []
+            verbs: dict[str, Callable[..., Ticket]] = {"read": engine.read, "write": engine.write}
+            files = {direction: engine.open(rig.path(direction), direction[0]) for direction in job.directions}
+            for begin in range(0, job.file_bytes * job.passes, job.request_bytes):
+                place = begin % job.footprint_bytes
+                for direction, buffer in buffers.items():
+                    calls.append((verbs[direction], buffer[place : place + job.request_bytes], files[direction], begin % job.file_bytes))
+            if "registered" in self._options:
+                _register(engine, list(buffers.values()))
+            if "read" in buffers:
+                spoil(buffers["read"])
+            measurement = self._time(calls, job.nbytes)
+        if "read" in buffers:
+            require_read(buffers["read"], "the engine")
+        return measurement
+
+    def _time(self, calls: list[tuple[Callable[..., Ticket], Any, Any, int]], nbytes: int) -> Measurement:
+        tickets, moments = [], []
+        checksum = "checksum" in self._options
+        cpu, began = cpu_seconds(), time.perf_counter()
+        for verb, memory, file, offset in calls:
+            moments.append(time.perf_counter())
+            tickets.append(verb(memory, file, offset, checksum=checksum))
+        moments.append(time.perf_counter())
+        for ticket in tickets:
+            ticket.wait()
+        seconds = time.perf_counter() - began
+        cpu = cpu_seconds() - cpu
+        submits = tuple(after - before for before, after in itertools.pairwise(moments))
+        return Measurement(nbytes, seconds, cpu, submits)
+
+
+def _register(engine: Engine, buffers: list[Any]) -> None:
+    """The workers register when they next wake: let them be through before the clock starts."""
+    for buffer in buffers:
+        engine.register(buffer)
+    deadline = time.monotonic() + _REGISTRATION_SECONDS
+    while engine.stats().registered_bytes < sum(buffer.nbytes for buffer in buffers):
+        if time.monotonic() > deadline:
+            raise UnsupportedError("the kernel did not register the memory: it needs io_uring, and room in RLIMIT_MEMLOCK")
+        time.sleep(0.001)

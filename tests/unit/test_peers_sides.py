@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nvme_offload.errors import CorruptionError, UnsupportedError
+from sweeps.peers import fio
+from sweeps.peers.bare import Bare
+from sweeps.peers.ours import Ours
+from sweeps.peers.plan import Job
+from sweeps.peers.rig import Buffers, Rig, require_read, spoil
+
+MIB = 1 << 20
+
+
+def job(direction: str, **changes: Any) -> Job:
+    settings = {"backend": "libaio", "block_size": 128 << 10, "queue_depth": 8, "thread_count": 1, "memory": "huge"}
+    sizes = {"footprint_bytes": 4 * MIB, "request_bytes": 4 * MIB, "requests": 1, "passes": 1}
+    return Job(**{"direction": direction, **settings, **sizes, **changes})
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Any:
+    rig = Rig(tmp_path, 4 * MIB, Buffers(4 * MIB))
+    yield rig
+    rig.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def fio_output(job_: Job, milliseconds: dict[str, int], nbytes: int) -> dict[str, Any]:
+    entries = [
+        {"jobname": name, name: {"io_bytes": nbytes, "runtime": took}, "usr_cpu": 2.0, "sys_cpu": 8.0, "job_runtime": took}
+        for name, took in milliseconds.items()
+    ]
+    return {"jobs": entries}
+
+
+def test_fio_jobs_at_once_take_as_long_as_the_longest() -> None:
+    found = fio.parse(fio_output(job("mixed"), {"read": 200, "write": 500}, 4 * MIB), job("mixed"))
+    assert found[:3] == pytest.approx((8 * MIB, 0.5, 0.07))
+
+
+def test_fio_that_moved_too_little_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="moved 4096 of 4194304 bytes"):
+        fio.parse(fio_output(job("read"), {"read": 200}, 4096), job("read"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "jobs", "threads", "depth"),
+    [(job("read"), 1, 1, 8), (job("read", thread_count=4), 1, 4, 8), (job("mixed"), 2, 1, 4), (job("mixed", thread_count=4), 2, 2, 8)],
+)
+def test_fio_has_as_many_threads_and_blocks_in_flight(rig: Rig, asked: Job, jobs: int, threads: int, depth: int) -> None:
+    command = fio.Fio.command(object.__new__(_PlainFio), rig, asked)
+    assert (f"--numjobs={threads}" in command, f"--iodepth={depth}" in command) == (True, True)
+    assert sum(word.startswith("--name=") for word in command) == jobs
+    assert f"--size={4 * MIB // threads}" in command
+
+
+class _PlainFio(fio.Fio):
+    _options = frozenset()
+
+
+@pytest.mark.parametrize("side", ["ours", "ours+checksum", "bare", "fio"])
+@pytest.mark.parametrize("direction", ["read", "write", "mixed"])
+def test_sides_move_all_bytes(rig: Rig, side: str, direction: str) -> None:
+    if side == "fio" and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    name, *options = side.split("+")
+    peer = {"ours": Ours, "bare": Bare, "fio": fio.Fio}[name](frozenset(options))
+    asked = job(direction, footprint_bytes=MIB, request_bytes=MIB // 2, requests=8, passes=2)
+    found = peer.run(rig, asked)
+    assert found.nbytes == (16 if direction == "mixed" else 8) * MIB
+    assert found.seconds > 0
+    expected = np.fromfile(rig.path("read"), np.uint8)
+    stamps = expected.view(np.uint64)[::512]
+    assert stamps.tolist() == list(range(1, 1025))
+
+
+def test_a_page_that_was_not_read_is_noticed() -> None:
+    buffer = Buffers(MIB).get("small", 0).copy()
+    require_read(buffer, "nobody")
+    buffer.view(np.uint64)[512 * 7] = 7
+    with pytest.raises(CorruptionError, match="28 KiB"):
+        require_read(buffer, "somebody")
+    spoil(buffer)
+    with pytest.raises(CorruptionError, match="0 bytes"):
+        require_read(buffer, "somebody")
