@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -124,7 +125,9 @@ void File::settle(Direct direct, std::uint64_t nbytes) {
     const bool told = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.mask & STATX_DIOALIGN) != 0;
     const bool refused = told && answer.dio_offset_alignment == 0;
     // tmpfs takes the flag and then serves from memory all the same: that is the page cache, and is called so.
-    direct_ = !refused && !is_memory_filesystem(descriptor_) && ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
+    // A block device is asked itself, though its node lies on devtmpfs.
+    const bool in_memory = S_ISREG(status.st_mode) && is_memory_filesystem(descriptor_);
+    direct_ = !refused && !in_memory && ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
     if (!direct_ && direct == Direct::required) {
       throw Unsupported("the filesystem of " + path() + " has no O_DIRECT: use another one, or direct=\"auto\" to go through the page cache");
     }
@@ -169,6 +172,8 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   const auto size = static_cast<std::uint64_t>(status.st_size);
   // Asked first: a failed allocation keeps what it got, out of sight behind the file's end, and fills the drive with it.
   const auto free_blocks = static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
+  struct rlimit largest {};
+  if (end > size && ::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) return EFBIG;
   const std::uint64_t beyond = end > size ? end - std::max(offset, size) : 0;
   if (filesystem.f_blocks > 0 && beyond / static_cast<std::uint64_t>(filesystem.f_bsize) > free_blocks) return ENOSPC;
 

@@ -163,7 +163,6 @@ def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Moun
     assert eventually(lambda: free_bytes(place) >= before)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="the space that was set aside before the limit refused the growth stays allocated behind the end of the file")
 def test_growing_past_the_file_size_limit_changes_nothing(configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Limit) -> None:
     path, new = directory / "data", directory / "new"
     kept, data = random_bytes(5000), random_bytes(4 << 20)
@@ -390,10 +389,6 @@ def loop_drive() -> Iterator[Callable[[int, int], LoopDrive]]:
         yield make
 
 
-NO_DIRECT_BLOCK_DEVICE = "a block device's node lies on devtmpfs, whose number is that of tmpfs, and is refused as a filesystem without O_DIRECT"
-
-
-@pytest.mark.xfail(raises=UnsupportedError, reason=NO_DIRECT_BLOCK_DEVICE)
 @pytest.mark.parametrize("misalignment", [0, 13])
 def test_a_drive_with_a_dead_half(backend: str, loop_drive: Callable[[int, int], LoopDrive], random_bytes: RandomBytes, misalignment: int) -> None:
     drive = loop_drive(4 << 20, 512)
@@ -456,7 +451,6 @@ def test_a_write_that_only_the_page_cache_took_fails_at_sync(backend: str, loop_
     assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.EIO, "sync", str(drive.path))
 
 
-@pytest.mark.xfail(raises=UnsupportedError, reason=NO_DIRECT_BLOCK_DEVICE)
 def test_a_drive_of_4096_byte_sectors_takes_offsets_of_512(backend: str, loop_drive: Callable[[int, int], LoopDrive], random_bytes: RandomBytes) -> None:
     drive = loop_drive(1 << 20, 4096)
     model = np.zeros(1 << 20, np.uint8)
