@@ -14,6 +14,15 @@ from nvme_offload.engine import allocate
 NBYTES = (1 << 20) + 777
 
 
+@pytest.fixture(autouse=True)
+def _built_in(tmp_path: Path) -> None:
+    with Engine(AioConfig(direct="auto")) as engine:
+        try:
+            engine.write(b"", tmp_path / "empty", checksum=True)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+
+
 @pytest.fixture
 def payload() -> np.ndarray:
     return np.random.default_rng(11).integers(0, 256, NBYTES, dtype=np.uint8)
