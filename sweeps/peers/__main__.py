@@ -34,9 +34,10 @@ _HOW = (
     "Each round has both sides of every contest, one right after the other, and the next round has them the other way about. A ratio is the median over the "
     "rounds of what one round gave; in brackets the middle 80 %, or all where there are fewer than ten rounds. A question mark says that the spread holds "
     "both answers. fio is asked for nothing that costs it CPU beside moving bytes, and its memory is on pages of the same size as ours, touched before it "
-    "starts. Starting up counts on neither side; CPU seconds are those of all threads in the time that bytes move. Both have as many bytes in flight and as "
-    "many threads; a mixed contest is one request each way at once for us, and two jobs for fio that share depth or threads. The side "
-    "`bare` is a loop that submits block by block from the same memory as ours: fio's memory is only what it has in flight, which caches may hold."
+    "starts. Starting up counts on neither side; CPU seconds are those of all threads in the time that bytes move; fio does not count the kernel's own "
+    "threads that io_uring hands blocks to where a file cannot take them at once (tmpfs), ours does. Both have as many bytes in flight and as many threads; "
+    "a mixed contest is one request each way at once for us, and two jobs for fio that share depth or threads. The side `bare` is a loop that submits block "
+    "by block from the same memory as ours: fio's memory is only what it has in flight, which caches may hold."
 )
 
 

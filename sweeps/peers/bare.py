@@ -7,6 +7,7 @@ it lacks against fio nobody can make up, and what we lack against it is our own.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import time
 from typing import Any
@@ -75,8 +76,7 @@ class Bare:
         submitted = finished = 0
         while finished < len(blocks):
             while submitted < len(blocks) and submitted - finished < job.queue_depth:
-                self._require(self._libaio.io_submit(context, ctypes.c_long(1), ctypes.byref(pointers[submitted])), job)
-                submitted += 1
+                submitted += self._require(self._libaio.io_submit(context, ctypes.c_long(1), ctypes.byref(pointers[submitted])), job)
             count = self._require(self._libaio.io_getevents(context, ctypes.c_long(1), ctypes.c_long(job.queue_depth), place, None), job)
             if (events["result"][:count] != job.block_size).any():
                 raise IOFailure(5, "the bare loop failed", operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
@@ -86,6 +86,8 @@ class Bare:
         return Measurement(job.nbytes, seconds, cpu)
 
     def _require(self, result: int, job: Job) -> int:
+        if result == -errno.EINTR:  # nothing happened, and every caller comes back for it
+            return 0
         if result < 0:
             raise IOFailure(-result, os.strerror(-result), operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
         return result

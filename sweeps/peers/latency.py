@@ -32,13 +32,27 @@ class Latencies(NamedTuple):
 
 def measure(rig: Rig, backend: str, count: int) -> Latencies:
     """Read 4 KiB *count* times in each way. Raises: OffloadError, OSError."""
+    everywhere = os.sched_getaffinity(0)
+    here = {min(everywhere)}
+    try:
+        # Worker threads inherit where they may run. Apart, or a caller that polls keeps the worker from the core that both were put on.
+        os.sched_setaffinity(0, everywhere - here or here)
+        with Engine(AioConfig(queue_depth=8, backend=backend, direct=rig.direct)) as engine:
+            os.sched_setaffinity(0, here)
+            return _measure(rig, engine, count)
+    finally:
+        os.sched_setaffinity(0, everywhere)
+
+
+def _measure(rig: Rig, engine: Engine, count: int) -> Latencies:
+    backend = engine.config.backend
     found = Latencies(backend, str(rig.path("read").parent.parent), [], [], [], [])
     path, buffer = rig.path("read"), rig.buffers.get("huge", 0)
     block = buffer[:_BYTES].data
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if rig.direct else 0))
     clock = time.perf_counter
     try:
-        with Engine(AioConfig(queue_depth=8, backend=backend, direct=rig.direct)) as engine, engine.open(path) as file:
+        with engine.open(path) as file:
             for index in range(count):
                 offset = index * _BYTES % rig.nbytes
                 began = clock()
