@@ -237,9 +237,9 @@ def _case(case: Case, rows: Sequence[Row], results: Results) -> list[str]:
     sentences = [f"{', '.join(said)}; {min(row.rounds for row in rows)} rounds. Memory {memory}."]
     if rows[0].contest.directory is not None:
         sentences.append(f"In {rows[0].contest.directory}.")
-    against = {str(row.contest.jobs[1]) for row in rows if row.contest.jobs[0] != row.contest.jobs[1]}
-    if against:
-        sentences.append(f"{second} has: {'; '.join(sorted(against))}.")
+    others = dict.fromkeys((labels[name], _setting(row.contest.jobs[1], name)) for row in rows for name in names if _differs(row.contest, name))
+    if others:
+        sentences.append(f"{second} has {', '.join(f'{label} {value}' for label, value in others)}.")
     return [f"## {case.title}: {first} / {second}", " ".join(sentences), _table(head, lines)]
 
 
@@ -281,6 +281,10 @@ def _latencies(latencies: Sequence[Latencies]) -> list[str]:
         f"{len(latencies[0].pread)} times each, by turns.",
         _table(head, lines),
     ]
+
+
+def _differs(contest: Contest, name: str) -> bool:
+    return bool(getattr(contest.jobs[0], name) != getattr(contest.jobs[1], name))
 
 
 def _setting(job: Job, name: str) -> str:

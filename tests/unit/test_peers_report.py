@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -70,6 +71,14 @@ def test_only_settings_that_vary_have_a_column() -> None:
     text = render(results(rounds((1.0, 1.0)), speed_target=None))
     assert "| ours GB/s | fio GB/s | speed ratio | ours CPU s/GiB |" in text
     assert "1 request of 1 GiB, read, backend libaio, block 1 MiB, depth 16, threads 1; 1 rounds." in text
+
+
+def test_what_the_other_side_has_instead_is_said() -> None:
+    found = results([])
+    uneven = Contest(CONTEST.sides, (JOB, dataclasses.replace(JOB, backend="posix", thread_count=2)), None)
+    found.plan = Plan(1, 1, (Case("Uneven", (uneven,), None, None),))
+    found.rounds = {uneven: rounds((1.0, 1.0))}
+    assert "fio has backend posix, threads 2." in render(found)
 
 
 def test_a_case_that_was_not_held_is_said() -> None:
