@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -47,6 +48,9 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
+    # A job in the background of a shell ignores SIGINT, and so would every interpreter that a test starts and sends Ctrl-C.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only")
 
 
