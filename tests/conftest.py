@@ -48,9 +48,11 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
-    # A job in the background of a shell ignores SIGINT, and so would every interpreter that a test starts and sends Ctrl-C.
+    # A job in the background of a shell, or under nohup, ignores signals, and so would every interpreter that a test starts and sends them to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line("markers", f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only")
 
 

@@ -166,7 +166,7 @@ def test_a_signal_ends_it_with_one_line_and_nothing_left(disk: Path, tmp_path: P
         wait_for(process, topic)
         process.send_signal(number)
         out, rest = process.communicate(timeout=10)
-    assert process.returncode == code
+    assert process.returncode == code, rest
     assert out == ""
     last = rest.splitlines()[-1]
     assert last.startswith(f"nvme-sweep: stopped by {number.name}")
