@@ -10,7 +10,7 @@ from typing import Any
 from .config import AioConfig
 from .errors import UsageError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PHASES = ("read", "write", "mixed")
 
 
@@ -48,6 +48,7 @@ class Trial:
     stage: the round of the search, such as "screen" or "final"; control: whether this was the control setting, run to see the drive drift.
     relative: gb_per_s over the control's at the same time and phase (1.0 is DeepSpeed's defaults).
     started_seconds: since the sweep began. samples: (seconds since the window began, bytes so far) pairs for the throughput over time.
+    flaw: why the trial does not count, "drifted" (the drive jumped around it) or "impossible" (a cache answered); "" when it does.
     """
 
     phase: str
@@ -67,6 +68,7 @@ class Trial:
     relative: float
     started_seconds: float
     samples: tuple[tuple[float, int], ...] = ()
+    flaw: str = ""
 
     @property
     def setting(self) -> Setting:
@@ -99,12 +101,98 @@ class Best:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latency:
+    """How long requests of one block took, from submitting to done, while the queues of *setting* were kept full under *phase*.
+
+    blocks: how many were timed, by all ranks; the rest in milliseconds. One thread looks for finished requests every 0.1 ms.
+    """
+
+    phase: str
+    setting: Setting
+    blocks: int
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What something else reached with the chosen setting, by turns with the engine.
+
+    name: "fio", or the other backend ("io_uring", "libaio"); version: of what is not ours. gb_per_s: the median; chosen_gb_per_s: of the engine's
+    runs between. relative: the median ratio of the first to the second, relative_low and relative_high its middle 90 %, or all where there are few.
+    """
+
+    name: str
+    version: str
+    phase: str
+    gb_per_s: float
+    chosen_gb_per_s: float
+    relative: float
+    relative_low: float
+    relative_high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sustained:
+    """Writing on and on with the chosen setting, to find where a drive's cache ends.
+
+    bytes, seconds: what was written, over one file again and again. samples: (seconds, bytes so far) pairs. first_gb_per_s: of the first round;
+    steady_gb_per_s: of the last five rounds. steady: whether those were steady (SNIA: a range of at most 20 % of the mean, a slope of at most 10 %).
+    cache_ends_bytes: after how many bytes the speed fell for good; None when it did not.
+    """
+
+    bytes: int
+    seconds: float
+    samples: tuple[tuple[float, int], ...]
+    first_gb_per_s: float
+    steady_gb_per_s: float
+    steady: bool
+    cache_ends_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StripePath:
+    """One of several paths: its speeds by phase, *alone* and while all were used at once (*together*), in GB/s, each at its own setting.
+
+    weight: the share of the bytes that belongs on it, so that all are done at the same time; the weights of all paths make 1.
+    """
+
+    path: str
+    device: str
+    model: str
+    setting: Setting
+    alone: dict[str, float]
+    together: dict[str, float]
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """What a drive says of itself; of several disks the worst. None for what it did not say.
+
+    source: who asked, "nvme-cli", "smartctl" or "sysfs". wear: the share of its rated life that is used, 1.0 at its end; written_bytes: in its life.
+    throttled_seconds: in its life, above a temperature at which it slows itself down. critical: what it warns of, in its own words.
+    """
+
+    source: str
+    temperature_celsius: float | None = None
+    wear: float | None = None
+    written_bytes: int | None = None
+    throttled_seconds: int | None = None
+    critical: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Profile:
     """Everything that a sweep learned of a drive.
 
     drive, workload, engine: plain values as JSON holds them; `drive["path"]`, `["model"]`, `["filesystem"]` and `["device"]` are always there,
-    each a string. best: by phase. chosen: the one setting for all of training. performance: the chosen setting by phase, as `Best`.
-    reasons: sentences that say why chosen was chosen. steady: whether the drive held its speed while it was judged. warnings: sentences.
+    each a string; `engine["name"]` is "native" or "deepspeed". best: by phase. chosen: the one setting for all of training. performance: the chosen
+    setting by phase, as `Best`. reasons: sentences that say why chosen was chosen. steady: whether the drive held its speed while it was judged.
+    warnings: sentences. The rest is there where it was measured: latencies of the finalists and the control; beside: others at the chosen setting;
+    sustained; stripe: all paths of a sweep of several, this one among them; health_before, health_after.
     """
 
     tool_version: str
@@ -120,6 +208,12 @@ class Profile:
     reasons: tuple[str, ...]
     steady: bool
     warnings: tuple[str, ...]
+    latencies: tuple[Latency, ...] = ()
+    beside: tuple[Beside, ...] = ()
+    sustained: Sustained | None = None
+    stripe: tuple[StripePath, ...] = ()
+    health_before: Health | None = None
+    health_after: Health | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -137,20 +231,43 @@ class Profile:
             version = data["schema_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{source} is not a drive profile: {error!r}") from None
-        if version != SCHEMA_VERSION:
+        if isinstance(version, bool) or version not in _READABLE:
             raise UsageError(f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again")
         try:
-            data["trials"] = tuple(Trial(**{**trial, "samples": tuple((seconds, count) for seconds, count in trial["samples"])}) for trial in data["trials"])
-            for group in ("best", "performance"):
-                data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
-            data["chosen"] = Setting(**data["chosen"])
-            for name in ("reasons", "warnings"):
-                data[name] = tuple(data[name])
-            return cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(**_decoded(data))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a profile."""
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+_READABLE = (1, SCHEMA_VERSION)  # the first filed trials that do not count under a stage with the name of the flaw
+_FLAWS = ("drifted", "impossible")
+
+
+def _decoded(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `Profile` from what JSON gives, which knows neither tuples nor dataclasses. Raises: KeyError, TypeError, ValueError, AttributeError."""
+    if data["schema_version"] == 1:
+        data["trials"] = [{**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""} for trial in data["trials"]]
+        data["schema_version"] = SCHEMA_VERSION
+    data["trials"] = tuple(Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"])
+    for group in ("best", "performance"):
+        data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
+    data["chosen"] = Setting(**data["chosen"])
+    for name in ("reasons", "warnings"):
+        data[name] = tuple(data[name])
+    for name, kind in (("latencies", Latency), ("stripe", StripePath)):
+        data[name] = tuple(kind(**{**each, "setting": Setting(**each["setting"])}) for each in data.get(name, ()))
+    data["beside"] = tuple(Beside(**each) for each in data.get("beside", ()))
+    if sustained := data.get("sustained"):
+        data["sustained"] = Sustained(**{**sustained, "samples": _pairs(sustained["samples"])})
+    for name in ("health_before", "health_after"):
+        data[name] = Health(**data[name]) if data.get(name) else None
+    return data
+
+
+def _pairs(samples: list[list[Any]]) -> tuple[tuple[float, int], ...]:
+    return tuple((seconds, count) for seconds, count in samples)

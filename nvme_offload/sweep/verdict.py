@@ -298,6 +298,7 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
         relative=relative,
         started_seconds=seen.started_seconds,
         samples=result.samples,
+        flaw=seen.flaw,
     )
 
 
