@@ -212,7 +212,7 @@ def drift(profile: Profile) -> str:
     """The control setting over the time of the sweep: what the drive did by itself."""
     runs = {
         phase: sorted(
-            (trial.started_seconds, trial.gb_per_s) for trial in profile.trials if trial.control and trial.phase == phase and trial.stage != "impossible"
+            (trial.started_seconds, trial.gb_per_s) for trial in profile.trials if trial.control and trial.phase == phase and trial.flaw != "impossible"
         )
         for phase in PHASES
     }
@@ -239,7 +239,7 @@ def over_time(profile: Profile) -> str:
     stage = summary.last_stage(profile.trials)
     lines: dict[str, list[tuple[str, list[tuple[float, float]]]]] = {}
     for trial in profile.trials:
-        if trial.stage == stage and (points := summary.throughput(trial)):
+        if trial.stage == stage and not trial.flaw and (points := summary.throughput(trial)):
             role = "chosen" if trial.setting == profile.chosen else "defaults" if trial.control else "others"
             lines.setdefault(trial.phase, []).append((role, points))
     phases = [phase for phase in PHASES if phase in lines]

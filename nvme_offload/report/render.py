@@ -105,7 +105,7 @@ def _context(profile: Profile) -> dict[str, Any]:
     chosen, drive = profile.chosen, profile.drive
     stages: dict[str, list[Trial]] = {}
     for trial in profile.trials:
-        stages.setdefault(trial.stage, []).append(trial)
+        stages.setdefault(trial.flaw or trial.stage, []).append(trial)
     link = drive.get("link_bytes_per_second")
     return {
         "profile": profile,
@@ -125,7 +125,7 @@ def _context(profile: Profile) -> dict[str, Any]:
         "finalists": summary.finalists(profile),
         "last_stage": summary.last_stage(profile.trials),
         "controls": {trial.setting for trial in profile.trials if trial.control} or {DEEPSPEED_DEFAULTS},
-        "stages": [(stage, trials, {trial.setting for trial in trials}, stage in summary.FLAWED_STAGES) for stage, trials in stages.items()],
+        "stages": [(stage, trials, {trial.setting for trial in trials}, any(trial.flaw for trial in trials)) for stage, trials in stages.items()],
         "settings_tried": len({trial.setting for trial in profile.trials}),
         "seconds_measured": sum(trial.seconds for trial in profile.trials),
         "bytes_moved": sum(trial.bytes for trial in profile.trials),

@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from nvme_offload.profile import PHASES, Best, Profile, Setting, Trial
 
-# The stages under which a sweep files trials that it does not believe: the drive jumped around them, or a cache answered.
-FLAWED_STAGES = ("drifted", "impossible")
-
 # ZeRO-Infinity's optimizer step with mixed-precision Adam: master weights, two moments and the gradient, 4 bytes each, all read and all written.
 STEP_BYTES_PER_PARAMETER = 16 + 16
 
@@ -26,7 +23,7 @@ class Median(NamedTuple):
 
 def sound(trials: Iterable[Trial]) -> list[Trial]:
     """The trials that count."""
-    return [trial for trial in trials if trial.stage not in FLAWED_STAGES]
+    return [trial for trial in trials if not trial.flaw]
 
 
 def medians(trials: Iterable[Trial], phase: str) -> dict[Setting, Median]:
@@ -116,7 +113,7 @@ class Finalist(NamedTuple):
 def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
     """The settings of the deciding stage, the fastest first; the chosen one and the control stay when there are too many."""
     stage = last_stage(profile.trials)
-    decisive = [trial for trial in profile.trials if trial.stage == stage]
+    decisive = [trial for trial in sound(profile.trials) if trial.stage == stage]
     by_phase = {phase: medians(decisive, phase) for phase in PHASES}
     controls = {trial.setting for trial in decisive if trial.control}
     settings = dict.fromkeys(trial.setting for trial in decisive)

@@ -43,7 +43,7 @@ def made_up_profile(**changes: Any) -> Profile:
     chance = random.Random(7)
     trials: list[Trial] = []
 
-    def run(setting: Setting, phase: str, stage: str, seconds: float, control: bool = False, samples: bool = False) -> None:
+    def run(setting: Setting, phase: str, stage: str, seconds: float, control: bool = False, samples: bool = False, flaw: str = "") -> None:
         started = sum(trial.seconds + 0.02 for trial in trials)
         drift = 1 + 0.05 * math.sin(started / 9)
         relative = made_up_relative(setting, phase) * chance.gauss(1, 0.015)
@@ -64,6 +64,7 @@ def made_up_profile(**changes: Any) -> Profile:
                 control=control,
                 relative=1.0 if control else relative,
                 started_seconds=started,
+                flaw=flaw,
                 samples=tuple((moment, int(speed * (moment + late) * 1e9)) for moment, late in zip(moments, wobble, strict=True)),
             )
         )
@@ -77,7 +78,7 @@ def made_up_profile(**changes: Any) -> Profile:
         if index % 3 == 0:
             run(setting, "read", "screen", 0.1)
             run(setting, "write", "screen", 0.1)
-    run(grid[3], "mixed", "drifted", 0.1)
+    run(grid[3], "mixed", "screen", 0.1, flaw="drifted")
     for _ in range(4):
         for setting in (CHOSEN, FASTEST, Setting(1 << 20, 32, 1), Setting(512 << 10, 32, 2)):
             for phase in PHASES:
@@ -161,7 +162,7 @@ class Page(HTMLParser):
 def rendered(profile: Profile, directory: Path) -> tuple[Page, str, pandas.DataFrame]:
     html, markdown, csv = render.write(profile, directory)
     assert [path.name for path in (html, markdown, csv)] == ["report.html", "report.md", "trials.csv"]
-    return Page(html.read_text(encoding="utf-8")), markdown.read_text(encoding="utf-8"), pandas.read_csv(csv)
+    return Page(html.read_text(encoding="utf-8")), markdown.read_text(encoding="utf-8"), pandas.read_csv(csv, keep_default_na=False)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +325,7 @@ def test_the_markdown_says_the_same(outcome: tuple[Page, str, pandas.DataFrame, 
 
 def test_flawed_trials_count_nowhere() -> None:
     honest = made_up_profile()
-    wild = dataclasses.replace(honest.trials[-1], stage="impossible", gb_per_s=900.0, relative=300.0, control=False, thread_count=64)
+    wild = dataclasses.replace(honest.trials[-1], flaw="impossible", gb_per_s=900.0, relative=300.0, control=False, thread_count=64)
     profile = made_up_profile(trials=(*honest.trials, wild))
     assert summary.last_stage(profile.trials) == "final"
     for chart in (charts.heat_map, charts.by_threads, charts.by_bytes_in_flight, charts.drift, charts.over_time):
