@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import os
+from typing import Any, Literal
 
 from .errors import UsageError
 
@@ -50,6 +51,17 @@ class AioConfig:
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if not (isinstance(self.direct, bool) or self.direct == "auto"):
             raise UsageError(f"direct must be true, false or 'auto', not {self.direct!r}")
+
+    @classmethod
+    def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
+        """The settings that `nvme-sweep` chose for the drive that *path* is on, with *changes*.
+
+        Raises: UnsupportedError, which says what to run, when that drive was never swept; UsageError for a change that is not possible, or a
+        profile that cannot be read; OSError when *path* cannot be looked at.
+        """
+        from . import profile_shelf  # which knows this module
+
+        return dataclasses.replace(profile_shelf.find(os.fspath(path)).chosen.config(), **changes)
 
     @property
     def bytes_in_flight(self) -> int:

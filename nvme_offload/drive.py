@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ _NETWORK_FILESYSTEMS = {
 }
 _OVERLAY_FILESYSTEMS = {"overlay", "aufs", "fuse.fuse-overlayfs"}
 _NEARLY_FULL = 0.10
+_FS_IOC_GETFSUUID = 0x80111500  # _IOR(0x15, 0, struct fsuuid2) of linux/fs.h, since Linux 6.9: a length and 16 bytes
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI vendor, and the class of what shows or computes pictures
 
 # PCI vendors whose devices are software (virtio, QEMU): the link that they report is made up and limits nothing.
 _EMULATED_PCI_VENDORS = {"0x1af4", "0x1b36"}
@@ -34,8 +38,10 @@ class Drive:
     path: as given, made absolute. device: "/dev/nvme0n1p1", "/dev/mapper/data", or the source of a filesystem without a block device.
     layers: what lies between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop". physical_devices: the disks below.
     size_bytes, free_bytes: of the filesystem; free is what this user may still write. max_block_kib: the largest request that the kernel does not split.
-    pcie_link, link_bytes_per_second: as negotiated now, in each direction; the sum over all disks.
+    pcie_link, link_bytes_per_second: as negotiated now, in each direction; the sum over all disks. pcie_link_most: what drive and slot are made for.
     rotational, scheduler, queue_requests, temperature_celsius: of the worst disk. numa_node: where all disks share one.
+    cpu_numa_nodes, gpu_numa_nodes: of the processors that this process may use, and of the NVIDIA GPUs of the machine.
+    identity: a hash of what tells this drive, with its layers and filesystem, from others; the same after a reboot.
     """
 
     path: str
@@ -60,6 +66,10 @@ class Drive:
     link_bytes_per_second: int | None
     numa_node: int | None
     temperature_celsius: float | None
+    pcie_link_most: str | None = None
+    cpu_numa_nodes: tuple[int, ...] = ()
+    gpu_numa_nodes: tuple[int, ...] = ()
+    identity: str = ""
 
     @property
     def name(self) -> str:
@@ -105,10 +115,11 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     nodes = {_number(_first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
     rotational = [flag for queue in disk_queues if (flag := _number(_text(queue / "rotational"))) is not None]
+    device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
     return Drive(
         path=str(absolute),
         mount_point=mount.point,
-        device=_device_name(blocks[0]) if blocks else mount.source or mount.filesystem,
+        device=device,
         filesystem=mount.filesystem,
         mount_options=mount.options,
         layers=tuple(dict.fromkeys(layers)),
@@ -128,6 +139,10 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         link_bytes_per_second=sum(link.bytes_per_second for link in links if link) if links and all(links) else None,
         numa_node=node if node is not None and node >= 0 else None,
         temperature_celsius=max(temperatures, default=None),
+        pcie_link_most=_joined([most for lineage in lineages if (most := _most_of_link(lineage))]) or None,
+        cpu_numa_nodes=_cpu_nodes(sys),
+        gpu_numa_nodes=_gpu_nodes(sys),
+        identity=_identity(absolute, device, mount, layers, lineages),
     )
 
 
@@ -200,6 +215,26 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"The kernel sorts requests for this NVMe drive with the {drive.scheduler} scheduler, which costs CPU time and gains nothing on flash. "
             f"Run `echo none | sudo tee {' '.join(f'/sys/block/{disk}/queue/scheduler' for disk in disks)}` and sweep again."
         )
+
+    if drive.pcie_link_most and drive.pcie_link and drive.pcie_link_most != drive.pcie_link:
+        yield (
+            f"The drive's PCIe link runs at {drive.pcie_link}, and drive and slot are made for {drive.pcie_link_most}: something between them holds it back. "
+            "Look for a shared or shorter slot, a riser, or a power saving setting in the firmware."
+        )
+    if drive.numa_node is not None and drive.cpu_numa_nodes and drive.numa_node not in drive.cpu_numa_nodes:
+        yield (
+            f"The drive is on NUMA node {drive.numa_node}, and this process may only run on {_nodes(drive.cpu_numa_nodes)}: every byte crosses sockets. "
+            f"Start training with `numactl --cpunodebind={drive.numa_node}`, or give a drive of that node."
+        )
+    if drive.numa_node is not None and drive.gpu_numa_nodes and drive.numa_node not in drive.gpu_numa_nodes:
+        yield (
+            f"The drive is on NUMA node {drive.numa_node}, and the GPUs are on {_nodes(drive.gpu_numa_nodes)}: what goes between them crosses sockets. "
+            "Prefer a drive on a GPU's node."
+        )
+
+
+def _nodes(numbers: tuple[int, ...]) -> str:
+    return f"node{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 class _Mount(NamedTuple):
@@ -337,6 +372,72 @@ def _pcie_link(lineage: list[Path]) -> _Link | None:
             return None
         return _Link(f"{speed} GT/s x{width}", int(speed * 1e9 * width * _LANE_EFFICIENCY[speed] / 8))
     return None
+
+
+def _most_of_link(lineage: list[Path]) -> str | None:
+    """The fastest link that both ends are made for; None where this one is not shown (see `_pcie_link`)."""
+    slots = [device for device in lineage if (device / "current_link_speed").exists()]
+    if _pcie_link(lineage) is None or not slots:
+        return None
+    ends = [device for device in (slots[0], slots[0].parent) if (device / "max_link_speed").exists()]  # the drive, and the port above it
+    speeds = [float(match[1]) for device in ends if (match := re.match(r"(\d+(?:\.\d+)?) GT/s", _text(device / "max_link_speed") or ""))]
+    widths = [width for device in ends if (width := _number(_text(device / "max_link_width")))]
+    return f"{min(speeds)} GT/s x{min(widths)}" if speeds and widths else None
+
+
+def _cpu_nodes(sys: Path) -> tuple[int, ...]:
+    """The NUMA nodes of the processors that this process may use; none where there is but one node to tell of."""
+    nodes = {int(place.name[4:]): _cpus(_text(place / "cpulist") or "") for place in (sys / "devices/system/node").glob("node[0-9]*")}
+    usable = os.sched_getaffinity(0)
+    return tuple(sorted(node for node, cpus in nodes.items() if cpus & usable)) if len(nodes) > 1 else ()
+
+
+def _cpus(text: str) -> set[int]:
+    """The numbers in a list as the kernel writes it: "0-3,8"."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+
+
+def _gpu_nodes(sys: Path) -> tuple[int, ...]:
+    devices = list((sys / "bus/pci/devices").glob("*"))
+    gpus = [device for device in devices if _text(device / "vendor") == _NVIDIA and (_text(device / "class") or "").startswith(_DISPLAY)]
+    return tuple(sorted({node for gpu in gpus if (node := _number(_text(gpu / "numa_node"))) is not None and node >= 0}))
+
+
+def _identity(path: Path, device: str, mount: _Mount, layers: list[str], lineages: list[list[Path]]) -> str:
+    """A hash, since a serial number is nobody else's business.
+
+    Disks that tell their serial number are known by it. Others, virtual disks and loop devices are known by their filesystem, whose number the
+    copies of a disk image share: there the machine counts as well.
+    """
+    serials = [_serial(lineage) for lineage in lineages]
+    between = [layer for layer in dict.fromkeys(layers) if layer != "partition"]
+    if serials and all(serials) and "loop" not in layers:
+        known = ["disks", *sorted(map(str, serials)), *between, mount.filesystem]
+    else:
+        machine = _text(Path("/etc/machine-id")) or ""
+        known = ["filesystem", _filesystem_uuid(path) or f"{device} at {mount.point}", *between, mount.filesystem, machine]
+    return hashlib.sha256("\0".join(known).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def _serial(lineage: list[Path]) -> str | None:
+    if lineage[0].name.startswith(("vd", "xvd")) or any(_text(device / "vendor") in _EMULATED_PCI_VENDORS for device in lineage):
+        return None  # what a host names its virtual disks is no serial number
+    return _first(lineage[:3], "wwid", "serial")  # of the disk, its controller or its target
+
+
+def _filesystem_uuid(path: Path) -> str | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        answer = fcntl.ioctl(descriptor, _FS_IOC_GETFSUUID, bytes(17))
+        return answer[1 : 1 + answer[0]].hex() or None
+    except OSError:  # an older kernel, or a filesystem without a number
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _temperature(lineage: list[Path]) -> float | None:

@@ -2,12 +2,11 @@
 
 DeepSpeed 0.19.8 reads the file with hjson (`DeepSpeedConfig.__init__` in deepspeed/runtime/config.py) and refuses duplicate keys. So a config may
 hold comments, trailing commas, keys and strings without quotes, or no outer braces, which no JSON writer would give back. The text is therefore read
-once into nodes that know their places (`_Reader`, by the rules of hjson 3.1.0, decoder.py), and an edit replaces or inserts at such places only.
+once into nodes that know their places (hjson_reader.py), and an edit replaces or inserts at such places only.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import errno
@@ -18,10 +17,11 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .config import AioConfig
 from .errors import UsageError
+from .hjson_reader import STOP, Member, Node, Reader
 from .profile import Profile, Setting
 
 # DeepSpeed's key for each of our names (deepspeed/runtime/swap_tensor/constants.py). `thread_count`, which its documentation and Lightning write, is not read.
@@ -118,7 +118,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     text = _read_text(path)
     with _naming(path):
         edited = edit(text, wanted)
-        before = _section_values(_Reader(text))
+        before = _section_values(Reader(text))
     if edited != text:
         _replace_file(path, edited.encode("utf-8"))
     return Applied(
@@ -138,7 +138,7 @@ def read_aio(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     text = _read_text(path)
     with _naming(path):
-        return _section_values(_Reader(text))
+        return _section_values(Reader(text))
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def parse(text: str) -> dict[str, Any]:
 
     Raises: UsageError with line and column when DeepSpeed would refuse it.
     """
-    root = _Reader(text).root
+    root = Reader(text).root
     return root.value if root else {}
 
 
@@ -159,228 +159,9 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
     Raises: UsageError with line and column when DeepSpeed would refuse *text*, or its `aio` is no object.
     """
     wanted = {key: json.dumps(value) for key, value in aio_section(aio).items()}
-    reader = _Reader(text)
+    reader = Reader(text)
     newline = next(iter(re.findall(r"\r\n|\r|\n", text)), "\n")
     return reader.splice([(start, end, new.replace("\n", newline)) for start, end, new in _edits(reader, wanted)])
-
-
-# Reading
-
-
-@dataclasses.dataclass
-class _Node:
-    """A value and where it stands; *bare* is a string without quotes, which only the end of its line ends."""
-
-    start: int
-    end: int
-    value: Any
-    bare: bool = False
-    members: list[_Member] = dataclasses.field(default_factory=list)
-    inside: tuple[int, int] = (0, 0)  # of an object: what is between its braces
-
-
-@dataclasses.dataclass
-class _Member:
-    key: str
-    start: int
-    key_end: int
-    node: _Node
-    comma: int | None = None
-
-
-# hjson's own NUMBER_RE; what ends a number, true, false or null; and a key without quotes.
-_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*")
-_STOP = re.compile(r"[,}\]#\n]|//|/\*|\Z")
-_BARE_KEY = re.compile(r"([^ \t\n:{}\[\],]+)([ \t\n]*)(?=:)")
-_STRING = re.compile(r""" "((?:[^"\\\x00-\x1f]|\\.)*)" | '((?:[^'\\\x00-\x1f]|\\.)*)' """, re.VERBOSE)
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
-_ESCAPED = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-_WORDS = {"true": True, "false": False, "null": None}
-
-
-class _Reader:
-    """The nodes of a config. Places count in `text`, which is what DeepSpeed sees: no byte order mark, every line end a newline."""
-
-    def __init__(self, original: str) -> None:
-        self.original = original
-        self.mark = original.startswith("\ufeff")
-        body = original.removeprefix("\ufeff")
-        self.text = body.replace("\r\n", "\n").replace("\r", "\n")
-        self._shrunk = [match.start() - index for index, match in enumerate(re.finditer("\r\n", body))]
-        try:
-            self.root = self._read_root()
-        except RecursionError:
-            raise UsageError("line 1, column 1: brackets are nested too deeply to be read; remove some levels") from None
-
-    def splice(self, edits: list[tuple[int, int, str]]) -> str:
-        """The original with each (start, end, new) of *edits* done; none overlap."""
-        pieces, done = [], 0
-        for start, end, new in sorted(edits, key=lambda edit: edit[0]):
-            pieces += [self.original[done : self._place(start)], new]
-            done = self._place(end)
-        return "".join([*pieces, self.original[done:]])
-
-    def fail(self, at: int, message: str) -> NoReturn:
-        raise UsageError(f"line {self._line(at)}, column {at - self.text.rfind(chr(10), 0, at)}: {message}")
-
-    def skip(self, at: int) -> int:
-        """The first place from *at* on that is neither blank nor comment."""
-        while True:
-            while self.text[at : at + 1] in (" ", "\t", "\n"):
-                at += 1
-            after = self.after_comment(at)
-            if after is None:
-                return at
-            at = after
-
-    def after_comment(self, at: int) -> int | None:
-        """Where the comment that begins at *at* is over, its line end not included; None when none begins there."""
-        if self.text.startswith(("#", "//"), at):
-            end = self.text.find("\n", at)
-            return len(self.text) if end < 0 else end
-        if self.text.startswith("/*", at):
-            end = self.text.find("*/", at + 2)
-            if end < 0:
-                self.fail(at, "this comment is never closed; add the missing '*/'")
-            return end + 2
-        return None
-
-    def indentation(self, at: int) -> str:
-        """The blanks that begin the line of *at*."""
-        line = self.text[self.text.rfind("\n", 0, at) + 1 : at]
-        return line[: len(line) - len(line.lstrip(" \t"))]
-
-    def _place(self, at: int) -> int:
-        return at + bisect.bisect_left(self._shrunk, at) + self.mark
-
-    def _line(self, at: int) -> int:
-        return self.text.count("\n", 0, at) + 1
-
-    def _read_root(self) -> _Node | None:
-        start = self.skip(0)
-        if start == len(self.text) and not self.mark:  # hjson reads an empty file as an empty object, unless it has a byte order mark
-            return None
-        if self.text.startswith("[", start):
-            self.fail(start, "the config is a list; DeepSpeed needs an object, { ... }")
-        root = self._read_object(start, braces=self.text.startswith("{", start))
-        rest = self.skip(root.end)
-        if rest != len(self.text):
-            self.fail(rest, "there is more text after the end of the config; remove it, or the bracket that closes too early")
-        return root
-
-    def _read_value(self, at: int) -> _Node:
-        first = self.text[at : at + 1]
-        if first == "":
-            self.fail(at, "the file ends where a value should be; complete it")
-        if first == "{":
-            return self._read_object(at, braces=True)
-        if first == "[":
-            return self._read_list(at)
-        if self.text.startswith("'''", at):
-            return self._read_lines(at)
-        if first in "\"'":
-            value, end = self._read_string(at)
-            return _Node(at, end, value)
-        return self._read_bare(at)
-
-    def _read_object(self, start: int, *, braces: bool) -> _Node:
-        members: list[_Member] = []
-        inside = start + braces
-        at = self.skip(inside)
-        places: dict[str, int] = {}
-        while at < len(self.text) or braces or not members:
-            if braces and self.text.startswith("}", at):
-                break
-            if at == len(self.text):
-                self.fail(start, "this '{' is never closed; add the missing '}'" if braces else "there is no 'key: value' here")
-            member = self._read_member(at)
-            if member.key in places:
-                line = self._line(places[member.key])
-                self.fail(at, f"key {json.dumps(member.key)} is at line {line} already; DeepSpeed refuses that: remove one of the two")
-            places[member.key] = at
-            members.append(member)
-            at = self.skip(member.node.end)
-            if self.text.startswith(",", at):
-                member.comma = at
-                at = self.skip(at + 1)
-        return _Node(start, at + braces, {member.key: member.node.value for member in members}, members=members, inside=(inside, at))
-
-    def _read_member(self, start: int) -> _Member:
-        if self.text[start] in "\"'":
-            key, key_end = self._read_string(start)
-        else:
-            match = _BARE_KEY.match(self.text, start)
-            if match is None:
-                self.fail(start, "a key and ':' should be here; remove what is here, or put the key in quotes")
-            key, key_end = match[1].rstrip() if match[2] else match[1], match.end(1)
-        colon = self.skip(key_end)
-        if not self.text.startswith(":", colon):
-            self.fail(colon, f"':' should follow the key {json.dumps(key)}; add it")
-        return _Member(key, start, key_end, self._read_value(self.skip(colon + 1)))
-
-    def _read_list(self, start: int) -> _Node:
-        values = []
-        at = self.skip(start + 1)
-        while not self.text.startswith("]", at):
-            if at == len(self.text):
-                self.fail(start, "this '[' is never closed; add the missing ']'")
-            node = self._read_value(at)
-            values.append(node.value)
-            at = self.skip(node.end)
-            if self.text.startswith(",", at):
-                at = self.skip(at + 1)
-        return _Node(start, at + 1, values)
-
-    def _read_string(self, start: int) -> tuple[str, int]:
-        match = _STRING.match(self.text, start)
-        if match is None:
-            self.fail(start, "this string is not closed on its line; close it, or write a line break as \\n and a tab as \\t")
-
-        def unescape(escape: re.Match[str]) -> str:
-            if escape[1]:
-                return chr(int(escape[1], 16))
-            if escape[2] not in _ESCAPED:
-                self.fail(start, f"this string has the unknown escape {escape[0]}; write \\\\ for a backslash")
-            return _ESCAPED[escape[2]]
-
-        value = _ESCAPE.sub(unescape, match[1] if match[2] is None else match[2])
-        # Two escapes may make one character beyond U+FFFF; UTF-16 joins them.
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass"), match.end()
-
-    def _read_lines(self, start: int) -> _Node:
-        """A string in triple quotes, each of its lines without as much indentation as stands before the quotes."""
-        close = self.text.find("'''", start + 3)
-        before = self.text.rfind("\n", 0, start)
-        if before < 0:  # hjson looks for the line's beginning from the end of the text then, and fails where no line ends at all
-            before = self.text.rfind("\n") - len(self.text)
-        if close < 0 or before < -len(self.text):
-            self.fail(start, "this ''' string is never closed, or stands in a file of one line, which hjson cannot read; close it, or use double quotes")
-        value = re.sub(rf"\n[ \t]{{0,{start - 1 - before}}}", "\n", self.text[start + 3 : close].lstrip(" \t"))
-        return _Node(start, close + 3, value.removeprefix("\n").removesuffix("\n"))
-
-    def _read_bare(self, start: int) -> _Node:
-        """A number, true, false or null when one is followed by what may follow it; else everything to the end of the line, as a string."""
-        if self.text[start] in "}],:":
-            self.fail(start, f"a value should be here, not {self.text[start]!r}; add one")
-        for stop in _STOP.finditer(self.text, start):
-            token = self.text[start : stop.start()]
-            end = start + len(token.rstrip(" \t"))
-            if token.rstrip() in _WORDS:
-                return _Node(start, end, _WORDS[token.rstrip()])
-            if number := _NUMBER.fullmatch(token):
-                return _Node(start, end, self._number(start, *number.groups()))
-            if stop[0] in ("", "\n"):
-                return _Node(start, end, token.strip(), bare=True)
-        raise AssertionError("the end of the text is a stop")
-
-    def _number(self, at: int, whole: str, fraction: str | None, exponent: str | None) -> int | float:
-        try:
-            if not (fraction or exponent):
-                return int(whole)
-            value = float(whole + (fraction or "") + (exponent or ""))
-            return int(value) if int(value) == value and abs(value) < 1e10 else value
-        except (ValueError, OverflowError):
-            self.fail(at, "this number is too large to be read; DeepSpeed cannot read it either")
 
 
 # Editing
@@ -404,7 +185,7 @@ class _Style:
         return (f"{self.comma}\n{self.indent}" if self.lines else f",{self.gap}").join(members)
 
 
-def _edits(reader: _Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+def _edits(reader: Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
     """What to replace by what, so that the section says *wanted*, which maps keys to the text of their values."""
     if reader.root is None:
         style = _Style(lines=True, indent="  ")
@@ -428,15 +209,15 @@ def _edits(reader: _Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, in
             yield from _additions(reader, section.node, style, [style.member(key, wanted[key]) for key in missing])
 
 
-def _replacement(reader: _Reader, node: _Node, new: str) -> Iterator[tuple[int, int, str]]:
+def _replacement(reader: Reader, node: Node, new: str) -> Iterator[tuple[int, int, str]]:
     if reader.text[node.start : node.end] == new:
         return
     follower = node.end + len(reader.text[node.end :]) - len(reader.text[node.end :].lstrip(" \t"))
     # In hjson the next key may follow a quoted value without a comma; behind a number it would be taken for the rest of a string.
-    yield node.start, node.end, new if _STOP.match(reader.text, follower) else f"{new},"
+    yield node.start, node.end, new if STOP.match(reader.text, follower) else f"{new},"
 
 
-def _additions(reader: _Reader, node: _Node, style: _Style, members: list[str]) -> Iterator[tuple[int, int, str]]:
+def _additions(reader: Reader, node: Node, style: _Style, members: list[str]) -> Iterator[tuple[int, int, str]]:
     """Add *members* behind the last of the object *node*."""
     begin = f"\n{style.indent}" if style.lines else ""
     if not node.members:
@@ -460,7 +241,7 @@ def _additions(reader: _Reader, node: _Node, style: _Style, members: list[str]) 
     yield at, at, (begin or style.gap) + style.join(members) + ("" if last.comma is None else ",")
 
 
-def _end_of_remarks(reader: _Reader, at: int) -> int:
+def _end_of_remarks(reader: Reader, at: int) -> int:
     following = at
     while True:
         while reader.text[following : following + 1] in (" ", "\t"):
@@ -478,7 +259,7 @@ def _new_section(style: _Style, outer: str, unit: str, wanted: Mapping[str, str]
     return f"{{\n{inner.indent}{members}\n{outer}}}" if style.lines else f"{{{members}}}"
 
 
-def _style_of(reader: _Reader, node: _Node, unit: str, parent: _Style | None) -> _Style:
+def _style_of(reader: Reader, node: Node, unit: str, parent: _Style | None) -> _Style:
     """The style of the object *node*, read off its last member; an empty one takes after *parent*."""
     text, outer = reader.text, reader.indentation(node.start)
     if not node.members:
@@ -503,7 +284,7 @@ def _style_of(reader: _Reader, node: _Node, unit: str, parent: _Style | None) ->
     )
 
 
-def _indentations(reader: _Reader, node: _Node) -> Iterator[str]:
+def _indentations(reader: Reader, node: Node) -> Iterator[str]:
     """By how much each object in *node*, itself first, indents its members."""
     if node.members and "\n" in reader.text[node.inside[0] : node.members[0].start]:
         outer, inner = reader.indentation(node.start), reader.indentation(node.members[0].start)
@@ -513,14 +294,14 @@ def _indentations(reader: _Reader, node: _Node) -> Iterator[str]:
         yield from _indentations(reader, member.node)
 
 
-def _section(reader: _Reader) -> _Member | None:
+def _section(reader: Reader) -> Member | None:
     section = next((member for member in reader.root.members if member.key == "aio"), None) if reader.root else None
     if section and not (section.node.value is None or isinstance(section.node.value, dict)):  # null is DeepSpeed's defaults
         reader.fail(section.node.start, 'DeepSpeed needs an object here: make it "aio": {}, or remove the key')
     return section
 
 
-def _section_values(reader: _Reader) -> dict[str, Any]:
+def _section_values(reader: Reader) -> dict[str, Any]:
     section = _section(reader)
     return (section.node.value or {}) if section else {}
 

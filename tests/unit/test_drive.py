@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,13 +104,64 @@ def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
         link_bytes_per_second=7_876_923_076,
         numa_node=0,
         temperature_celsius=41.85,
+        identity=drive.identity,
     )
     assert drive == expected
+    assert re.fullmatch("[0-9a-f]{32}", drive.identity)
     assert drive.name == "made-up-drive-2tb"
     assert not drive.is_memory
     assert not drive.is_network
     assert warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50)) == []
     assert json.loads(json.dumps(drive.as_dict())) == drive.as_dict()
+
+
+def test_a_serial_number_is_known_again_wherever_it_is_mounted(machine: Machine) -> None:
+    """By its number, its layers and its filesystem, and by neither its name nor its path; the number itself is not told."""
+    first, second = machine.nvme(0), machine.nvme(1)
+    for index, disk in enumerate((first, second)):
+        (disk / "wwid").write_text(f"eui.00000000000000{index}\n")
+    machine.block("devices/virtual/block/dm-0", "254:0", slaves=(first,))
+    machine.write("devices/virtual/block/dm-0/dm", name="luks", uuid="CRYPT-LUKS2-00-luks")
+    one = machine.describe(machine.mount("/one", "259:0", "ext4", "/dev/nvme0n1")).identity
+    assert machine.describe(machine.mount("/again", "259:0", "ext4", "/dev/nvme0n1")).identity == one
+    others = [
+        machine.describe(machine.mount("/two", "259:10", "ext4", "/dev/nvme1n1")),
+        machine.describe(machine.mount("/xfs", "259:0", "xfs", "/dev/nvme0n1")),
+        machine.describe(machine.mount("/encrypted", "254:0", "ext4", "/dev/mapper/luks")),
+    ]
+    assert len({one, *(drive.identity for drive in others)}) == 4
+    (first / "wwid").write_text("eui.000000000000000f\n")
+    assert machine.describe(machine.root / "one").identity != one
+    assert not any("eui" in str(value) for value in others[0].as_dict().values())
+
+
+def test_virtual_disks_and_loops_are_known_by_their_filesystem(mounted: Callable[[str], Path]) -> None:
+    one, other = describe(mounted("ext4")), describe(mounted("ext4-4k"))
+    assert one.identity == describe(mounted("ext4") / "lost+found").identity != other.identity
+    assert one.layers == other.layers == ("loop",)
+
+
+@pytest.mark.parametrize(("node", "gpu", "told"), [(0, 0, ""), (7, 7, "cpunodebind=7"), (0, 1, "GPUs are on node 1"), (0, -1, "")])
+def test_other_numa_nodes_are_told_of(machine: Machine, node: int, gpu: int, told: str) -> None:
+    machine.nvme(0, node=node)
+    for number, cpus in enumerate(("0-1023", "1024-2047")):
+        machine.write(f"devices/system/node/node{number}", cpulist=cpus)
+    machine.write("bus/pci/devices/0000:41:00.0", vendor="0x10de", numa_node=gpu, **{"class": "0x030200"})
+    machine.write("bus/pci/devices/0000:42:00.0", vendor="0x10de", numa_node=3, **{"class": "0x040300"})  # its sound
+    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    assert (drive.numa_node, drive.cpu_numa_nodes, drive.gpu_numa_nodes) == (node, (0,), (gpu,) if gpu >= 0 else ())
+    said = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert [warning for warning in said if told and told in warning] == said
+
+
+def test_a_link_below_what_drive_and_slot_can_do_is_told_of(machine: Machine) -> None:
+    machine.nvme(0, width=2)
+    machine.write(f"{PCI}/0000:01:00.0", max_link_speed="32.0 GT/s PCIe", max_link_width=4)
+    machine.write(PCI, max_link_speed="16.0 GT/s PCIe", max_link_width=16)
+    drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
+    assert (drive.pcie_link, drive.pcie_link_most) == ("16.0 GT/s x2", "16.0 GT/s x4")
+    (told,) = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
+    assert "runs at 16.0 GT/s x2, and drive and slot are made for 16.0 GT/s x4" in told
 
 
 def test_the_deepest_mount_counts_and_the_last_of_equals(machine: Machine) -> None:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
-PURE = {"config", "drive", "ds_config", "errors", "extents", "profile", "units"}
+PURE = {"config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "units"}
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool"},
     **dict.fromkeys(PURE, PURE),

@@ -1,0 +1,94 @@
+"""Where the profiles of this user's drives are kept: one for each drive, found again by any path on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+from .drive import describe
+from .errors import UnsupportedError, UsageError
+from .profile import Profile
+
+
+def directory() -> Path:
+    """The directory of the profiles, which need not be there.
+
+    Raises: UnsupportedError when this user has no home directory and XDG_CONFIG_HOME does not name another place.
+    Source: the XDG Base Directory Specification, which has relative paths ignored.
+    """
+    return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
+
+
+def user_directory(variable: str, default: str) -> Path:
+    """This package's directory below what *variable* names, or else below *default* in the home directory. Raises: UnsupportedError."""
+    named = os.environ.get(variable, "")
+    if Path(named).is_absolute():
+        return Path(named) / "nvme-offload"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path()
+    if not home.is_absolute():
+        raise UnsupportedError(f"this user has no home directory; set {variable} to a directory that you can write to")
+    return home / default / "nvme-offload"
+
+
+def keep(profile: Profile) -> Path:
+    """Put *profile* in the place of its drive's earlier one; returns the file.
+
+    The profile of another engine than this package's has a place of its own, since `find` must not take it.
+    Raises: UsageError when it does not say which drive it is of; UnsupportedError as `directory`; OSError when it cannot be written.
+    """
+    path = directory() / _name(_identity(profile), profile.engine.get("name"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, profile.to_json())
+    return path
+
+
+def find(path: str | Path) -> Profile:
+    """The profile of the drive that *path* is on, of this package's engine.
+
+    Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one there is cannot be read; OSError when *path* cannot
+    be looked at.
+    """
+    drive = describe(path)
+    kept = directory() / _name(drive.identity)
+    command = f"`nvme-sweep {shlex.quote(drive.path)}`"
+    try:
+        profile = Profile.load(kept)
+    except FileNotFoundError:
+        raise UnsupportedError(f"no profile of the drive of {drive.path} is kept in {kept.parent}: run {command} first") from None
+    if profile.drive.get("identity") != drive.identity:
+        raise UnsupportedError(f"{kept} is the profile of another drive than that of {drive.path}: run {command}")
+    return profile
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Put *text* in the place of the file *path*: all of it or, after a crash, none. Raises: OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    aside = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def _identity(profile: Profile) -> str:
+    identity = profile.drive.get("identity")
+    if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{32}", identity):
+        raise UsageError("the profile does not say which drive it is of: it is older than this version; run nvme-sweep again")
+    return identity
+
+
+def _name(identity: str, engine: object = "native") -> str:
+    return f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json"

@@ -1,0 +1,131 @@
+"""A drive's profile is found by any path on the drive, and no other drive's ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_offload import profile_shelf
+from nvme_offload.config import AioConfig
+from nvme_offload.drive import describe
+from nvme_offload.errors import UnsupportedError, UsageError
+from nvme_offload.profile import PHASES, Best, Profile, Setting
+
+SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
+BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
+
+
+def profile_of(path: Path, setting: Setting = SETTING, engine: str = "native", **drive: Any) -> Profile:
+    return Profile(
+        tool_version="0.1.0",
+        created="2025-01-02T03:04:05+00:00",
+        command="nvme-sweep",
+        drive={**describe(path).as_dict(), **drive},
+        workload={},
+        engine={"name": engine},
+        trials=(),
+        best=dict.fromkeys(PHASES, BEST),
+        chosen=setting,
+        performance=dict.fromkeys(PHASES, BEST),
+        reasons=(),
+        steady=True,
+        warnings=(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config/nvme-offload/profiles"
+
+
+def test_any_path_on_the_drive_finds_it_and_no_other(tmp_path: Path, mounted: Callable[[str], Path], shelf: Path) -> None:
+    deep = mounted("ext4") / "deep"
+    deep.mkdir(exist_ok=True)
+    kept = profile_shelf.keep(profile_of(mounted("ext4")))
+    assert (kept.parent, list(shelf.iterdir())) == (shelf, [kept])
+    assert AioConfig.for_path(deep) == SETTING.config()
+    assert AioConfig.for_path(str(deep), queue_depth=4) == dataclasses.replace(SETTING, queue_depth=4).config()
+    for other in (tmp_path, mounted("ext4-4k")):
+        with pytest.raises(UnsupportedError, match=f"no profile of the drive of {other} .* run `nvme-sweep {other}` first"):
+            AioConfig.for_path(other)
+    with pytest.raises(UsageError, match="queue_depth"):
+        AioConfig.for_path(deep, queue_depth=0)
+
+
+def test_a_later_profile_takes_the_earlier_ones_place(tmp_path: Path, shelf: Path) -> None:
+    for depth in (4, 8):
+        profile_shelf.keep(profile_of(tmp_path, dataclasses.replace(SETTING, queue_depth=depth)))
+    assert AioConfig.for_path(tmp_path).queue_depth == 8
+    assert len(list(shelf.iterdir())) == 1
+
+
+def test_another_engines_profile_is_kept_apart(tmp_path: Path, shelf: Path) -> None:
+    profile_shelf.keep(profile_of(tmp_path, dataclasses.replace(SETTING, queue_depth=8), engine="deepspeed"))
+    with pytest.raises(UnsupportedError, match="run `nvme-sweep"):
+        profile_shelf.find(tmp_path)
+    profile_shelf.keep(profile_of(tmp_path))
+    assert profile_shelf.find(tmp_path).chosen == SETTING
+    assert len(list(shelf.iterdir())) == 2
+
+
+def test_a_file_of_another_drive_is_refused(tmp_path: Path) -> None:
+    kept = profile_shelf.keep(profile_of(tmp_path))
+    data = json.loads(kept.read_text())
+    data["drive"]["identity"] = "0" * 32
+    kept.write_text(json.dumps(data))
+    with pytest.raises(UnsupportedError, match="another drive than that of"):
+        AioConfig.for_path(tmp_path)
+    kept.write_text("{")
+    with pytest.raises(UsageError, match="not a drive profile"):
+        AioConfig.for_path(tmp_path)
+
+
+def test_a_profile_without_a_drive_is_not_kept(tmp_path: Path, shelf: Path) -> None:
+    with pytest.raises(UsageError, match="which drive it is of"):
+        profile_shelf.keep(profile_of(tmp_path, identity="../../../etc/passwd"))
+    assert not shelf.exists()
+
+
+def test_a_missing_path_is_the_callers_to_see(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        AioConfig.for_path(tmp_path / "absent")
+
+
+def test_a_relative_xdg_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_shelf.directory() == tmp_path / ".config/nvme-offload/profiles"
+
+
+def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "")
+    if os.geteuid() != 0:
+        pytest.skip("becoming a user without a home needs root")
+    # A user whom the machine does not know, as containers have them.
+    script = "import os; from nvme_offload import profile_shelf; os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
+    script += "except Exception as error: print(type(error).__name__, error)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = profile_shelf.keep(profile_of(tmp_path))
+    before = kept.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        profile_shelf.keep(profile_of(tmp_path))
+    assert (kept.read_bytes(), list(kept.parent.iterdir())) == (before, [kept])
