@@ -15,17 +15,23 @@ PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
-PURE = {"config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "units"}
+PURE = {"config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "schedule", "units"}
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool"},
     **dict.fromkeys(PURE, PURE),
     "engine": PURE | {"_aio"},
     "pool": PURE | {"engine"},
+    "store": PURE | {"engine"},
+    "snapshot": PURE | {"engine", "store"},
+    "swapper": PURE | {"engine", "pool", "store"},
+    "zero3": PURE | {"engine", "pool", "store", "snapshot", "swapper"},
     "report": PURE,
     "sweep": PURE | {"engine", "report"},
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
 LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
+# Except in these, which stand in for classes of DeepSpeed and are themselves imported by `enable()` alone.
+BEHIND_ENABLE = {"zero3/checkpoint.py", "zero3/op.py", "zero3/optimizer_swapper.py", "zero3/param_swapper.py", "zero3/stage3.py"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +95,11 @@ def test_a_part_imports_only_the_parts_that_it_may(path):
 
 @each_module
 def test_what_is_slow_is_imported_where_it_is_used(path):
-    assert [found for found in imports_in(path) if found.when_loaded and found.root in LAZY] == []
+    lazy = LAZY - {"torch", "deepspeed"} if str(path.relative_to(PACKAGE)) in BEHIND_ENABLE else LAZY
+    assert [found for found in imports_in(path) if found.when_loaded and found.root in lazy] == []
 
 
-@pytest.mark.parametrize("part", sorted(PURE))
+@pytest.mark.parametrize("part", sorted(part for part in PURE if (PACKAGE / f"{part}.py").exists()))
 def test_a_pure_module_needs_only_the_standard_library(part):
     outside = [found for found in imports_in(PACKAGE / f"{part}.py") if found.root not in {"nvme_offload", *sys.stdlib_module_names}]
     assert outside == []
