@@ -1,31 +1,31 @@
-"""`Slabs`: room on one drive, in preallocated files without names."""
+"""Room on drives: `Slabs` on one, in preallocated files without names; `Stripes` over several, by weight."""
 
 from __future__ import annotations
 
 import errno
+import itertools
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from .engine import Engine, File
-from .errors import IOFailure
+from .errors import IOFailure, NoSpaceError
 from .extents import Extents
+from .units import format_bytes
 
 GRANULE_BYTES = 4096
 _GROWTH_BYTES = 1 << 30
-
-
-class Slab(NamedTuple):
-    """A file, and what of it is taken."""
-
-    file: File
-    extents: Extents
+_STRIPED_FROM_BYTES = 4 << 20  # below, cutting a tensor over the drives costs more in requests than it gains
+_STRIPE_UNIT_BYTES = 64 << 10
 
 
 class Extent(NamedTuple):
-    """*nbytes* that belong to someone, from *offset* bytes into *slab*."""
+    """*nbytes* that belong to someone, from *offset* bytes into *file*, one of the drive *slabs*."""
 
-    slab: Slab
+    slabs: Slabs
+    file: File
     offset: int
     nbytes: int
 
@@ -46,14 +46,14 @@ class Slabs:
         self.weight = weight
         self.used_bytes = 0
         self._engine = engine
-        self._slabs: list[Slab] = []
+        self._files: dict[File, Extents] = {}  # and what is taken of each
         engine.open_anonymous(path).close()  # what is wrong with the path is heard now
         self.device = Path(path).stat().st_dev
 
     @property
     def nbytes(self) -> int:
         """Bytes that this store has allocated on the drive."""
-        return sum(slab.extents.nbytes for slab in self._slabs)
+        return sum(extents.nbytes for extents in self._files.values())
 
     @property
     def available_bytes(self) -> int:
@@ -79,10 +79,6 @@ class Slabs:
             raise
         return taken
 
-    def holds(self, extent: Extent) -> bool:
-        """Whether *extent* is of this drive."""
-        return extent.slab in self._slabs
-
     def grow_up_to(self, nbytes: int) -> int:
         """Allocate *nbytes* more, or as many as the drive has; returns how many."""
         before = self.nbytes
@@ -92,27 +88,29 @@ class Slabs:
 
     def give_back(self, extent: Extent) -> None:
         """Make the room of *extent* free."""
-        extent.slab.extents.free(extent.offset)
-        self.used_bytes -= extent.slab.extents.rounded(extent.nbytes)
+        extents = self._files.get(extent.file)
+        if extents is not None:  # else closed meanwhile
+            extents.free(extent.offset)
+            self.used_bytes -= extents.rounded(extent.nbytes)
 
     def grow(self, nbytes: int) -> None:
         """Allocate *nbytes* more on the drive. Raises: NoSpaceError."""
         size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         if size > 0:
-            self._slabs.append(Slab(self._engine.open_anonymous(self.path, size), Extents(size, GRANULE_BYTES)))
+            self._files[self._engine.open_anonymous(self.path, size)] = Extents(size, GRANULE_BYTES)
 
     def close(self) -> None:
         """Give all room back to the drive, once the transfers under way are finished."""
-        for slab in self._slabs:
-            slab.file.close()
-        self._slabs.clear()
+        for file in self._files:
+            file.close()
+        self._files.clear()
 
     def _take_whole(self, nbytes: int) -> Extent | None:
-        for slab in self._slabs:
-            offset = slab.extents.allocate(nbytes)
+        for file, extents in self._files.items():
+            offset = extents.allocate(nbytes)
             if offset is not None:
-                self.used_bytes += slab.extents.rounded(nbytes)
-                return Extent(slab, offset, nbytes)
+                self.used_bytes += extents.rounded(nbytes)
+                return Extent(self, file, offset, nbytes)
         return None
 
     def _grow_for(self, nbytes: int) -> bool:
@@ -121,7 +119,7 @@ class Slabs:
         return any(self._grown(size) for size in (max(nbytes, step), nbytes))
 
     def _largest_hole_bytes(self) -> int:
-        return max((slab.extents.largest_free_bytes for slab in self._slabs), default=0)
+        return max((extents.largest_free_bytes for extents in self._files.values()), default=0)
 
     def _grow_to_the_end(self, nbytes: int) -> int:
         size = min(nbytes, self.available_bytes // GRANULE_BYTES * GRANULE_BYTES)
@@ -139,3 +137,96 @@ class Slabs:
                 return False
             raise
         return True
+
+
+class Stripes:
+    """The room of a store on all its drives; not for several threads at once.
+
+    What has 4 MiB or more is cut over the drives in proportion to their weights, in units of 64 KiB; what is smaller goes whole to the drive that
+    has the least for its weight. A drive that is full leaves its share to the others.
+    """
+
+    def __init__(self, engine: Engine, paths: Sequence[str], weights: Sequence[float]) -> None:
+        self.drives = [Slabs(engine, path, weight) for path, weight in zip(paths, weights, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated on all drives."""
+        return sum(drive.nbytes for drive in self.drives)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken on all drives."""
+        return sum(drive.used_bytes for drive in self.drives)
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that the drives could still give; two paths on one filesystem share what it has."""
+        return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
+
+    def take(self, nbytes: int, operation: str) -> list[Extent]:
+        """Take *nbytes*, in the order of the bytes. Raises: NoSpaceError, of *operation*, and none is taken."""
+        taken: list[Extent] = []
+        try:
+            for drive, share in zip(self.drives, self._shares(nbytes), strict=True):
+                if share > 0:
+                    taken += drive.take(share)
+            missing = nbytes - sum(extent.nbytes for extent in taken)
+            for drive in sorted(self.drives, key=_fullness):
+                if missing > 0:
+                    taken += (spilt := drive.take(missing))
+                    missing -= sum(extent.nbytes for extent in spilt)
+            if missing > 0:
+                raise self._no_space(operation, nbytes, missing)
+        except BaseException:
+            self.give_back(taken)
+            raise
+        # The one that is no whole number of granules comes last, so that all others begin on a granule of the tensor as well.
+        return sorted(taken, key=lambda extent: extent.nbytes % GRANULE_BYTES != 0)
+
+    def give_back(self, extents: Sequence[Extent]) -> None:
+        """Make the room of *extents* free."""
+        for extent in extents:
+            extent.slabs.give_back(extent)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate until there are *nbytes* in all. Raises: NoSpaceError."""
+        missing = nbytes - self.nbytes
+        if missing > self.available_bytes:
+            raise self._no_space("reserve", nbytes, missing - self.available_bytes)
+        weights = sum(drive.weight for drive in self.drives)
+        for drive in self.drives:
+            missing -= drive.grow_up_to(min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes))
+        for drive in self.drives:  # what did not fit on its own drive
+            missing -= drive.grow_up_to(missing)
+        if missing > 0:
+            raise self._no_space("reserve", nbytes, missing)
+
+    def close(self) -> None:
+        """Give all room back to the drives, once the transfers under way are finished."""
+        for drive in self.drives:
+            drive.close()
+
+    def _shares(self, nbytes: int) -> list[int]:
+        if len(self.drives) == 1 or nbytes < _STRIPED_FROM_BYTES:
+            emptiest = min(self.drives, key=_fullness)
+            return [nbytes if drive is emptiest else 0 for drive in self.drives]
+        total, reached, ends = sum(drive.weight for drive in self.drives), 0.0, [0]
+        for drive in self.drives:
+            reached += drive.weight
+            ends.append(min(nbytes, round(nbytes * reached / total / _STRIPE_UNIT_BYTES) * _STRIPE_UNIT_BYTES))
+        ends[-1] = nbytes
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    def _no_space(self, operation: str, nbytes: int, missing: int) -> NoSpaceError:
+        room = "; ".join(
+            f"{drive.path} has {format_bytes(drive.nbytes - drive.used_bytes)} free in the store and {format_bytes(drive.available_bytes)} outside"
+            for drive in self.drives
+        )
+        reason = f"{os.strerror(errno.ENOSPC)} for {format_bytes(nbytes)}: {room}; {missing} bytes are missing"
+        path = ", ".join(drive.path for drive in self.drives)
+        return NoSpaceError(errno.ENOSPC, reason, operation=operation, path=path, offset=0, nbytes=0, done=0)
+
+
+def _fullness(drive: Slabs) -> float:
+    return drive.used_bytes / drive.weight

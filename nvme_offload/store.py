@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import errno
-import itertools
 import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +21,12 @@ from .config import AioConfig
 from .engine import Engine, StrPath, Ticket
 from .engine import _buffer as _checked_buffer  # what a buffer must be is the engine's to say
 from .errors import NoSpaceError, OffloadError, UsageError, WaitTimeout
-from .slabs import Extent, Slabs
-from .units import format_bytes
+from .slabs import Extent, Stripes
+from .snapshot import WINDOW_BYTES, Part, Snapshot, name_tensor
 
 if TYPE_CHECKING:
     from .engine import Buffer
 
-_STRIPED_FROM_BYTES = 4 << 20  # below, cutting a tensor over the drives costs more in requests than it gains
-_STRIPE_UNIT_BYTES = 64 << 10
-_SUMMED_BYTES = 8 << 20  # what one checksum covers at most, so that a snapshot can check what it copies piece by piece
 _STEPS_REMEMBERED = 1000
 
 
@@ -49,31 +44,27 @@ class StoreStats:
     bytes_written_by_step: tuple[int, ...]
 
 
-@dataclasses.dataclass
-class _Part:
-    """A piece of a value: *nbytes* from *start* bytes into it lie at *offset* of the extent's file."""
-
-    extent: Extent
-    offset: int
-    start: int
-    nbytes: int
-    checksum: int | None = None
-
-
 @dataclasses.dataclass(eq=False)
 class _Value:
-    """The bytes of a name, and who uses them: they keep their room until they are *gone* and nobody does.
-
-    *failure* is that of the write which lost them.
-    """
+    """The bytes of a name, and who uses them: they keep their room until they are *gone* and nobody does; *lost_by* is the put that failed on them."""
 
     nbytes: int
     extents: list[Extent]
-    parts: list[_Part]
+    parts: list[Part]
     users: int = 0
     gone: bool = False
-    failure: OffloadError | None = None
-    readers: list[StoreTicket] = dataclasses.field(default_factory=list)
+    lost_by: StoreTicket | None = None
+    readers: list[StoreTicket | _Hold] = dataclasses.field(default_factory=list)
+
+
+class _Hold:
+    """One who reads a value without a ticket: a snapshot."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+
+    def _finish(self) -> None:
+        self._over.wait()
 
 
 class StoreTicket:
@@ -110,14 +101,21 @@ class StoreTicket:
         parts are finished; WaitTimeout when they are not in time, which leaves them going on; UsageError in a process forked since.
         """
         self._finish(timeout)
+        self._raise()
+        return self.nbytes
+
+    def _raise(self) -> None:
         if self._failure is not None:
             self._heard = True
             raise copy.copy(self._failure)
-        return self.nbytes
 
     def _finish(self, timeout: float | None = None) -> None:
         """Wait for the end of every part, and let the store know. Raises: WaitTimeout, UsageError."""
         self._store._check_process()
+        self._store._settle(self, self._outcome(timeout))
+
+    def _outcome(self, timeout: float | None = None) -> OffloadError | None:
+        """Wait for the end of every part; the first failure of them. Raises: WaitTimeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
         failure = None
         for transfer in self._transfers:
@@ -127,7 +125,7 @@ class StoreTicket:
                 raise WaitTimeout(f"{'put' if self._writes else 'get'} of tensor {self.name!r} is not done within {timeout} s; it goes on") from None
             except OffloadError as error:
                 failure = failure or error
-        self._store._settle(self, failure)
+        return failure
 
 
 class TensorStore:
@@ -173,7 +171,7 @@ class TensorStore:
         with contextlib.ExitStack() as undo:
             self._owned_engine = undo.enter_context(Engine(config)) if engine is None else None
             self.engine = engine or self._owned_engine or Engine()
-            self._drives = [Slabs(self.engine, path, share) for path, share in zip(self.paths, shares, strict=True)]
+            self._room = Stripes(self.engine, self.paths, shares)
             if checksum:
                 with self.engine.open_anonymous(self.paths[0]) as file:
                     self.engine.write(b"", file, checksum=True)  # refused here where this build has none
@@ -199,16 +197,16 @@ class TensorStore:
                 if not conflicts:
                     try:
                         if value is None or value.nbytes != nbytes:
-                            value = self._new_value(nbytes)
+                            value = self._new_value(nbytes, "put")
                     except NoSpaceError:
-                        conflicts = [ticket for ticket in self._unsettled if ticket._value.gone or ticket._writes]  # which may free room
+                        conflicts += [ticket for ticket in self._unsettled if ticket._value.gone or ticket._writes]  # which may free room
                         if not conflicts:
                             raise
                     else:
                         self._counts["puts"] += 1
                         return self._start_put(name, value, tensor)
-            for ticket in conflicts:
-                ticket._finish()
+            for under_way in conflicts:
+                under_way._finish()
 
     def get(self, name: str, out: Buffer) -> StoreTicket:
         """Start reading tensor *name* into *out*, as of the last put.
@@ -227,22 +225,22 @@ class TensorStore:
                     value = self._value(name)
                     if nbytes != value.nbytes:
                         raise UsageError(f"tensor {name!r} has {value.nbytes} bytes, not the {nbytes} of what it is to be read into")
+                    for reader in list(value.readers):  # those that nobody waits for would pile up
+                        if isinstance(reader, StoreTicket) and reader.done():
+                            self._settle_locked(reader, reader._outcome())
                     self._counts["gets"] += 1
                     ticket = StoreTicket(self, name, value, writes=False)
                     self._submit(ticket, out)
                     return ticket
-            for ticket in conflicts:
-                ticket._finish()
+            for under_way in conflicts:
+                under_way._finish()
 
     def delete(self, name: str) -> None:
         """Forget tensor *name*; its room is free once the transfers under way on it are finished. Raises: UsageError when there is none."""
         with self._used_by_caller():
             if name not in self._values and name not in self._puts:
                 raise UsageError(f"no tensor {name!r} in the store")
-            for value in (self._values.pop(name, None), ticket._value if (ticket := self._puts.pop(name, None)) else None):
-                if value is not None:
-                    self._let_go(value)
-            self._unheard = [ticket for ticket in self._unheard if ticket.name != name]
+            self._forget(name)
 
     def nbytes(self, name: str) -> int:
         """Bytes of tensor *name*, as of the last put. Raises: UsageError when there is none."""
@@ -268,18 +266,18 @@ class TensorStore:
     def used_bytes(self) -> int:
         """Bytes on the drives that tensors have, each part rounded up to 4 KiB, those under way included."""
         with self._used_by_caller():
-            return sum(drive.used_bytes for drive in self._drives)
+            return self._room.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that could still be put: what the store has allocated and not used, and what the drives have left."""
         with self._used_by_caller():
-            return sum(drive.nbytes - drive.used_bytes for drive in self._drives) + sum(self._available_bytes().values())
+            return self._room.nbytes - self._room.used_bytes + self._room.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
         """Bytes that tensors have on *path*, one of the store's. Raises: UsageError."""
         with self._used_by_caller():
-            found = [drive.used_bytes for drive in self._drives if drive.path == os.fspath(path)]
+            found = [drive.used_bytes for drive in self._room.drives if drive.path == os.fspath(path)]
             if not found:
                 raise UsageError(f"{os.fspath(path)!r} is not a path of this store, which has {', '.join(self.paths)}")
             return sum(found)
@@ -293,17 +291,57 @@ class TensorStore:
         if nbytes < 0:
             raise UsageError(f"room for {nbytes} bytes cannot be reserved")
         with self._used_by_caller():
-            missing = nbytes - sum(drive.nbytes for drive in self._drives)
-            if missing > sum(self._available_bytes().values()):
-                raise self._no_space("reserve", nbytes, missing - sum(self._available_bytes().values()))
-            weights = sum(drive.weight for drive in self._drives)
-            for drive in self._drives:
-                share = min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes)
-                missing -= drive.grow_up_to(share)
-            for drive in self._drives:  # what does not fit on its own drive
-                missing -= drive.grow_up_to(missing)
-            if missing > 0:
-                raise self._no_space("reserve", nbytes, missing)
+            self._room.reserve(nbytes)
+
+    def snapshot(self, directory: StrPath, names: Iterable[str] | None = None) -> None:
+        """Write the tensors *names*, all unless given, into *directory*, so that `restore` finds them there in another process.
+
+        The directory is made where it is missing, and may lie on any drive; one whose filesystem has no O_DIRECT is written through the page cache.
+        An older snapshot in it stays the valid one until the new one is whole and synced, also when this process is killed or the power goes, so
+        there must be room for both. Puts under way are waited for; a put of the same size to one of the names waits until the snapshot is written.
+
+        Units: 32 MiB of memory, for reads and writes that overlap.
+        Raises: UsageError, also where another snapshot is just being written to *directory*; the error of a put that lost one of the names;
+        NoSpaceError and IOFailure; CorruptionError where the store keeps checksums. The older snapshot is whole after each of them.
+        Source: rename(2), fsync(2), flock(2).
+        """
+        chosen = self.names() if names is None else list(dict.fromkeys(names))
+        with self._held(chosen) as values:
+            Snapshot(self.engine, directory).save({name: value.parts for name, value in values.items()})
+
+    def restore(self, directory: StrPath) -> list[str]:
+        """Put every tensor of the snapshot in *directory*, and return their names; tensors that have these names are replaced.
+
+        All are read and checked before the first is replaced, so there must be room for both, and nothing is changed by a restore that fails.
+
+        Units: 32 MiB of memory, for reads and writes that overlap.
+        Raises: UsageError when there is no snapshot in *directory*, or one is just being written; CorruptionError when it is not as it was written;
+        UnsupportedError when a later version or a build with other checksums wrote it; NoSpaceError and IOFailure.
+        Source: flock(2).
+        """
+        with self._used_by_caller():
+            under_way = list(self._unsettled)
+        for ticket in under_way:  # which may free room
+            ticket._finish()
+        with Snapshot(self.engine, directory).opened() as saved:
+            values: dict[str, _Value] = {}
+            try:
+                with self._used_by_caller():
+                    for name, nbytes in saved.sizes().items():
+                        values[name] = self._new_value(nbytes, "restore")
+                parts = saved.load({name: value.extents for name, value in values.items()}, self.checksum)
+                with self._used_by_caller():
+                    for name, value in values.items():
+                        value.parts = parts[name]
+                        self._counts["bytes_written"] += value.nbytes
+                        self._forget(name)
+                        self._values[name] = value
+            except BaseException:
+                with self._lock:
+                    for value in values.values():
+                        self._let_go(value)
+                raise
+        return list(values)
 
     def end_step(self) -> None:
         """Close the books of a training step: see `StoreStats.bytes_written_by_step`."""
@@ -329,8 +367,7 @@ class TensorStore:
         for ticket in unsettled:
             ticket._finish()
         with self._lock:
-            for drive in self._drives:
-                drive.close()
+            self._room.close()
             unheard = [ticket for ticket in self._unheard if not ticket._heard]
             self._unheard.clear()
             self._values.clear()
@@ -364,76 +401,58 @@ class TensorStore:
                 raise UsageError("the store is closed")
             yield
 
+    @contextlib.contextmanager
+    def _held(self, names: Sequence[str]) -> Iterator[dict[str, _Value]]:
+        """The values of *names*, which are neither overwritten nor freed meanwhile."""
+        hold = _Hold()
+        values: dict[str, _Value] = {}
+        try:
+            for name in names:
+                conflicts: Sequence[StoreTicket | _Hold] = [hold]
+                while conflicts:
+                    with self._used_by_caller():
+                        conflicts = self._transfers_on(name, reads=False)
+                        if not conflicts:
+                            value = values[name] = self._value(name)
+                            value.users += 1
+                            value.readers.append(hold)
+                            self._counts["bytes_read"] += value.nbytes
+                    for under_way in conflicts:
+                        under_way._finish()
+            yield values
+        finally:
+            with self._lock:
+                for value in values.values():
+                    value.users -= 1
+                    value.readers.remove(hold)
+                    self._free_if_unused(value)
+            hold._over.set()
+
     def _value(self, name: str) -> _Value:
         value = self._values.get(name)
         if value is None:
             raise UsageError(f"no tensor {name!r} in the store")
-        if value.failure is not None:
-            raise copy.copy(value.failure)
+        if value.lost_by is not None:
+            value.lost_by._raise()
         return value
 
-    def _transfers_on(self, name: str, reads: bool) -> list[StoreTicket]:
+    def _transfers_on(self, name: str, reads: bool) -> list[StoreTicket | _Hold]:
         """The put under way on *name*, and with *reads* the gets too."""
-        found = [self._puts[name]] if name in self._puts else []
+        found: list[StoreTicket | _Hold] = [self._puts[name]] if name in self._puts else []
         if reads:
             found += self._values[name].readers
         return found
 
-    def _new_value(self, nbytes: int) -> _Value:
-        extents = self._room(nbytes)
+    def _new_value(self, nbytes: int, operation: str) -> _Value:
+        """Room for a value, and its parts. Raises: NoSpaceError."""
+        extents = self._room.take(nbytes, operation)
         parts, start = [], 0
         for extent in extents:
-            step = _SUMMED_BYTES if self.checksum else extent.nbytes
+            step = WINDOW_BYTES if self.checksum else extent.nbytes
             for inner in range(0, extent.nbytes, step):
-                parts.append(_Part(extent, extent.offset + inner, start + inner, min(step, extent.nbytes - inner)))
+                parts.append(Part(extent, extent.offset + inner, start + inner, min(step, extent.nbytes - inner)))
             start += extent.nbytes
         return _Value(nbytes, extents, parts)
-
-    def _room(self, nbytes: int) -> list[Extent]:
-        """Take *nbytes* of the drives. Raises: NoSpaceError, and none is taken."""
-        taken: list[Extent] = []
-        try:
-            for drive, share in zip(self._drives, self._shares(nbytes), strict=True):
-                if share > 0:
-                    taken += drive.take(share)
-            missing = nbytes - sum(extent.nbytes for extent in taken)
-            for drive in sorted(self._drives, key=_fullness):
-                if missing > 0:  # a drive is full: the others take what it could not
-                    taken += (spilt := drive.take(missing))
-                    missing -= sum(extent.nbytes for extent in spilt)
-            if missing > 0:
-                raise self._no_space("put", nbytes, missing)
-        except BaseException:
-            self._give_back(taken)
-            raise
-        return taken
-
-    def _shares(self, nbytes: int) -> list[int]:
-        if len(self._drives) == 1 or nbytes < _STRIPED_FROM_BYTES:
-            emptiest = min(self._drives, key=_fullness)
-            return [nbytes if drive is emptiest else 0 for drive in self._drives]
-        total, reached, ends = sum(drive.weight for drive in self._drives), 0.0, [0]
-        for drive in self._drives:
-            reached += drive.weight
-            ends.append(min(nbytes, round(nbytes * reached / total / _STRIPE_UNIT_BYTES) * _STRIPE_UNIT_BYTES))
-        ends[-1] = nbytes
-        return [end - begin for begin, end in itertools.pairwise(ends)]
-
-    def _give_back(self, extents: list[Extent]) -> None:
-        for extent in extents:
-            next(drive for drive in self._drives if drive.holds(extent)).give_back(extent)
-
-    def _available_bytes(self) -> dict[int, int]:
-        """By device, since two paths may be on one."""
-        return {drive.device: drive.available_bytes for drive in self._drives}
-
-    def _no_space(self, operation: str, nbytes: int, missing: int) -> NoSpaceError:
-        room = ", ".join(
-            f"{drive.path}: {format_bytes(drive.nbytes - drive.used_bytes)} of the store's and {format_bytes(drive.available_bytes)} of the drive's"
-            for drive in self._drives
-        )
-        reason = f"{os.strerror(errno.ENOSPC)}: asked for {format_bytes(nbytes)}, free are {room}; missing: {missing} bytes"
-        return NoSpaceError(errno.ENOSPC, reason, operation=operation, path=", ".join(self.paths), offset=0, nbytes=0, done=0)
 
     def _start_put(self, name: str, value: _Value, tensor: Buffer) -> StoreTicket:
         ticket = StoreTicket(self, name, value, writes=True)
@@ -450,11 +469,11 @@ class TensorStore:
             value.readers.append(ticket)
         self._counts["bytes_written" if ticket._writes else "bytes_read"] += value.nbytes
         whole = len(value.parts) == 1
-        memory = buffer if whole else _flat(buffer)
+        memory: Any = buffer if whole else _flat(buffer)
         try:
             for part in value.parts:
-                piece: Any = memory if whole else memory[part.start : part.start + part.nbytes]
-                file = part.extent.slab.file
+                piece = memory if whole else memory[part.start : part.start + part.nbytes]
+                file = part.extent.file
                 if ticket._writes:
                     transfer = self.engine.write(piece, file, part.offset, checksum=self.checksum)
                 else:
@@ -482,7 +501,7 @@ class TensorStore:
         value = ticket._value
         value.users -= 1
         if failure is not None:
-            _name_tensor(failure, ticket.name)
+            name_tensor(failure, ticket.name)
             if not value.gone:
                 self._unheard = [earlier for earlier in self._unheard if not earlier._heard] + [ticket]
         if not ticket._writes:
@@ -500,7 +519,7 @@ class TensorStore:
         if failure is not None and old not in (None, value):
             self._let_go(value)
             return
-        value.failure = failure
+        value.lost_by = None if failure is None else ticket
         if failure is None and self.checksum:
             for part, transfer in zip(value.parts, ticket._transfers, strict=True):
                 part.checksum = transfer.checksum
@@ -508,18 +527,20 @@ class TensorStore:
         if old is not None and old is not value:
             self._let_go(old)
 
+    def _forget(self, name: str) -> None:
+        for value in (self._values.pop(name, None), ticket._value if (ticket := self._puts.pop(name, None)) else None):
+            if value is not None:
+                self._let_go(value)
+        self._unheard = [ticket for ticket in self._unheard if ticket.name != name]
+
     def _let_go(self, value: _Value) -> None:
         value.gone = True
         self._free_if_unused(value)
 
     def _free_if_unused(self, value: _Value) -> None:
         if value.gone and value.users == 0:
-            self._give_back(value.extents)
+            self._room.give_back(value.extents)
             value.extents = []
-
-
-def _fullness(drive: Slabs) -> float:
-    return drive.used_bytes / drive.weight
 
 
 def _flat(buffer: Any) -> Any:
@@ -529,12 +550,6 @@ def _flat(buffer: Any) -> Any:
         storage = buffer.untyped_storage()
         return torch.empty(0, dtype=torch.uint8).set_(storage, buffer.data_ptr() - storage.data_ptr(), (buffer.nbytes,))
     return np.frombuffer(buffer, np.uint8)
-
-
-def _name_tensor(error: OffloadError, name: str) -> None:
-    reason = getattr(error, "reason", None)
-    if isinstance(reason, str):
-        error.reason = f"{reason}, of tensor {name!r}"  # type: ignore[attr-defined]
 
 
 def _path_list(paths: StrPath | Sequence[StrPath]) -> list[str]:
