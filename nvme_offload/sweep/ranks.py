@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 from nvme_offload.errors import OffloadError
 from nvme_offload.profile import Setting
@@ -59,13 +59,13 @@ class Ranks:
     Raises: as `Rig`, whichever rank the error was in; ChildProcessError when a rank died. After either, only `close` is left.
     """
 
-    def __init__(self, count: int, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True) -> None:
+    def __init__(self, count: int, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True, engine: str = "native") -> None:
         self._ranks: dict[Connection, subprocess.Popen[bytes]] = {}
         try:
             with _blocked(SIGNALS):  # for good in the ranks: what ends the sweep ends them, without a word from each
                 for _ in range(count):
                     self._start()
-            self.direct: bool = all(self._order("open", directory, file_bytes, direct, request_bytes(count)))
+            self.direct: bool = all(self._order("open", directory, file_bytes, direct, request_bytes(count), engine))
             self.file_bytes = count * file_bytes
         except BaseException:
             self.close()
@@ -88,6 +88,14 @@ class Ranks:
         result = measure(self._pump, phase, seconds)
         self._order("finish")
         return result
+
+    def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
+        """As `latency.block_seconds`, of all ranks at once."""
+        return [value for values in self._order("block_seconds", setting, phase, seconds) for value in values]
+
+    def paths(self, direction: str) -> list[str]:
+        """As `Rig.paths`, of all ranks."""
+        return [path for paths in self._order("paths", direction) for path in paths]
 
     def close(self) -> None:
         """End the processes; they hold nothing that the kernel does not take back."""
@@ -129,17 +137,17 @@ class Ranks:
         progress = dict.fromkeys(asked, 0)
         while len(answers) < len(asked):
             for ready in wait([connection for connection in asked if connection not in answers]):
-                assert isinstance(ready, Connection)
+                connection = cast("Connection", ready)
                 try:
-                    kind, value = ready.recv()
+                    kind, value = connection.recv()
                 except (EOFError, ConnectionError):
-                    self._mourn(ready)
+                    self._mourn(connection)
                 if kind == "failure":
                     raise value
                 if kind == "answer":
-                    answers[ready] = value
+                    answers[connection] = value
                 elif report is not None:
-                    progress[ready] = value
+                    progress[connection] = value
                     report(sum(progress.values()))
         return [answers[connection] for connection in asked]
 
@@ -168,8 +176,8 @@ class _Rank:
             name, arguments = self._connection.recv()
             self._connection.send(("answer", getattr(self, name)(*arguments)))
 
-    def open(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"], request_bytes: int) -> bool:
-        self._rig = Rig(directory, file_bytes, direct, request_bytes)
+    def open(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"], request_bytes: int, engine: str) -> bool:
+        self._rig = Rig(directory, file_bytes, direct, request_bytes, engine)
         return self._rig.direct
 
     def memory_bytes_per_second(self) -> float:
@@ -178,6 +186,12 @@ class _Rank:
     def fill(self, setting: Setting, seconds: float | None) -> tuple[float, int]:
         speed = self._rig.fill(setting, seconds, lambda done: self._connection.send(("progress", done)))
         return speed, self._rig.file_bytes
+
+    def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
+        return self._rig.block_seconds(setting, phase, seconds)
+
+    def paths(self, direction: str) -> list[str]:
+        return self._rig.paths(direction)
 
     def load(self, setting: Setting, phase: str) -> None:
         self._load = self._rig.load(setting, phase)

@@ -9,22 +9,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, Ticket, allocate
+from nvme_offload.engine import Engine, File, Ticket, allocate
 from nvme_offload.errors import CorruptionError, IOFailure, OffloadError, WaitTimeout
 from nvme_offload.profile import Setting
 
 from .verdict import Result
+
+if TYPE_CHECKING:
+    from .deepspeed_op import DeepSpeedEngine, DeepSpeedOp
 
 REQUEST_BYTES = 16 << 20
 PAGE_BYTES = 4096
@@ -38,6 +42,13 @@ READ_BACK_SHARE = 0.05  # of what a trial wrote; one request at the least
 _POLL_SECONDS = 0.002  # a request takes longer than this on any one drive, and there is always another one behind it
 
 Bytes = NDArray[np.uint8]
+
+
+class _Ticket(Protocol):
+    """As `Ticket`, of either engine."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class Point(NamedTuple):
@@ -59,11 +70,20 @@ class Rig:
 
     Lifetime: the space is free again after `close`, and when the process ends in any way. Its memory is twice what the deepest setting has in
     flight and some requests more, 0.4 GiB at the most.
-    Raises: UnsupportedError where the filesystem has no O_DIRECT and *direct* is True; NoSpaceError; IOFailure.
+    With *engine* "deepspeed" DeepSpeed's op moves what trials move, from memory of its own; the files are filled and read back by this package's.
+    Raises: UnsupportedError where the filesystem has no O_DIRECT and *direct* is True, or DeepSpeed's op is not to be had; NoSpaceError; IOFailure.
     """
 
-    def __init__(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True, request_bytes: int = REQUEST_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        file_bytes: int,
+        direct: bool | Literal["auto"] = True,
+        request_bytes: int = REQUEST_BYTES,
+        engine: str = "native",
+    ) -> None:
         self.request_bytes = request_bytes
+        self._op = _deepspeed_op() if engine == "deepspeed" else None
         self._page_numbers: NDArray[np.uint64] = np.arange(request_bytes // PAGE_BYTES, dtype=np.uint64)
         self._direct = direct
         # Reads back what trials wrote, by another path through the kernel than libaio's.
@@ -71,11 +91,11 @@ class Rig:
         with contextlib.ExitStack() as undo:
             undo.callback(self._reader.close)
             self.requests = file_bytes // request_bytes
-            self._source = self._reader.open_anonymous(directory, self.file_bytes)
-            self._sink = self._reader.open_anonymous(directory, self.file_bytes)
+            self._paths: dict[File, str] = {}
+            self._source, self._sink = self._open(directory), self._open(directory)
             self._random = np.random.default_rng()
             self._pattern = self._random_buffer()
-            self._scratch = _buffer(request_bytes)
+            self._scratch = _native_buffer(request_bytes)
             self._rings: dict[str, list[Bytes]] = {"read": [], "write": []}
             self._positions = {"read": 0, "write": 0}
             self._writes = 0
@@ -91,6 +111,10 @@ class Rig:
         """The bytes of each file that are in use."""
         return self.requests * self.request_bytes
 
+    def paths(self, direction: str) -> list[str]:
+        """A path, the only one in the list, to the file that is read or the one that is written, by which another process may open it."""
+        return [self._paths[self.file(direction)]]
+
     def memory_bytes_per_second(self) -> float:
         """How fast one thread copies memory."""
         fastest = 0.0
@@ -105,7 +129,7 @@ class Rig:
 
         *report* is called with the bytes written so far. Returns bytes per second. Raises: NoSpaceError, IOFailure.
         """
-        ring = self._ring("read", FILLERS)
+        ring = self.ring("read", FILLERS)
         for buffer in ring:
             np.copyto(buffer, self._pattern)
         under_way: list[Ticket] = []
@@ -137,6 +161,12 @@ class Rig:
             load.finish()
         return result
 
+    def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
+        """What single blocks take with *setting*: see latency.py."""
+        from .latency import block_seconds
+
+        return block_seconds(self, setting, phase, seconds)
+
     def load(self, setting: Setting, phase: str) -> Load:
         """Make what it takes to move requests with *setting*; nothing moves yet. Raises: UnsupportedError."""
         return Load(self, setting, phase)
@@ -153,14 +183,39 @@ class Rig:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _ring(self, direction: str, count: int) -> list[Bytes]:
+    def file(self, direction: str) -> File:
+        """The file that is read, or the one that is written."""
+        return self._source if direction == "read" else self._sink
+
+    def open_engine(self, setting: Setting) -> contextlib.AbstractContextManager[Engine | DeepSpeedEngine]:
+        """What moves the bytes of a trial with *setting*. Raises: UnsupportedError."""
+        if self._op is None:
+            return _engine(setting.config(direct=self._direct))
+        return self._op.engine(setting, self._paths)
+
+    def _open(self, directory: Path) -> File:
+        file = self._reader.open_anonymous(directory, self.file_bytes)
+        # The way to a file without a name is by its descriptor, which is that of the only such file here that is not known yet.
+        known = {Path(path).stat().st_ino for path in self._paths.values()}
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found, place = path.stat(), Path(f"/proc/{os.getpid()}/fd/{path.name}")
+                if (found.st_nlink, found.st_size, found.st_dev) == (0, self.file_bytes, directory.stat().st_dev) and found.st_ino not in known:
+                    self._paths[file] = str(place)
+        return file
+
+    def ring(self, direction: str, count: int) -> list[Bytes]:
+        """*count* buffers of a request each for moving that way, the same ones every time."""
         ring = self._rings[direction]
         while len(ring) < count:
-            ring.append(self._random_buffer() if direction == "write" else _buffer(self.request_bytes))
+            ring.append(self._random_buffer() if direction == "write" else self._buffer())
         return ring[:count]
 
+    def _buffer(self) -> Bytes:
+        return self._op.locked(self.request_bytes) if self._op else _native_buffer(self.request_bytes)
+
     def _random_buffer(self) -> Bytes:
-        buffer = _buffer(self.request_bytes)
+        buffer = self._buffer()
         for page in buffer.view(np.uint64).reshape(-1, PAGE_BYTES // 8):  # page by page, as malloc would keep what it takes for all at once
             page[:] = self._random.integers(0, 1 << 64, len(page), dtype=np.uint64)
         return buffer
@@ -182,7 +237,7 @@ class Load:
         # Enough behind what the kernel holds that a queue never waits for this loop.
         count = max(2, -(-setting.bytes_in_flight // len(directions) // rig.request_bytes) + 1)
         with contextlib.ExitStack() as undo:
-            self._engine = undo.enter_context(_engine(setting.config(direct=rig._direct)))
+            self._engine = undo.enter_context(rig.open_engine(setting))
             self._lanes = [_Lane(rig, self._engine, direction, min(count, rig.requests)) for direction in directions]
             self._undo = undo.pop_all()
         self._turns = itertools.cycle(self._lanes)
@@ -243,13 +298,13 @@ def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) ->
 class _Lane:
     """One direction of a load: requests on and on through a file, one for each buffer under way."""
 
-    def __init__(self, rig: Rig, engine: Engine, direction: str, count: int) -> None:
+    def __init__(self, rig: Rig, engine: Engine | DeepSpeedEngine, direction: str, count: int) -> None:
         self._rig = rig
         self._engine = engine
         self._direction = direction
-        self._file = rig._source if direction == "read" else rig._sink
-        self._free = rig._ring(direction, count)
-        self._under_way: list[tuple[Ticket, Bytes, int]] = []
+        self._file = rig.file(direction)
+        self._free = rig.ring(direction, count)
+        self._under_way: list[tuple[_Ticket, Bytes, int]] = []
         self._last: dict[int, tuple[Bytes, int]] = {}  # by buffer: what was last moved with it, and where
         self._moved = 0
         self._progress = time.monotonic(), 0  # when it was last seen to move, and the bytes until then
@@ -305,7 +360,7 @@ class _Lane:
             ticket = self._engine.write(buffer.data, self._file, index * self._rig.request_bytes)
         self._under_way.append((ticket, buffer, index))
 
-    def _finish(self, ticket: Ticket, buffer: Bytes, index: int) -> None:
+    def _finish(self, ticket: _Ticket, buffer: Bytes, index: int) -> None:
         self._moved += ticket.wait()
         if self._direction == "read" and not np.array_equal(_stamps(buffer), self._rig._stamp(0, index)):
             page = int(np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))[0])
@@ -344,7 +399,13 @@ def _directions(phase: str) -> tuple[str, ...]:
     return ("read", "write") if phase == "mixed" else (phase,)
 
 
-def _buffer(nbytes: int) -> Bytes:
+def _deepspeed_op() -> DeepSpeedOp:
+    from .deepspeed_op import load
+
+    return load()
+
+
+def _native_buffer(nbytes: int) -> Bytes:
     return np.frombuffer(allocate(nbytes), dtype=np.uint8)
 
 
@@ -353,13 +414,13 @@ def _stamps(buffer: Bytes) -> NDArray[np.uint64]:
     return buffer.view(np.uint64)[:: PAGE_BYTES // 8]
 
 
-def _wait(ticket: Ticket) -> int:
+def _wait(ticket: _Ticket) -> int:
     """Wait in small parts: a signal's handler runs between them."""
     while True:
         with contextlib.suppress(WaitTimeout):
             return ticket.wait(0.1)
 
 
-def _counters(engine: Engine) -> Point:
+def _counters(engine: Engine | DeepSpeedEngine) -> Point:
     stats = engine.stats()
     return Point(time.monotonic(), stats.read.bytes, stats.write.bytes)

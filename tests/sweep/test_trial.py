@@ -56,7 +56,7 @@ def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
     with Rig(disk, FILE_BYTES) as rig, Engine(SETTING.config()) as engine:
         assert rig.fill(SETTING, None, reports.append) > 0
         assert reports == sorted(reports)
-        found = trial._buffer(REQUEST_BYTES)
+        found = trial._native_buffer(REQUEST_BYTES)
         for index in range(FILE_BYTES // REQUEST_BYTES):
             pages = []
             for file in (rig._source, rig._sink):

@@ -1,0 +1,181 @@
+"""DeepSpeed's own op under a trial: what `--engine deepspeed` measures.
+
+Its handle tells of no request by itself: `wait()` returns when all are done. So requests go in batches, and where a trial reads and writes at once
+both handles are waited for together, as DeepSpeed's pipelined optimizer swapper does. A batch is larger than what the kernel is given at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib.metadata
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nvme_offload.engine import File
+from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.profile import Setting
+
+_MEMORY_BYTES = 512 << 20  # what a sweep locks at the most
+
+
+class _Direction(NamedTuple):
+    bytes: int
+
+
+class _Stats(NamedTuple):
+    read: _Direction
+    write: _Direction
+
+
+class DeepSpeedOp:
+    """The loaded op; made by `load`, once in a process."""
+
+    def __init__(self, module: Any, torch: Any) -> None:
+        self._module = module
+        self._torch = torch
+        self._example = torch.empty(0, dtype=torch.uint8)
+        self._allocator = module.aio_handle(1 << 20, 1, False, True, 1)
+
+    @property
+    def version(self) -> str:
+        """Of DeepSpeed."""
+        return importlib.metadata.version("deepspeed")
+
+    def locked(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory that the op moves without a copy. Lifetime: that of the process, as its swapper keeps it too."""
+        return np.asarray(self._allocator.new_cpu_locked_tensor(nbytes, self._example).numpy())
+
+    @contextlib.contextmanager
+    def engine(self, setting: Setting, paths: Mapping[File, str]) -> Iterator[DeepSpeedEngine]:
+        """The op at *setting*, as far as a trial needs an `Engine`; *paths* leads to the files. Raises: UnsupportedError."""
+        if setting.backend != "libaio":
+            raise UnsupportedError(f"DeepSpeed's op is built on libaio, not on {setting.backend}: leave --backend out")
+        options = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, setting.thread_count)
+        made = DeepSpeedEngine(self._module.aio_handle(*options), self._module.aio_handle(*options), self._torch, paths)
+        try:
+            yield made
+        finally:
+            made.settle()
+
+
+class DeepSpeedEngine:
+    """Two handles, one for each direction, as the swappers have them. Lifetime: buffers are held until what moves them was waited for."""
+
+    def __init__(self, reading: Any, writing: Any, torch: Any, paths: Mapping[File, str]) -> None:
+        self._handles = {"read": reading, "write": writing}
+        self._torch = torch
+        self._paths = paths
+        self._moved = {"read": 0, "write": 0}
+        self._pending: dict[str, list[DeepSpeedTicket]] = {"read": [], "write": []}
+
+    def read(self, buffer: Any, file: File, offset: int = 0) -> DeepSpeedTicket:
+        """As `Engine.read`. Raises: IOFailure."""
+        return self._submit("read", buffer, file, offset)
+
+    def write(self, buffer: Any, file: File, offset: int = 0) -> DeepSpeedTicket:
+        """As `Engine.write`. Raises: IOFailure."""
+        return self._submit("write", buffer, file, offset)
+
+    def stats(self) -> _Stats:
+        """The bytes of the requests that were waited for."""
+        return _Stats(_Direction(self._moved["read"]), _Direction(self._moved["write"]))
+
+    def wait(self) -> None:
+        """Return when everything is done. Raises: IOFailure when the op says that it did less."""
+        for direction, pending in self._pending.items():
+            if not pending:  # the op ends the process when there is nothing to wait for
+                continue
+            done = self._handles[direction].wait()
+            tickets, self._pending[direction] = pending, []
+            if done != len(tickets):
+                raise tickets[0].failure(f"DeepSpeed's op did {done} of {len(tickets)} requests")
+            for ticket in tickets:
+                ticket.finished = True
+                self._moved[direction] += ticket.nbytes
+
+    def settle(self) -> None:
+        """Wait for what is left and say nothing of it: a handle that goes with work pending ends the process."""
+        with contextlib.suppress(IOFailure):
+            self.wait()
+        with contextlib.suppress(IOFailure):  # the other direction, where the first failed
+            self.wait()
+
+    def _submit(self, direction: str, buffer: Any, file: File, offset: int) -> DeepSpeedTicket:
+        tensor = self._torch.from_numpy(np.asarray(buffer))
+        ticket = DeepSpeedTicket(self, direction, file.path, offset, tensor)
+        handle = self._handles[direction]
+        call = handle.async_pread if direction == "read" else handle.async_pwrite
+        if call(tensor, self._paths[file], offset) != 0:
+            raise ticket.failure("DeepSpeed's op refused the request")
+        self._pending[direction].append(ticket)
+        return ticket
+
+
+class DeepSpeedTicket:
+    """As `Ticket`, of a request that is done when its batch is."""
+
+    def __init__(self, engine: DeepSpeedEngine, direction: str, path: str, offset: int, tensor: Any) -> None:
+        self._engine = engine
+        self._direction = direction
+        self._path = path
+        self._offset = offset
+        self._tensor = tensor
+        self.nbytes: int = tensor.nbytes
+        self.finished = False
+
+    def done(self) -> bool:
+        """Whether its batch was waited for."""
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the whole batch, however long it takes; returns the bytes asked for. Raises: IOFailure."""
+        if not self.finished:
+            self._engine.wait()
+        return self.nbytes
+
+    def failure(self, reason: str) -> IOFailure:
+        """An error of this request; the op does not tell errno."""
+        return IOFailure(errno.EIO, reason, operation=self._direction, path=self._path, offset=self._offset, nbytes=self.nbytes, done=0)
+
+
+@functools.cache
+def load() -> DeepSpeedOp:
+    """DeepSpeed's op, built when it was never used before, which takes a minute. Raises: UnsupportedError where that cannot be done."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY and soft < _MEMORY_BYTES:
+        raise UnsupportedError(f"DeepSpeed's op ends the process when it may not lock its memory: raise the limit (ulimit -l {_MEMORY_BYTES >> 10})")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        with _standard_output_to_error():
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+
+            module = AsyncIOBuilder().load(verbose=False)
+    except ImportError as error:
+        raise UnsupportedError(f"DeepSpeed is not installed here ({error}): pip install deepspeed, or leave out --engine deepspeed") from None
+    except (RuntimeError, OSError, AssertionError, SystemExit) as error:  # no compiler, no ninja, no libaio
+        raise UnsupportedError(f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` says what is missing") from None
+    return DeepSpeedOp(module, sys.modules["torch"])  # which DeepSpeed has loaded
+
+
+@contextlib.contextmanager
+def _standard_output_to_error() -> Iterator[None]:
+    """Compilers and DeepSpeed talk on standard output, where results go."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
