@@ -1,1 +1,82 @@
-"""DeepSpeed ZeRO-3 on this package: the `async_io` op and the swappers of parameters and optimizer states."""
+"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`, and `disable()` to put DeepSpeed back as it was."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .stats import StepStats
+
+_log = logging.getLogger(__name__)
+_handler = logging.StreamHandler()
+_handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
+
+_replaced: list[tuple[Any, str, Any]] = []  # object, attribute and DeepSpeed's own value, in the order of replacement
+
+
+def enable() -> None:
+    """Have DeepSpeed offload to drives through this package, in this process, from now on; a second call does nothing.
+
+    Its `async_io` op becomes this package's, so that nothing is compiled at the first step. Parameters and optimizer states with `"device": "nvme"`
+    go through this package's swappers, unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines that exist
+    already keep what they have. What is chosen and what steps spend is logged, to stderr where the program has set up no logging.
+    Raises: UnsupportedError when DeepSpeed is not installed, or is of a version that lacks what is replaced.
+    """
+    if _replaced:
+        return
+    try:
+        import deepspeed.runtime.engine as engine
+
+        importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")  # now, so that its base class is DeepSpeed's own
+        import deepspeed.runtime.zero.partition_parameters as partition_parameters
+        import deepspeed.runtime.zero.stage3 as stage3
+    except ImportError as error:
+        raise UnsupportedError(f"DeepSpeed with ZeRO-3 is not installed here: {error}; pip install deepspeed") from None
+    from . import checkpoint, op
+    from .param_swapper import parameter_swapper
+    from .stage3 import Stage3
+
+    _log.setLevel(logging.INFO)
+    if not logging.getLogger().handlers:
+        _log.addHandler(_handler)
+    op.install()
+    _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
+    _replace(partition_parameters, "AsyncPartitionedParameterSwapper", parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper))
+    for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
+        _replace(engine.DeepSpeedEngine, name, method)
+
+
+def disable() -> None:
+    """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go on working."""
+    if not _replaced:
+        return
+    from . import op
+
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
+    op.remove()
+    _log.removeHandler(_handler)
+    _log.setLevel(logging.NOTSET)
+
+
+def stats(engine: Any) -> StepStats:
+    """What the last step of the DeepSpeed *engine* spent where.
+
+    Raises: UsageError when the engine has no optimizer states on a drive behind this package.
+    """
+    from .stats import last_step
+
+    return last_step(engine)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    if not hasattr(owner, name):
+        disable()
+        raise UnsupportedError(f"this version of DeepSpeed has no {name} in {owner.__name__}; 0.19 has")
+    _replaced.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)

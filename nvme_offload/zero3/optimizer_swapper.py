@@ -1,0 +1,222 @@
+"""`OptimizerSwapper`: the fp32 master weights and the optimizer states of ZeRO-3's sub-groups, each sub-group one packed name of a `TensorSwapper`.
+
+It stands where stage 3 expects `deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper`, and answers to the same calls. Gradients are no
+business of it: they stay where stage 3 reduces them to, in 16 bit (see `stage3.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .tier import Tier
+
+_SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
+_HINTED = 4  # sub-groups read ahead in the first step, before the swapper has learned the order
+_MASTER = ""  # the key of the slot that the master weights are in
+_serial = itertools.count()
+
+
+@dataclasses.dataclass
+class _SubGroup:
+    """One flat parameter of stage 3. *slots* are the tensors packed under *name*: by key of the optimizer's state, offset and dtype."""
+
+    name: str
+    numel: int
+    capacity_bytes: int
+    slots: dict[str, tuple[int, torch.dtype]]
+    buffer: torch.Tensor | None = None  # while swapped in
+
+    def end(self, key: str) -> int:
+        offset, dtype = self.slots[key]
+        return offset + self.numel * dtype.itemsize
+
+    @property
+    def used_bytes(self) -> int:
+        return max(self.end(key) for key in self.slots)
+
+    def view(self, key: str) -> torch.Tensor:
+        assert self.buffer is not None
+        return self.buffer[self.slots[key][0] : self.end(key)].view(self.slots[key][1])
+
+
+class OptimizerSwapper:
+    """Keeps the states of *parameters*' sub-groups in a tier.
+
+    Whatever the optimizer's state holds for a sub-group that has the sub-group's shape travels with the master weights, and whatever else (step
+    counts and the like) stays in memory. The state's tensors stay the same objects: they are empty while their bytes are away.
+
+    *optimizer* and *gradient* are asked for at every use: stage 3 replaces the one, and makes the other from what it has reduced (None: nothing yet).
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        optimizer: Callable[[], torch.optim.Optimizer],
+        gradient: Callable[[torch.Tensor], torch.Tensor | None],
+        keep_gradient: Callable[[torch.Tensor], None],
+        state_bytes: int,
+    ) -> None:
+        self.tier = tier
+        self._optimizer = optimizer
+        self._gradient = gradient
+        self._keep_gradient = keep_gradient
+        self._state_bytes = state_bytes
+        self._prefix = f"optimizer{next(_serial)}"
+        self._sub_groups: dict[int, _SubGroup] = {}  # by the parameter's id, in the order of the step
+        self._parameters: list[torch.Tensor] = []
+        weakref.finalize(self, _discard, tier, self._sub_groups)
+
+    # What stage 3 calls.
+
+    def is_swappable_tensor(self, tensor: torch.Tensor | None = None, numel: int | None = None) -> bool:
+        """Every sub-group is: small ones are packed like large ones."""
+        return True
+
+    def initialize_parameters(self, parameters: Sequence[torch.Tensor], src_tensors: Sequence[torch.Tensor]) -> None:
+        """Make the master weights of *parameters* from *src_tensors*, which have them in any dtype."""
+        for parameter, source in zip(parameters, src_tensors, strict=True):
+            numel = source.numel()
+            sub_group = _SubGroup(f"{self._prefix}/{len(self._parameters)}", numel, self._capacity(numel), {_MASTER: (0, parameter.dtype)})
+            self._sub_groups[id(parameter)] = sub_group
+            self._parameters.append(parameter)
+            sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
+            sub_group.view(_MASTER).copy_(source)
+            self._release(sub_group, changed=True)
+
+    def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
+        """Bring *parameter*, its optimizer states and its gradient to memory."""
+        sub_group = self._sub_groups[id(parameter)]
+        if async_parameter is not None:
+            self.tier.swapper.prefetch([following.name for following in self._following(parameter)])
+        sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
+        self._bind(parameter, sub_group)
+        parameter.grad = self._gradient(parameter)
+
+    def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
+        """Give back what `swap_in_optimizer_state` brought, with its changes and what the optimizer has added; the writing goes on behind."""
+        self._pack(parameter)
+        self._give_back(parameter, changed=True)
+
+    def release_swap_buffers(self, parameter: torch.Tensor) -> None:
+        """Give back what `swap_in_optimizer_state` brought, unchanged."""
+        self._give_back(parameter, changed=False)
+
+    def writeback_optimizer_state_and_gradients(self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool) -> None:
+        """Give back what `swap_in_optimizer_state` brought, with the changes to the states, to the gradient, or to both."""
+        if write_gradients and parameter.grad is not None:
+            self._keep_gradient(parameter)
+        if write_opt_state:
+            self.swap_out_optimizer_state(parameter)
+        else:
+            self.release_swap_buffers(parameter)
+
+    def purge_state(self) -> None:
+        """Forget the optimizer's states; the master weights stay."""
+        for sub_group in self._sub_groups.values():
+            sub_group.slots = {_MASTER: sub_group.slots[_MASTER]}
+
+    def init_timers(self) -> None:
+        """DeepSpeed's timers are not kept: see `zero3.stats`."""
+
+    def log_timers(self) -> None:
+        """Likewise."""
+
+    def pre_backward(self) -> None:
+        """Nothing to prepare."""
+
+    def post_backward(self) -> None:
+        """Nothing to finish: gradients stay where they are."""
+
+    # Inside.
+
+    def _following(self, parameter: torch.Tensor) -> Iterator[_SubGroup]:
+        position = next(index for index, other in enumerate(self._parameters) if other is parameter)
+        for other in self._parameters[position : position + _HINTED]:
+            yield self._sub_groups[id(other)]
+
+    def _capacity(self, numel: int) -> int:
+        return numel * self._state_bytes + 4 * _SLOT_BYTES
+
+    def _bind(self, parameter: torch.Tensor, sub_group: _SubGroup) -> None:
+        state = self._optimizer().state.get(parameter, {})
+        for key in sub_group.slots:
+            target = parameter if key == _MASTER else state[key]
+            target.data = sub_group.view(key)
+
+    def _pack(self, parameter: torch.Tensor) -> None:
+        """See that every tensor of the optimizer's state that belongs to the sub-group is in its buffer."""
+        sub_group = self._sub_groups[id(parameter)]
+        state = self._optimizer().state.get(parameter, {})
+        travelling = {key: value for key, value in state.items() if _travels(value, parameter)}
+        slots = {_MASTER: sub_group.slots[_MASTER]}
+        end = sub_group.end(_MASTER)
+        for key, value in travelling.items():
+            slots[key] = (-(-end // _SLOT_BYTES) * _SLOT_BYTES, value.dtype)
+            end = slots[key][0] + value.numel() * value.dtype.itemsize
+        if end > sub_group.capacity_bytes:
+            self._enlarge(parameter, sub_group, end)
+        moved = {key: value.clone() for key, value in travelling.items() if sub_group.slots.get(key, slots[key]) != slots[key]}
+        sub_group.slots = slots
+        for key, value in travelling.items():
+            place = sub_group.view(key)
+            if value.data_ptr() != place.data_ptr():
+                place.copy_(moved.get(key, value))
+                value.data = place
+
+    def _enlarge(self, parameter: torch.Tensor, sub_group: _SubGroup, nbytes: int) -> None:
+        """Move the sub-group to a place of *nbytes*: the optimizer keeps more for each element than was foreseen."""
+        assert sub_group.buffer is not None
+        state = self._optimizer().state.get(parameter, {})
+        kept = {key: sub_group.view(key).clone() for key in sub_group.slots}
+        for key, value in kept.items():
+            (parameter if key == _MASTER else state[key]).data = value
+        self.tier.swapper.discard(sub_group.name)
+        sub_group.capacity_bytes = nbytes
+        sub_group.buffer = self.tier.swapper.create(sub_group.name, nbytes)
+        sub_group.view(_MASTER).copy_(parameter)
+        parameter.data = sub_group.view(_MASTER)
+        sub_group.slots = {_MASTER: sub_group.slots[_MASTER]}
+
+    def _give_back(self, parameter: torch.Tensor, changed: bool) -> None:
+        sub_group = self._sub_groups[id(parameter)]
+        if sub_group.buffer is None:
+            return
+        state = self._optimizer().state.get(parameter, {})
+        for key, (_, dtype) in sub_group.slots.items():
+            (parameter if key == _MASTER else state[key]).data = torch.empty(0, dtype=dtype)
+        parameter.grad = None
+        self._release(sub_group, changed)
+
+    def _release(self, sub_group: _SubGroup, changed: bool) -> None:
+        sub_group.buffer = None
+        self.tier.swapper.release(sub_group.name, changed=changed, nbytes=sub_group.used_bytes)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
+    """Bytes that master weights of *dtype* and *optimizer*'s states take for each element: found by one step of an optimizer like it on a few
+    elements, or taken as for Adam where such a one cannot be made from its defaults.
+    """
+    sample = torch.zeros(8, dtype=dtype, requires_grad=True)
+    sample.grad = torch.zeros_like(sample)
+    try:
+        like: Any = type(optimizer)([sample], **optimizer.defaults)
+        like.step()
+        states = [value.dtype.itemsize for value in like.state[sample].values() if _travels(value, sample)]
+    except Exception:  # the constructor of an optimizer may want anything, and raise anything; nothing depends on this but how memory is planned
+        states = [dtype.itemsize] * 2
+    return int(dtype.itemsize + sum(states))
+
+
+def _travels(value: Any, parameter: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == parameter.shape and value.is_cpu and getattr(value, "swappable", True)
+
+
+def _discard(tier: Tier, sub_groups: dict[int, _SubGroup]) -> None:
+    for sub_group in sub_groups.values():
+        tier.swapper.discard(sub_group.name)

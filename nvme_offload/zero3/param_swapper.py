@@ -1,0 +1,145 @@
+"""`ParameterSwapper`: the 16-bit partitions of ZeRO-3's parameters, each one name of a `TensorSwapper`.
+
+It stands where DeepSpeed expects `AsyncPartitionedParameterSwapper`, and answers to the same calls. A partition that is swapped in is copied to the
+accelerator at once, where the all-gather wants it anyway, so that no host memory is held between two calls: however many parameters DeepSpeed keeps
+alive, the budget cannot run out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+from .settings import Settings
+from .tier import Tier
+
+_MANY = 1 << 30
+_serial = itertools.count()
+
+
+class ParameterSwapper:
+    """Keeps parameter partitions in the tier of *ds_config*; the keys buffer_count, buffer_size and max_in_cpu have no use here, one budget holds.
+
+    Lifetime: the partitions are forgotten when this is dropped.
+    Raises: UsageError; IOFailure or UnsupportedError when the directory cannot be used.
+    """
+
+    def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
+        self.dtype = model_dtype
+        self.tier = Tier.of(ds_config._param_dict, ds_config.zero_config.offload_param.nvme_path)
+        self._prefix = f"parameter{next(_serial)}"
+        self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
+        self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away
+        self._names: set[str] = set()
+        weakref.finalize(self, _discard, self.tier, self._names)
+
+    # While parameters are partitioned for the first time, or have been changed by their owner.
+
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Every partition is: small ones are packed like large ones."""
+        return True
+
+    def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
+        """Room for *numel* elements of *param*'s partition."""
+        self._filling[param.ds_id] = self._create(param, numel)
+        return self._filling[param.ds_id]
+
+    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+        """Take the partitions of *params* as they are now; the writing goes on behind."""
+        for param in params:
+            buffer = self._filling.pop(param.ds_id, None)
+            if buffer is None:
+                buffer = self._create(param, param.ds_tensor.ds_numel)
+                buffer.copy_(param.ds_tensor.data.view(-1))
+            self.tier.swapper.release(self._name(param), changed=True)
+        self.remove_partition_and_release_buffers(params)
+
+    # Forward and backward.
+
+    def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        """Bring the partitions of *params* to the accelerator or, with *async_op*, have them read ahead."""
+        self.tier.swapper.prefetch([self._name(param) for param in params])
+        if async_op:
+            return
+        for param in params:
+            param.ds_tensor.data = self._read(param, get_accelerator().current_device_name())
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+    def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
+        """Bring the partition of *param* to *dest_buffer*, whatever memory that is."""
+        self._read(param, dest_buffer.device, dest_buffer)
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Drop the copies on the accelerator."""
+        for param in params:
+            param.ds_tensor.data = self._placeholder.data
+            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+    def available_swap_in_buffers(self) -> int:
+        """How many partitions can be asked for in advance: the swapper itself takes no more than there is room for."""
+        return _MANY
+
+    def synchronize_reads(self) -> None:
+        """Nothing is left under way by `swap_in`."""
+
+    def synchronize_writes(self) -> None:
+        """What is written needs no waiting for: it is read back from memory until it is on the drive."""
+
+    # The optimizer step.
+
+    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
+        """Take the new values of the partitions of *dst_fp16_params* from *src_fp32_params*, rounded to the parameters' type."""
+        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+            self._create(param, source.numel()).copy_(source)
+            self.tier.swapper.release(self._name(param), changed=True)
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """Nothing to reserve: there is one budget."""
+
+    def is_away(self, param: Any) -> bool:
+        """Whether *param*'s partition has no copy on the accelerator."""
+        return bool(param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE)
+
+    def partition(self, param: Any) -> torch.Tensor:
+        """A copy of *param*'s partition in host memory."""
+        return self._read(param, torch.device("cpu"))
+
+    # Inside.
+
+    def _name(self, param: Any) -> str:
+        return f"{self._prefix}/{param.ds_id}"
+
+    def _create(self, param: Any, numel: int) -> torch.Tensor:
+        name = self._name(param)
+        self._names.add(name)
+        return self.tier.require(None).create(name, numel * self.dtype.itemsize).view(self.dtype)
+
+    def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+        name = self._name(param)
+        partition = self.tier.swapper.swap_in(name).view(self.dtype)
+        try:
+            # Both wait until the bytes have arrived, so that the room can be given back.
+            return torch.empty_like(partition, device=device).copy_(partition) if into is None else into.copy_(partition)
+        finally:
+            self.tier.swapper.release(name, changed=False)
+
+
+def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call where DeepSpeed calls *original*, its own parameter swapper: it makes what the configuration asks for."""
+
+    def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
+        native = Settings.of(ds_config._param_dict).swappers == "native"
+        return (ParameterSwapper if native else original)(ds_config, model_dtype)
+
+    return make
+
+
+def _discard(tier: Tier, names: set[str]) -> None:
+    for name in names:
+        tier.swapper.discard(name)

@@ -1,0 +1,110 @@
+"""`Settings`: what a ds_config says of offload to drives, in its own sections and in "nvme_offload"."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ..config import BACKENDS, AioConfig
+from ..errors import OffloadError, UsageError
+from ..units import parse_bytes
+
+SECTION = "nvme_offload"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The section "nvme_offload" of a ds_config; every key may be left out.
+
+    swappers: "native" for this package's, "deepspeed" for DeepSpeed's own on this package's op.
+    host_memory: bytes of host memory a rank may hold for parameters and optimizer states, pinned or cached; or "auto", which takes from the memory
+    that is available what the model needs.
+    backend: of the engine, as in `AioConfig`.
+    paths: directories on the drives to use instead of nvme_path; each tensor is striped over them.
+    weights: the share of each path, in any unit; equal where left out.
+    checksum: whether every byte that comes back from a drive is compared with what was written.
+    """
+
+    swappers: Literal["native", "deepspeed"] = "native"
+    host_memory: int | Literal["auto"] = "auto"
+    backend: str = "libaio"
+    paths: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    checksum: bool = False
+
+    @classmethod
+    def of(cls, ds_config: Mapping[str, Any]) -> Settings:
+        """Read the section of *ds_config*. Raises: UsageError naming the key and the values that are possible."""
+        section = ds_config.get(SECTION, {})
+        if not isinstance(section, Mapping):
+            raise UsageError(f'"{SECTION}" in the DeepSpeed configuration must be a section, {{...}}, not {section!r}')
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in section:
+            if key not in known:
+                raise UsageError(f'"{SECTION}" in the DeepSpeed configuration has the key {key!r}; the keys are {", ".join(sorted(known))}')
+        values = dict(section)
+        _require(values, "swappers", ("native", "deepspeed"))
+        _require(values, "backend", BACKENDS)
+        _require(values, "checksum", (True, False))
+        if "host_memory" in values and values["host_memory"] != "auto":
+            values["host_memory"] = _host_memory(values["host_memory"])
+        if "paths" in values:
+            values["paths"] = _strings(values["paths"])
+        if "weights" in values:
+            values["weights"] = _weights(values["weights"], len(values.get("paths", ())))
+        return cls(**values)
+
+
+def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
+    """The engine's settings: the section "aio" of *ds_config* or, where there is none, what `nvme-sweep` chose for the drive of *path*.
+
+    O_DIRECT is used wherever the filesystem has it. Raises: UsageError naming the key.
+    """
+    aio = ds_config.get("aio")
+    if aio is None:
+        try:
+            return AioConfig.for_path(path, backend=settings.backend, direct="auto")
+        except (OffloadError, OSError) as reason:
+            _log.info("no tuned settings for %s, so the engine's defaults are used: %s", path, reason)
+            return AioConfig(backend=settings.backend, direct="auto")
+    keys = {"block_size": "block_size", "queue_depth": "queue_depth", "single_submit": "single_submit", "overlap_events": "overlap_events"}
+    keys |= {"thread_count": "thread_count", "intra_op_parallelism": "thread_count"}  # the last is the one that DeepSpeed reads
+    return AioConfig(**{ours: aio[key] for key, ours in keys.items() if key in aio}, backend=settings.backend, direct="auto")
+
+
+def _require(values: Mapping[str, Any], key: str, possible: tuple[Any, ...]) -> None:
+    if key in values and not any(values[key] is value or (isinstance(value, str) and values[key] == value) for value in possible):
+        raise UsageError(f'"{key}" in "{SECTION}" must be one of {", ".join(map(_as_json, possible))}, not {values[key]!r}')
+
+
+def _as_json(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, f'"{value}"')
+
+
+def _host_memory(value: Any) -> int:
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(value)
+        nbytes = parse_bytes(value)
+    except ValueError:
+        nbytes = 0
+    if nbytes < 1:
+        raise UsageError(f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}')
+    return nbytes
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple) or not value or not all(isinstance(path, str) for path in value):
+        raise UsageError(f'"paths" in "{SECTION}" must be a list of directories, ["/local_nvme0", "/local_nvme1"], not {value!r}')
+    return tuple(value)
+
+
+def _weights(value: Any, paths: int) -> tuple[float, ...]:
+    numbers = isinstance(value, list | tuple) and all(isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in value)
+    if not numbers or len(value) != paths:
+        raise UsageError(f'"weights" in "{SECTION}" must have a number above 0 for each of the {paths} "paths", not {value!r}')
+    return tuple(map(float, value))

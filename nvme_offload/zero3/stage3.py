@@ -1,0 +1,228 @@
+"""`Stage3`: DeepSpeed's ZeRO-3 optimizer with this package's swappers behind it.
+
+What differs from the class below it: sub-groups are cut to sizes that the host memory can read ahead; gradients stay in the buffer that they are
+reduced to, in 16 bit, until the optimizer wants them widened; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
+Results do not differ, by a bit: norms are summed in the sub-groups that the user asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from ..errors import UsageError
+from ..units import format_bytes
+from .optimizer_swapper import OptimizerSwapper, state_bytes
+from .settings import Settings
+from .stats import StepClock, StepStats
+from .tier import Tier
+
+_IN_FLIGHT = 4  # sub-groups that the budget should hold: one in use, two read ahead, one written back
+_LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
+_SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
+
+_log = logging.getLogger(__name__)
+
+
+class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
+    """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
+
+    def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
+        self.native = Settings.of(self._ds_config).swappers == "native" and not kwargs.get("zenflow_config")
+        self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
+        self._kept_gradients: dict[int, torch.Tensor] = {}  # by sub-group: gradients that were set from outside, which 16 bit might not hold
+        self._steps_per_print = self._ds_config.get("steps_per_print") or math.inf
+        self.last_step: StepStats | None = None
+        super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
+
+    @property
+    def swaps_natively(self) -> bool:
+        """Whether optimizer states are in an `OptimizerSwapper`."""
+        return isinstance(self.optimizer_swapper, OptimizerSwapper)
+
+    # Making sub-groups and swapper.
+
+    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+        super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        if not self.native:
+            return
+        self.offload_optimizer_fast_init = False  # to read 16-bit parameters in bulk is what the swapper does anyway
+        self.max_params_in_cpu = 0  # what is kept in memory is the budget's business
+        self._nvme_path = str(offload_optimizer_config.nvme_path) if self.swap_optimizer else ""
+
+    def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        if self.native and self.swap_optimizer:
+            self._plan(fp16_param_groups)
+        super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
+
+    def _plan(self, param_groups: Any) -> None:
+        """Choose how large sub-groups may be, and see that everything fits.
+
+        Raises: UsageError when the host memory cannot hold the largest partition; NoSpaceError when the drives cannot hold all.
+        """
+        sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
+        self._state_bytes = state_bytes(self.optimizer, self.master_weights_and_grads_dtype)
+        widened = self.master_weights_and_grads_dtype.itemsize
+        swappers = {id(swapper): swapper for group in param_groups for param in group["params"] if (swapper := param.nvme_swapper)}
+        self._tier = Tier.of(self._ds_config, self._nvme_path)
+        streamed = sum(sizes) * (self._state_bytes + (self.dtype.itemsize if swappers else 0))
+        cap = self._tier.cap_bytes
+        fewest = max(sizes) * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
+        if cap < fewest:
+            raise UsageError(
+                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest parameter, which has {max(sizes)} elements on '
+                f"this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
+            )
+        self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
+        self._whole_bytes = streamed + (2 * self._largest_sub_group + max(sizes)) * widened + (len(sizes) + 2) * _SLACK_BYTES
+        self._tier.require_space(streamed)
+
+    def _create_fp16_sub_groups(self, params_group: Any) -> Any:
+        groups = super()._create_fp16_sub_groups(params_group)
+        if not (self.native and self.swap_optimizer):
+            return groups
+        cut = [_cut(group, self._largest_sub_group) for group in groups]
+        self._logical_groups += cut
+        return list(itertools.chain.from_iterable(cut))
+
+    def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
+        if not self.native:
+            super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
+            return
+        swapper = self._tier.require(self._whole_bytes)
+        if self.gradient_accumulation_dtype != self.master_weights_and_grads_dtype:
+            largest = max(self.fp16_partitioned_groups_flat_numel)
+            self._scratch_name = f"gradient{id(self)}"
+            scratch = swapper.create(self._scratch_name, largest * self.master_weights_and_grads_dtype.itemsize)
+            self._widened = scratch.view(self.master_weights_and_grads_dtype)
+        self._clock = StepClock(self._tier)
+        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._gradient, self._keep_gradient, self._state_bytes)
+
+    def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
+        swappable = super()._swappable_optimizer_subgroup(sub_group_id)
+        return swappable and (not self.native or self.subgroup_to_device[sub_group_id] == "cpu")  # "ratio" leaves some on the accelerator
+
+    def initialize_optimizer_states(self) -> None:
+        """Make what the first step finds: the base's gradient buffers, and the states of an optimizer that does not make them at its first step."""
+        if not self.swaps_natively:
+            super().initialize_optimizer_states()
+            return
+        # The base steps through all states once, to make files of them. What it makes besides are gradient buffers for the others.
+        for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
+            if not self._swappable_optimizer_subgroup(index):
+                parameter.grad = torch.zeros_like(parameter)
+            elif isinstance(self.optimizer, torch.optim.Adagrad):  # the one that makes its states before the first step
+                self.optimizer_swapper.swap_in_optimizer_state(parameter)
+                start = self.optimizer.defaults["initial_accumulator_value"]
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, start, requires_grad=False)}
+                self.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+    # Gradients.
+
+    def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, gradients: Any, offsets: Any) -> None:
+        identifier = self.get_param_id(param)
+        index, offset, _ = self.grad_position[identifier]
+        if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
+            super()._offload_grad_partition_at_boundary(param, grad_buffer, gradients, offsets)
+            return
+        self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(grad_buffer)
+        if index in self._kept_gradients:
+            self._kept_gradients[index].narrow(0, offset, grad_buffer.numel()).copy_(grad_buffer)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a sub-group, in the optimizer's type; parameters that got none since the last step have zeros."""
+        index = self._index_of(parameter)
+        if index in self._kept_gradients:
+            return self._kept_gradients[index]
+        params = self.fp16_groups[index]
+        reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
+        if not any(reduced):
+            return None
+        source = self.grad_partitions_flat_buffer.narrow(0, self._first_element[index], self.fp16_partitioned_groups_flat_numel[index])
+        gradient = source if source.dtype == parameter.dtype else self._widened.narrow(0, 0, source.numel()).copy_(source)
+        for param, has_gradient in zip(params, reduced, strict=True):
+            if not has_gradient:
+                _, offset, numel = self.grad_position[self.get_param_id(param)]
+                gradient.narrow(0, offset, numel).zero_()
+        return gradient
+
+    def _keep_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._kept_gradients[self._index_of(parameter)] = parameter.grad.clone()
+
+    def reset_cpu_buffers(self) -> None:
+        """Forget the gradients of the step that is over, as the base does."""
+        super().reset_cpu_buffers()
+        self._kept_gradients.clear()
+
+    def _index_of(self, parameter: torch.Tensor) -> int:
+        return next(index for index, other in enumerate(self.fp32_partitioned_groups_flat) if other is parameter)
+
+    @property
+    def _first_element(self) -> list[int]:
+        return list(itertools.accumulate(self.fp16_partitioned_groups_flat_numel, initial=0))
+
+    def _get_norm_groups(self) -> Any:
+        if not self.swaps_natively:
+            return super()._get_norm_groups()
+        groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
+        return [self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups]
+
+    # The step.
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters, as the base does; and say at every steps_per_print'th step what it spent on the drive."""
+        if not self.swaps_natively:
+            super().step(closure)
+            return
+        self._clock.begin_update()
+        super().step(closure)
+        if not self.overflow:
+            self._tier.swapper.step()
+        self.last_step = self._clock.end_update()
+        if self.last_step.step % self._steps_per_print == 0 and dist.get_rank() == 0:
+            _log.info("%s", self.last_step)
+
+    # Fragments: what is handed out must not be memory that the next read overwrites.
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
+        fragment, index = super()._get_fp32_grad_state_partition(param, release_swap_buffers=False)
+        return self._detached(fragment, index, release_swap_buffers)
+
+    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
+        fragment, index = super()._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=optim_state_key)
+        return self._detached(fragment, index, release_swap_buffers)
+
+    def _detached(self, fragment: torch.Tensor, index: int, release: bool) -> Any:
+        if release and self._swappable_optimizer_subgroup(index):
+            fragment = fragment.clone()
+            self._release_swap_buffers(index)
+        return fragment, index
+
+
+def as_mapping(ds_config: Any) -> Mapping[str, Any]:
+    """*ds_config* as DeepSpeed is given it, a mapping or the path of a file, as a mapping."""
+    if isinstance(ds_config, Mapping):
+        return ds_config
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    mapping: Mapping[str, Any] = DeepSpeedConfig(ds_config)._param_dict
+    return mapping
+
+
+def _cut(params: list[Any], most: int) -> list[list[Any]]:
+    """*params* in consecutive lists of at most *most* elements each, or of one parameter."""
+    lists: list[list[Any]] = [[]]
+    for param in params:
+        if lists[-1] and sum(other.partition_numel() for other in lists[-1]) + param.partition_numel() > most:
+            lists.append([])
+        lists[-1].append(param)
+    return lists

@@ -1,0 +1,135 @@
+"""`Tier`: the drives and the host memory that one rank trains with, shared by everything in the process that has the same settings."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import AioConfig
+from ..errors import NoSpaceError, OffloadError, UsageError
+from ..pool import PinnedPool
+from ..store import TensorStore
+from ..swapper import TensorSwapper
+from ..units import format_bytes
+from .settings import Settings, aio_config
+
+# Of the memory that is available, what "auto" leaves to everything else: activations, the data loader, the page cache of a checkpoint.
+_AUTO_SHARE = 0.7
+
+_log = logging.getLogger(__name__)
+
+
+class Tier:
+    """A store on drives, and a swapper with the one budget of host memory in front of it.
+
+    The parameters of a model and its optimizer states share a tier where their paths are the same, so that one cap holds for both. The memory is
+    taken at the first `require`, when it is known how much the model needs.
+
+    Attributes: *cap_bytes*, the most host memory that this rank may hold.
+    Lifetime: closed when the last swapper that uses it is gone, or when the process ends.
+    Raises: UsageError; IOFailure or UnsupportedError when a directory cannot be used.
+    """
+
+    def __init__(self, settings: Settings, aio: AioConfig, paths: tuple[str, ...]) -> None:
+        self.settings = settings
+        self.aio = aio
+        self.paths = paths
+        for path in paths:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        self.store = TensorStore(list(paths), aio, weights=list(settings.weights) or None, checksum=settings.checksum)
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(self.store.close)
+        self._swapper: TensorSwapper | None = None
+        automatic = settings.host_memory == "auto"
+        self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if automatic else int(settings.host_memory)
+        weakref.finalize(self, _close, self._resources)
+
+    @classmethod
+    def of(cls, ds_config: Mapping[str, Any], nvme_path: str) -> Tier:
+        """The tier of *ds_config* on *nvme_path*, or on the section's own paths: made, or found where it is in use already."""
+        settings = Settings.of(ds_config)
+        paths = settings.paths or (str(Path(nvme_path).resolve()),)
+        key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
+        with _tiers_lock:
+            tier = _tiers.get(key)
+            if tier is None:
+                tier = _tiers[key] = cls(settings, aio, paths)
+        return tier
+
+    @property
+    def swapper(self) -> TensorSwapper:
+        """The swapper. Raises: UsageError before the first `require`."""
+        if self._swapper is None:
+            raise UsageError("no memory was asked for yet")
+        return self._swapper
+
+    def require(self, nbytes: int | None) -> TensorSwapper:
+        """Take the host memory: *nbytes*, when it is known that no more can be used, or up to the cap; later calls find it taken."""
+        if self._swapper is None:
+            size = self.cap_bytes if nbytes is None else min(self.cap_bytes, nbytes)
+            pool = PinnedPool(size)
+            self._resources.callback(pool.close)
+            self._swapper = TensorSwapper(self.store, pool)
+            self._resources.callback(self._swapper.close)
+            automatic = ", from the memory available" if self.settings.host_memory == "auto" else ""
+            _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(size), format_bytes(self.cap_bytes), automatic, pool.pinned)
+        return self._swapper
+
+    def require_space(self, nbytes: int) -> None:
+        """See that *nbytes* more fit on the drives, beside what the other ranks of this machine put there.
+
+        Raises: NoSpaceError with the numbers.
+        """
+        ranks = local_ranks()
+        free = sum(os.statvfs(path).f_bavail * os.statvfs(path).f_frsize for path in _one_of_each_filesystem(self.paths))
+        if nbytes * ranks > free:
+            raise NoSpaceError(
+                28,
+                f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
+                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"',
+                operation="reservation",
+                path=", ".join(self.paths),
+                offset=0,
+                nbytes=0,
+                done=0,
+            )
+
+
+def available_bytes() -> int:
+    """Bytes of memory that processes can still take: what the kernel says of the machine, or of this cgroup where that is less.
+
+    Source: proc(5) for MemAvailable; memory.max and memory.current of cgroup v2.
+    """
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::/")[2].strip()
+        limit = int((group / "memory.max").read_text(encoding="ascii")) - int((group / "memory.current").read_text(encoding="ascii"))
+        available = min(available, limit)
+    return max(available, 0)
+
+
+def local_ranks() -> int:
+    """How many ranks share this machine. Source: the environment that torchrun and the deepspeed launcher set."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1), 1)
+
+
+_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
+_tiers_lock = threading.Lock()
+
+
+def _close(resources: contextlib.ExitStack) -> None:
+    try:
+        resources.close()
+    except OffloadError as error:
+        _log.error("closing the offload engine: %s", error)
+
+
+def _one_of_each_filesystem(paths: tuple[str, ...]) -> list[str]:
+    return list({Path(path).stat().st_dev: path for path in paths}.values())
