@@ -70,7 +70,13 @@ class OptimizerSwapper:
         self._prefix = f"optimizer{next(_serial)}"
         self._sub_groups: dict[int, _SubGroup] = {}  # by the parameter's id, in the order of the step
         self._parameters: list[torch.Tensor] = []
-        weakref.finalize(self, _discard, tier, self._sub_groups)
+        self._names: list[str] = []
+        weakref.finalize(self, _discard, tier, self._names)
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the budget for *numel* elements of *dtype*. Lifetime: this swapper's."""
+        self._names.append(f"{self._prefix}/scratch")
+        return self.tier.swapper.create(self._names[-1], numel * dtype.itemsize).view(dtype)
 
     # What stage 3 calls.
 
@@ -85,6 +91,7 @@ class OptimizerSwapper:
             sub_group = _SubGroup(f"{self._prefix}/{len(self._parameters)}", numel, self._capacity(numel), {_MASTER: (0, parameter.dtype)})
             self._sub_groups[id(parameter)] = sub_group
             self._parameters.append(parameter)
+            self._names.append(sub_group.name)
             sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
             sub_group.view(_MASTER).copy_(source)
             self._release(sub_group, changed=True)
@@ -217,6 +224,6 @@ def _travels(value: Any, parameter: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == parameter.shape and value.is_cpu and getattr(value, "swappable", True)
 
 
-def _discard(tier: Tier, sub_groups: dict[int, _SubGroup]) -> None:
-    for sub_group in sub_groups.values():
-        tier.swapper.discard(sub_group.name)
+def _discard(tier: Tier, names: list[str]) -> None:
+    for name in names:
+        tier.swapper.discard(name)

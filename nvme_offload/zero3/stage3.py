@@ -18,6 +18,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ..errors import UsageError
+from ..pool import PinnedPool
 from ..units import format_bytes
 from .optimizer_swapper import OptimizerSwapper, state_bytes
 from .settings import Settings
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
+
+    offload_optimizer_pin_memory: bool
+    grad_partitions_flat_buffer: torch.Tensor
 
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
         self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
@@ -74,6 +78,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         swappers = {id(swapper): swapper for group in param_groups for param in group["params"] if (swapper := param.nvme_swapper)}
         self._tier = Tier.of(self._ds_config, self._nvme_path)
         streamed = sum(sizes) * (self._state_bytes + (self.dtype.itemsize if swappers else 0))
+        whole = streamed + (_LARGEST_SUB_GROUP + max(sizes)) * widened + (len(sizes) + 2) * _SLACK_BYTES
+        self._tier.require_memory(whole, sum(sizes) * self.gradient_accumulation_dtype.itemsize)
         cap = self._tier.cap_bytes
         fewest = max(sizes) * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
         if cap < fewest:
@@ -82,7 +88,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 f"this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
         self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
-        self._whole_bytes = streamed + (2 * self._largest_sub_group + max(sizes)) * widened + (len(sizes) + 2) * _SLACK_BYTES
+        self._whole_bytes = whole
         self._tier.require_space(streamed)
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
@@ -97,14 +103,11 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         if not self.native:
             super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
             return
-        swapper = self._tier.require(self._whole_bytes)
-        if self.gradient_accumulation_dtype != self.master_weights_and_grads_dtype:
-            largest = max(self.fp16_partitioned_groups_flat_numel)
-            self._scratch_name = f"gradient{id(self)}"
-            scratch = swapper.create(self._scratch_name, largest * self.master_weights_and_grads_dtype.itemsize)
-            self._widened = scratch.view(self.master_weights_and_grads_dtype)
+        self._tier.require(self._whole_bytes)
         self._clock = StepClock(self._tier)
         self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._gradient, self._keep_gradient, self._state_bytes)
+        if self.gradient_accumulation_dtype != self.master_weights_and_grads_dtype:
+            self._widened = self.optimizer_swapper.scratch(max(self.fp16_partitioned_groups_flat_numel), self.master_weights_and_grads_dtype)
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
@@ -126,6 +129,24 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
 
     # Gradients.
+
+    def _setup_for_real_optimizer(self) -> None:
+        pins = self.offload_optimizer_pin_memory
+        self.offload_optimizer_pin_memory = pins and not self.swaps_natively
+        super()._setup_for_real_optimizer()
+        self.offload_optimizer_pin_memory = pins
+        if pins and self.swaps_natively:
+            self._pin_gradients()
+
+    def _pin_gradients(self) -> None:
+        """Pin the buffer that gradients are reduced to, in as many bytes as it has: torch would take the next power of two, and two buffers at once."""
+        numel, dtype = self.grad_partitions_flat_buffer.numel(), self.grad_partitions_flat_buffer.dtype
+        self.grad_partitions_flat_buffer = PinnedPool(numel * dtype.itemsize).empty(numel, dtype).zero_()
+        params = list(itertools.chain.from_iterable(self.fp16_groups))
+        sizes = [param.partition_numel() for param in params]
+        partitions = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        for param, size, start in zip(params, sizes, itertools.accumulate(sizes, initial=0), strict=False):
+            partitions[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, start, size)
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, gradients: Any, offsets: Any) -> None:
         identifier = self.get_param_id(param)

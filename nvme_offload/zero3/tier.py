@@ -81,6 +81,22 @@ class Tier:
             _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(size), format_bytes(self.cap_bytes), automatic, pool.pinned)
         return self._swapper
 
+    def require_memory(self, whole_bytes: int, beside_bytes: int) -> None:
+        """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and for *beside_bytes* beside; "auto" gives way to those.
+
+        Raises: UsageError with the numbers, rather than that the kernel ends the process later.
+        """
+        ranks = local_ranks()
+        available = available_bytes() // ranks
+        if self._swapper is None and self.settings.host_memory == "auto":
+            self.cap_bytes = max(min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0)
+        held = min(self.cap_bytes, whole_bytes) if self._swapper is None else 0
+        if held + beside_bytes > available:
+            raise UsageError(
+                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for parameters and states and {format_bytes(beside_bytes)} "
+                f'for gradients, and {format_bytes(available)} are available to it: lower "host_memory", or use fewer ranks or a smaller model'
+            )
+
     def require_space(self, nbytes: int) -> None:
         """See that *nbytes* more fit on the drives, beside what the other ranks of this machine put there.
 
