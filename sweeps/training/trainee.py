@@ -1,0 +1,169 @@
+"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json EVENTS_FD`. Writes what it does as lines of JSON.
+
+Every line has a key "event": "phase" for a stretch of time ("import", "init", then "forward", "backward" and "optimizer" of each step), "step" after
+each step, "done" at the end. Times are those of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from . import process
+
+
+def main() -> None:
+    """Train what the job says, and tell."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with os.fdopen(int(sys.argv[2]), "w", buffering=1) as events:
+        _train(job, _Teller(events))
+
+
+class _Teller:
+    """Writes events, and measures phases."""
+
+    def __init__(self, events: TextIO) -> None:
+        self._events = events
+
+    def tell(self, event: str, **values: Any) -> None:
+        print(json.dumps({"event": event, **values}), file=self._events)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        process.restart_peak()
+        before, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
+        yield
+        ended, cpu, after, memory = time.monotonic(), _cpu_seconds() - cpu, process.traffic(), process.memory_of("self")
+        self.tell(
+            "phase",
+            name=name,
+            step=step,
+            began=began,
+            ended=ended,
+            cpu_seconds=cpu,
+            read_bytes=after.read - before.read,
+            written_bytes=after.written - before.written,
+            peak_bytes=memory.peak if memory else 0,
+            after_bytes=memory.resident if memory else 0,
+        )
+
+
+def _train(job: dict[str, Any], teller: _Teller) -> None:
+    with teller.phase("import"):
+        import deepspeed
+        import torch
+
+        if job["ours"]:
+            from nvme_offload import zero3
+
+            zero3.enable()
+    from deepspeed.accelerator import get_accelerator
+
+    synchronize = get_accelerator().synchronize
+    with teller.phase("init"):
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
+            model = _model(job["hidden"], job["blocks"])
+        engine, *_ = deepspeed.initialize(model=model, config=job["ds_config"], model_parameters=model.parameters())
+        x = torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(engine.device)
+        synchronize()
+    kinds = {"init": _memory_kinds()}
+    for step in range(job["steps"]):
+        with teller.phase("forward", step):
+            loss = engine(x)
+            synchronize()
+        with teller.phase("backward", step):
+            engine.backward(loss)
+            synchronize()
+        with teller.phase("optimizer", step):
+            engine.step()
+            synchronize()
+        teller.tell("step", number=step, loss=loss.item().hex(), ended=time.monotonic(), stats=_stats(engine) if job["ours"] else None)
+        del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
+    kinds["end"] = _memory_kinds()
+    teller.tell(
+        "done",
+        kinds=kinds,
+        versions=[f"deepspeed {deepspeed.__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"],
+        accelerator=f"{get_accelerator().device_name()} {get_accelerator().device_name(0)}"
+        if get_accelerator().device_name() != "cuda"
+        else torch.cuda.get_device_name(0),
+        optimizer=type(engine.optimizer.optimizer).__name__,
+        threads=torch.get_num_threads(),
+    )
+    if job["weights"]:
+        teller.tell("weights", digest=_digest(engine))
+
+
+def _model(hidden: int, blocks: int) -> Any:
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+            return y
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.float().pow(2).mean()
+
+    return Stack()
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _memory_kinds() -> dict[str, int]:
+    return process.parse_smaps(Path("/proc/self/smaps").read_text())
+
+
+def _stats(engine: Any) -> dict[str, Any] | None:
+    """What the package says of the last step; None where it does not swap itself."""
+    from nvme_offload import zero3
+    from nvme_offload.errors import UsageError
+
+    try:
+        return dataclasses.asdict(zero3.stats(engine))
+    except UsageError:
+        return None
+
+
+def _digest(engine: Any) -> str:
+    """Of all weights, each parameter gathered by itself."""
+    import deepspeed
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
