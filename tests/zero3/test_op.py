@@ -610,7 +610,7 @@ def test_freeing_forgets_a_tensor_once(kind):
     assert not handle.free_cpu_locked_tensor(tensor[1:])
     assert handle.is_pinned(tensor)
     assert handle.free_cpu_locked_tensor(tensor)
-    assert not handle.is_pinned(tensor)
+    assert handle.is_pinned(tensor) == tensor.is_pinned()  # what is registered with CUDA stays so, and torch says it
     assert not handle.free_cpu_locked_tensor(tensor)
     assert int(tensor.sum()) == 0  # still there, for who still has it
 
@@ -628,7 +628,7 @@ def test_the_memory_goes_with_the_last_view_freed_or_not(kind):
     before = locked_kibibytes()
     tensor = handle.new_cpu_locked_tensor(MIB, EMPTY)
     if locked_kibibytes() < before + 1024:
-        pytest.skip(f"no memory can be locked here: RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}")
+        pytest.skip(f"CUDA pins, or no memory can be locked here: RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}")
     view = tensor[100:200]
     told = []
     weakref.finalize(tensor, told.append, "gone")  # deepspeed.utils.pin_memory frees the memory then
