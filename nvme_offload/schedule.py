@@ -368,25 +368,30 @@ class Schedule:
 
     def _look_ahead(self, transfers: list[Transfer]) -> None:
         left = self.lookahead_bytes
+        # What is needed later than this is not read yet, however little is read ahead: it would only change places with what has just been used.
+        horizon = max(left, self.nbytes // 2)
         for distance, use in self.order.upcoming():
             entry = self._entries.get(use.name)
             if entry is None and not use.created:
                 continue
             if entry is not None and (entry.in_use or entry is self._needed or (entry.read_failed and not use.created)):
                 continue
+            size = self._rounded(use.nbytes) if use.created or entry is None else entry.size
+            horizon -= size
+            if horizon < 0:
+                break
             if entry is not None and entry.offset is not None:
                 if not entry.claimed:
                     entry.leaving = False
                 if entry.unused:
                     left -= entry.size
                 continue
-            size = self._rounded(use.nbytes) if use.created or entry is None else entry.size
             if size > left:
-                return
+                break
             left -= size
             run = self._room(size, float(distance))
             if run is None:
-                return
+                break
             if use.created or entry is None:
                 self._claim(run, size, transfers)
             else:

@@ -1,0 +1,410 @@
+"""The schedule, with transfers that a test ends by hand in any order: what users hold is theirs, nothing is lost, and one at a time always fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from nvme_offload.errors import UsageError
+from nvme_offload.schedule import AccessOrder, Schedule, Transfer, Use
+
+PAGE = 4096
+
+
+@dataclasses.dataclass
+class Held:
+    """A value in use: where it lies, and the version of it that is there."""
+
+    offset: int
+    nbytes: int
+    version: int
+
+
+class Machine:
+    """Memory and drive of a schedule as versions of values; transfers end when they are told to, well or not."""
+
+    def __init__(self, schedule: Schedule, random_source: random.Random) -> None:
+        self.schedule = schedule
+        self.random = random_source
+        self.flying: list[Transfer] = []
+        self.memory: dict[int, tuple[str, int]] = {}  # page -> whose, and its version; pages that nobody has been given are left as they are
+        self.drive: dict[str, int] = {}
+        self.truth: dict[str, int] = {}
+        self.held: dict[str, Held] = {}
+        self.versions = 0
+        self.reads = 0
+        self.writes = 0
+
+    def pages(self, offset: int, nbytes: int) -> range:
+        assert offset % PAGE == 0
+        pages = range(offset // PAGE, offset // PAGE + max(-(-nbytes // PAGE), 1))
+        assert pages.stop * PAGE <= self.schedule.nbytes
+        return pages
+
+    def fill(self, name: str, offset: int, nbytes: int, version: int) -> None:
+        for page in self.pages(offset, nbytes):
+            self.memory[page] = (name, version)
+
+    def holds(self, name: str, offset: int, nbytes: int, version: int) -> bool:
+        return all(self.memory.get(page) == (name, version) for page in self.pages(offset, nbytes))
+
+    def start(self) -> None:
+        while transfers := self.schedule.plan():
+            for transfer in transfers:
+                assert transfer.name not in {other.name for other in self.flying}
+                taken = set(self.pages(transfer.offset, transfer.nbytes))
+                if not transfer.writes:
+                    for other in self.flying:
+                        assert not taken & set(self.pages(other.offset, other.nbytes))
+                    for held in self.held.values():
+                        assert not taken & set(self.pages(held.offset, held.nbytes))
+                    for page in taken:  # neither the old bytes nor the new ones
+                        self.memory[page] = ("", 0)
+                self.flying.append(transfer)
+        assert self.schedule.used_bytes <= self.schedule.nbytes
+
+    def end(self, transfer: Transfer, well: bool = True) -> None:
+        self.flying.remove(transfer)
+        if transfer.writes:
+            owners = {self.memory[page] for page in self.pages(transfer.offset, transfer.nbytes)}
+            # Torn where the user changes it meanwhile: then it is no value.
+            self.drive[transfer.name] = owners.pop()[1] if well and len(owners) == 1 and transfer.name not in self.held else -1
+            self.writes += 1
+        else:
+            self.reads += 1
+            if well:
+                self.fill(transfer.name, transfer.offset, transfer.nbytes, self.drive[transfer.name])
+        self.schedule.finished(transfer, well)
+
+    def end_any(self, well: bool = True) -> None:
+        if self.flying:
+            self.end(self.random.choice(self.flying), well)
+            self.start()
+
+    def obtain(self, name: str) -> None:
+        """What the swapper does between a need and its end; other transfers end at any moment."""
+        self.start()
+        while not self.schedule.ready(name):
+            if self.schedule.obstacle() is not None:  # once more
+                self.start()
+                continue
+            awaited = [transfer for transfer in self.flying if transfer.name in self.schedule.waits_for(name)]
+            assert awaited, "nothing under way would end the wait"
+            self.end(self.random.choice([*awaited, *self.flying]))
+            self.start()
+        offset, _ = self.schedule.take(name)
+        nbytes = self.schedule.size(name)
+        for held in self.held.values():
+            assert not set(self.pages(offset, nbytes)) & set(self.pages(held.offset, held.nbytes))
+        self.held[name] = Held(offset, nbytes, self.truth.get(name, 0))
+
+    def create(self, name: str, nbytes: int) -> None:
+        while name in self.schedule and self.schedule.under_way(name):
+            self.end(next(transfer for transfer in self.flying if transfer.name == name))
+        self.schedule.create(name, nbytes)
+        self.drive.pop(name, None)
+        self.obtain(name)
+        self.change(name)
+
+    def need(self, name: str) -> None:
+        self.schedule.need(name)
+        self.obtain(name)
+        held = self.held[name]
+        assert self.holds(name, held.offset, held.nbytes, self.truth[name]), "stale or lost bytes"
+
+    def change(self, name: str) -> None:
+        self.versions += 1
+        self.truth[name] = self.held[name].version = self.versions
+        self.fill(name, self.held[name].offset, self.held[name].nbytes, self.versions)
+
+    def release(self, name: str, changed: bool) -> None:
+        if changed:
+            self.change(name)
+        held = self.held.pop(name)
+        assert self.holds(name, held.offset, held.nbytes, held.version), "touched while in use"
+        self.schedule.release(name, changed, None)
+        self.start()
+
+    def discard(self, name: str) -> None:
+        while self.schedule.under_way(name):
+            self.end(next(transfer for transfer in self.flying if transfer.name == name))
+        self.held.pop(name, None)
+        del self.truth[name]
+        self.drive.pop(name, None)
+        self.schedule.discard(name)
+        self.start()
+
+
+NAMES = st.sampled_from("abcdefgh")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("create"), NAMES, st.integers(0, 5 * PAGE)),
+        st.tuples(st.just("use"), NAMES, st.booleans()),
+        st.tuples(st.just("use"), NAMES, st.booleans()),
+        st.tuples(st.just("use"), NAMES, st.booleans()),
+        st.tuples(st.just("hint"), st.lists(NAMES, max_size=5), st.none()),
+        st.tuples(st.just("discard"), NAMES, st.none()),
+        st.tuples(st.just("end"), st.none(), st.booleans()),
+        st.tuples(st.just("step"), st.none(), st.none()),
+    ),
+    max_size=80,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=STEPS, pages=st.integers(5, 16), lookahead=st.none() | st.integers(0, 16 * PAGE), most=st.integers(1, 4), source=st.randoms(use_true_random=False))
+def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, most, source):
+    machine = Machine(Schedule(pages * PAGE, lookahead), source)
+    for step, name, detail in steps:
+        if step == "step":
+            machine.schedule.order.step()
+        elif step == "end":
+            machine.end_any(bool(detail))
+        elif step == "hint":
+            machine.schedule.order.hint(iter(name))
+            machine.start()
+        elif step == "discard":
+            if name in machine.truth:
+                machine.discard(name)
+        elif name in machine.held:
+            machine.release(name, bool(detail))
+        elif step == "create" or name in machine.truth:
+            if len(machine.held) >= most:
+                machine.release(next(iter(machine.held)), changed=False)
+            try:
+                if step == "create":
+                    machine.create(name, detail)
+                else:
+                    machine.need(name)
+            except UsageError:
+                assert machine.held, "one at a time always fits"
+                event("no room beside what is in use")
+    event(f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.dropped_unused, 2)}")
+    for name in list(machine.held):
+        machine.release(name, changed=False)
+    for name in machine.truth:
+        machine.need(name)
+        machine.release(name, changed=False)
+    while machine.flying:
+        machine.end_any()
+    assert set(machine.schedule.names()) == set(machine.truth)
+    tried: set[str] = set()
+    machine.flying += machine.schedule.write_all(tried)
+    while machine.flying:
+        machine.end_any()
+    for name in list(machine.truth):  # a copy that memory does not have is the newest
+        if not any(owner == name and version == machine.truth[name] for owner, version in machine.memory.values()):
+            assert machine.drive[name] == machine.truth[name]
+
+
+def cycle(names: list[str], memory: int, lookahead: int, periods: int = 12, changed: bool = True) -> list[tuple[int, int]]:
+    """Reads and writes in each period of a cyclic use of *names*, values of one page, in *memory* pages."""
+    machine = Machine(Schedule(memory * PAGE, lookahead * PAGE), random.Random(0))
+    for name in dict.fromkeys(names):
+        machine.create(name, PAGE)
+        machine.release(name, changed=True)
+    counts = []
+    for _ in range(periods):
+        machine.schedule.order.step()
+        before = machine.reads, machine.writes
+        for name in names:
+            machine.need(name)
+            machine.release(name, changed)
+        counts.append((machine.reads - before[0], machine.writes - before[1]))
+    assert machine.schedule.peak_bytes <= memory * PAGE
+    return counts
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), count=st.integers(2, 30))
+def test_in_a_cycle_nothing_is_read_but_what_does_not_fit_and_what_is_read_ahead(data, count):
+    memory = data.draw(st.integers(2, count + 2))
+    lookahead = data.draw(st.integers(0, max(memory // 2, 1)))
+    periods = 12
+    counts = cycle([f"n{number}" for number in range(count)], memory, lookahead, periods)[2:]
+    if memory >= count:
+        assert counts == [(0, 0)] * len(counts)
+    else:
+        window = lookahead + 1  # the one in use is part of it
+        most = min(count, count - memory + window)
+        assert sum(reads for reads, _ in counts) <= most * len(counts) + window
+        assert sum(writes for _, writes in counts) <= most * len(counts) + window
+
+
+def test_there_and_back_again_reads_less_than_round_and_round():
+    names = [f"n{number}" for number in range(12)]
+    there_and_back = cycle(names + names[::-1], memory=6, lookahead=1, changed=False)
+    # Either way round, what is near the turn is still there.
+    assert max(reads for reads, _ in there_and_back[3:]) <= 2 * (12 - 6 + 1)
+
+
+def test_unchanged_values_are_written_once():
+    counts = cycle([f"n{number}" for number in range(9)], memory=4, lookahead=1, changed=False)
+    assert sum(writes for _, writes in counts) <= 9
+    assert counts[-1][1] == 0
+
+
+def order_of(names: str) -> AccessOrder:
+    order = AccessOrder()
+    for name in names:
+        order.use(Use(name, 1, False))
+    order.step()
+    return order
+
+
+def upcoming(order: AccessOrder) -> str:
+    return "".join(use.name for _, use in order.upcoming())
+
+
+def test_nothing_is_predicted_before_a_period_is_over():
+    order = AccessOrder()
+    order.use(Use("a", 1, False))
+    assert not order.learned
+    assert order.next_use("a") is None
+    assert list(order.upcoming()) == []
+
+
+def test_a_period_predicts_the_next():
+    order = order_of("abcba")
+    assert upcoming(order) == "abc"
+    order.use(Use("a", 1, False))
+    assert [(distance, use.name) for distance, use in order.upcoming()] == [(0, "b"), (1, "c"), (3, "a")]
+    assert [order.next_use(name) for name in "abcx"] == [3, 0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("learned", "used", "then"),
+    [
+        ("abcdef", "ab", "cdefab"),
+        ("abcdef", "abx", "cdefab"),  # something new changes nothing
+        ("abcdef", "abd", "efabcd"),  # one left out
+        ("abcdef", "abfab", "cdefab"),  # back to the beginning
+        ("abccba", "abca", "abc"),  # the forward pass once more: at first it looks like the end of the backward pass
+        ("abccba", "abcab", "cba"),
+    ],
+)
+def test_another_order_is_followed_as_soon_as_it_is_known_again(learned, used, then):
+    order = order_of(learned)
+    for name in used:
+        order.use(Use(name, 1, False))
+    assert upcoming(order) == then
+
+
+def test_hints_come_first_and_are_over_with_their_use():
+    order = order_of("abcd")
+    order.hint(iter("dz"))
+    assert upcoming(order) == "dzabc"
+    assert [order.next_use(name) for name in "dza"] == [0, 1, 2]
+    order.hint(iter("zc"))
+    assert upcoming(order) == "dzcab"
+    order.use(Use("z", 1, False))  # d was not needed
+    assert upcoming(order) == "cabd"
+    assert order.next_use("c") == 0
+
+
+def test_hints_that_nobody_follows_are_forgotten_after_the_next_period():
+    order = order_of("ab")
+    order.hint(iter("z"))
+    order.step()
+    assert upcoming(order) == "zab"
+    order.step()
+    assert upcoming(order) == "ab"
+
+
+@settings(deadline=None)
+@given(periods=st.lists(st.text("abcdef", max_size=12), max_size=5), hints=st.text("abcdefg", max_size=6))
+def test_distances_agree_with_the_order(periods, hints):
+    order = AccessOrder()
+    for period in periods:
+        for name in period:
+            order.use(Use(name, 1, False))
+        order.step()
+    order.hint(iter(hints))
+    ahead = [(distance, use.name) for distance, use in order.upcoming()]
+    assert ahead == sorted(ahead, key=lambda one: one[0])
+    assert {name: distance for distance, name in ahead} == {name: order.next_use(name) for name in "abcdefg" if order.next_use(name) is not None}
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_who_gives_the_drive_the_time_never_waits(changed):
+    """Room is made and filled ahead of need: whatever was started is over before the next call, and then all is there."""
+    machine = Machine(Schedule(4 * PAGE, PAGE), random.Random(0))
+    for name in "abcdefg":
+        machine.create(name, PAGE)
+        machine.release(name, changed=True)
+    for period in range(6):
+        machine.schedule.order.step()
+        machine.start()
+        for name in "abcdefg":
+            while machine.flying:
+                machine.end_any()
+            machine.schedule.need(name)
+            assert machine.schedule.ready(name) or period == 0
+            machine.obtain(name)
+            machine.release(name, changed)
+    assert machine.reads > 12
+    assert machine.writes > 12 or not changed
+
+
+def test_room_for_what_is_created_every_period_is_made_ahead():
+    machine = Machine(Schedule(3 * PAGE, PAGE), random.Random(0))
+    for period in range(4):
+        for name in "abcd":
+            machine.create(name, PAGE)
+            machine.release(name, changed=True)
+        while machine.flying:
+            machine.end_any()
+        machine.schedule.create("new", PAGE)
+        plan = machine.schedule.plan()
+        assert machine.schedule.ready("new") or period == 0
+        machine.flying += plan
+        machine.obtain("new")
+        machine.change("new")
+        machine.release("new", changed=True)
+        machine.discard("new")
+        machine.schedule.order.step()
+
+
+def test_a_value_on_its_way_out_is_kept_when_it_is_needed_again():
+    machine = Machine(Schedule(2 * PAGE, 0), random.Random(0))
+    for name in "ab":
+        machine.create(name, PAGE)
+        machine.release(name, changed=True)
+    machine.schedule.create("c", PAGE)
+    leaving = [transfer.name for transfer in machine.schedule.plan()]
+    assert leaving == ["b"]  # used last, so used again last where the order is cyclic
+    machine.schedule.give_up("c")
+    machine.schedule.need("b")
+    assert machine.schedule.plan() == []
+    assert machine.schedule.ready("b")
+    assert machine.schedule.take("b")[1] is False
+
+
+def test_what_reading_ahead_brings_pushes_out_nothing_that_is_needed_sooner():
+    machine = Machine(Schedule(2 * PAGE, 2 * PAGE), random.Random(0))
+    for name in "abc":
+        machine.create(name, PAGE)
+        machine.release(name, changed=False)
+    while machine.flying:
+        machine.end_any()
+    here = [name for name in "abc" if machine.schedule.ready(name)]
+    machine.schedule.order.hint(iter([*here, *(name for name in "abc" if name not in here)]))
+    assert machine.schedule.plan() == []
+
+
+def test_the_error_says_what_is_in_use_and_what_would_do():
+    schedule = Schedule(4 * PAGE)
+    for name, nbytes in (("parameters", 2 * PAGE), ("gradients", PAGE)):
+        schedule.create(name, nbytes)
+        schedule.plan()
+        schedule.take(name)
+    with pytest.raises(UsageError, match="no room for 'scratch', 8 KiB, in a budget of 16 KiB: 12 KiB are in use by 'parameters'") as raised:
+        schedule.create("scratch", 2 * PAGE)
+    assert f"at least {5 * PAGE} bytes" in str(raised.value)
+    assert schedule.names() == ["parameters", "gradients"]
+    with pytest.raises(UsageError, match="in a budget of 16 KiB: 0 bytes are in use; "):
+        Schedule(4 * PAGE).create("large", 4 * PAGE + 1)
