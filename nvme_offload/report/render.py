@@ -1,29 +1,26 @@
-"""A profile as files for people: `report.html`, `report.md` and `trials.csv`."""
+"""A profile as files for people: `report.html`, `report.md`, `trials.csv` and the charts as `charts/*.png`."""
 
 from __future__ import annotations
 
+import base64
+import csv
 import dataclasses
-import html
+import hashlib
 import json
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.ds_config import aio_section
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile, Setting, Trial
-from nvme_offload.units import format_bytes
+from nvme_offload.ds_config import aio_section, zero_infinity
+from nvme_offload.profile import PHASES, Best, Profile, Setting, Trial
 
-from . import charts, summary
+from . import charts, palette, summary, tables, training, wording
+from .charts.canvas import Chart
 
 if TYPE_CHECKING:
     import jinja2
-    from markupsafe import Markup
-
-_CHARTS = (charts.heat_map, charts.by_threads, charts.by_bytes_in_flight, charts.comparison, charts.drift, charts.over_time)
-_TIMES, _DASH, _SPACE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
-
-_UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
 
 # What a reader wants of `drive`, in this order; `workload` and `engine` are shown whole, under their own keys.
 _DRIVE_LABELS = {
@@ -35,43 +32,67 @@ _DRIVE_LABELS = {
     "filesystem": "Filesystem",
     "mount_options": "Mount options",
     "firmware": "Firmware",
+    "transport": "Transport",
+    "rotational": "Rotational",
     "size_bytes": "Size",
     "free_bytes": "Free",
     "pcie_link": "PCIe link",
     "link_bytes_per_second": "Link carries, each way",
-    "scheduler": "I/O scheduler",
-    "max_block_kib": "Largest request not split",
-    "temperature_celsius": "Temperature",
     "numa_node": "NUMA node",
+    "scheduler": "I/O scheduler",
+    "queue_requests": "Requests in its queue",
+    "max_block_kib": "Largest request not split",
+    "logical_block_bytes": "Logical block",
+    "physical_block_bytes": "Physical block",
+    "temperature_celsius": "Temperature",
 }
 
 
 def write(profile: Profile, directory: Path) -> list[Path]:
-    """Write the three files into *directory*, which is made when it is missing, over what is there; the paths written.
+    """Write all files into *directory*, which is made when it is missing, over what is there; the paths written.
 
     `profile.json` and `ds_config.json`, which the pages link to, are the caller's.
     Raises: OSError when a file cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    environment = _environment()
-    context = _context(profile)
-    written = []
-    for name in ("report.html", "report.md"):
-        written.append(directory / name)
-        written[-1].write_text(environment.get_template(f"{name}.j2").render(context), encoding="utf-8")
-    written.append(directory / "trials.csv")
-    _write_trials(profile, written[-1])
+    drawn = charts.of(profile)
+    (directory / "charts").mkdir(parents=True, exist_ok=True)
+    written = [directory / "report.html", directory / "report.md", directory / "trials.csv"]
+    written[0].write_text(html(profile, drawn), encoding="utf-8")
+    written[1].write_text(markdown(profile, drawn), encoding="utf-8")
+    _write_trials(profile, written[2])
+    for chart in drawn.values():
+        written.append(directory / "charts" / f"{chart.name}.png")
+        chart.write_png(written[-1])
     return written
 
 
+def html(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
+    """The page: one file that asks for nothing else, with *drawn* or all charts of the profile."""
+    from markupsafe import Markup
+
+    environment = environment_of_pages()
+    drawn = charts.of(profile) if drawn is None else drawn
+    drawings = _absent_are_none({name: Markup(chart.svg()) for name, chart in drawn.items()})
+    return environment.get_template("report.html.j2").render(_context(profile, drawn), drawings=drawings, **page_parts(environment))
+
+
+def markdown(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
+    """The same for a pull request; it shows the charts that `write` puts beside it."""
+    drawn = charts.of(profile) if drawn is None else drawn
+    text = environment_of_pages().get_template("report.md.j2").render(_context(profile, drawn))
+    return re.sub(r"\n{3,}", "\n\n", text)  # what is absent leaves its empty lines
+
+
 def _write_trials(profile: Profile, path: Path) -> None:
-    import pandas
-
     names = [field.name for field in dataclasses.fields(Trial) if field.name != "samples"]
-    pandas.DataFrame([[getattr(trial, name) for name in names] for trial in profile.trials], columns=names).to_csv(path, index=False)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(names)
+        table.writerows([getattr(trial, name) for name in names] for trial in profile.trials)
 
 
-def _environment() -> jinja2.Environment:
+def environment_of_pages() -> jinja2.Environment:
+    """The templates, with what they may call."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -83,54 +104,76 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters.update(
-        size=lambda count: format_bytes(count).replace(" ", _SPACE),
-        decimal=_decimal_bytes,
-        speed=summary.three_digits,
-        ratio=lambda relative: f"{relative:.2f}{_TIMES}",
-        interval=_interval,
-        duration=_duration,
-        shown=_shown,
-        label=_label,
-        plural=lambda count, word: f"{count} {word}{'' if count == 1 else 's'}",
-        code_spans=_code_spans,
-        cell=_markdown_cell,
-        prose=_markdown_prose,
+        size=wording.size,
+        decimal=wording.decimal_bytes,
+        speed=wording.speed,
+        ratio=wording.ratio,
+        interval=wording.interval,
+        duration=wording.duration,
+        percent=wording.percent,
+        shown=wording.shown,
+        label=wording.label,
+        plural=wording.plural,
+        code_spans=wording.code_spans,
+        cell=wording.markdown_cell,
+        prose=wording.markdown_prose,
     )
     return environment
 
 
-def _context(profile: Profile) -> dict[str, Any]:
+def page_parts(environment: jinja2.Environment) -> dict[str, Any]:
+    """What every page has: its style, its one script, and the policy that lets these through and nothing else."""
     from markupsafe import Markup
 
+    style = environment.get_template("style.css.j2").render(light=palette.LIGHT.css(), dark=palette.DARK.css(), printed=palette.PRINT.css())
+    script = environment.get_template("copy.js.j2").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # Inline styles cannot be listed by their hashes: the charts have some hundred.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return {"style": Markup(style), "script": Markup(script), "policy": policy}
+
+
+def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
     chosen, drive = profile.chosen, profile.drive
-    stages: dict[str, list[Trial]] = {}
-    for trial in profile.trials:
-        stages.setdefault(trial.flaw or trial.stage, []).append(trial)
-    link = drive.get("link_bytes_per_second")
+    path = str(drive["path"])
+    sweep = f"nvme-sweep {shlex.quote(path)}"
     return {
         "profile": profile,
         "chosen": chosen,
-        "drive_name": drive.get("model") or drive.get("device") or drive["path"],
+        "drive_name": drive.get("model") or drive.get("device") or path,
         "lead": _lead(profile),
+        "ranks": profile.workload.get("ranks", 1),
+        "by_deepspeed": profile.engine.get("name") == "deepspeed",
         "phases": [phase for phase in PHASES if phase in profile.performance],
+        "phase_names": wording.PHASE_NAMES,
         "control_gb_per_s": {phase: summary.control_gb_per_s(profile, phase) for phase in PHASES},
         "judgements": {phase: _judgement(best, chosen) for phase, best in profile.performance.items()},
-        "link_shares": {phase: best.gb_per_s * 1e9 / link for phase, best in profile.performance.items() if link and phase != "mixed"},
+        "fio": summary.beside(profile, "fio"),
+        "fio_version": next((f"fio {other.version.removeprefix('fio-')}".strip() for other in profile.beside if other.name == "fio"), ""),
+        "backends_judgement": _backends_judgement(profile),
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
+        "ds_config": zero_infinity(profile, path).rstrip("\n"),
         "drive_facts": [(label, drive[key], key) for key, label in _DRIVE_LABELS.items() if drive.get(key) not in (None, "", [], ())],
-        "charts": {chart.__name__: Markup(chart(profile)) for chart in _CHARTS},
-        "heat_phase": next(iter(summary.phases_tried(profile.trials)), ""),
-        "step_times": summary.step_times(profile),
-        "step_bytes_per_parameter": summary.STEP_BYTES_PER_PARAMETER,
-        "finalists": summary.finalists(profile),
+        "charts": _absent_are_none(drawn),
+        "tables": _absent_are_none(tables.of(profile)),
+        "default_load": training.GRADIENTS,
+        "speeds": training.chosen_speeds(profile),
+        "step_write_bytes": training.MODELS[0] * training.GRADIENTS.step_write,
+        "life_seconds": training.life_seconds(profile),
+        "rated_bytes": training.rated_bytes(profile),
         "last_stage": summary.last_stage(profile.trials),
-        "controls": {trial.setting for trial in profile.trials if trial.control} or {DEEPSPEED_DEFAULTS},
-        "stages": [(stage, trials, {trial.setting for trial in trials}, any(trial.flaw for trial in trials)) for stage, trials in stages.items()],
         "settings_tried": len({trial.setting for trial in profile.trials}),
+        "thread_counts": len({trial.thread_count for trial in profile.trials}),
         "seconds_measured": sum(trial.seconds for trial in profile.trials),
         "bytes_moved": sum(trial.bytes for trial in profile.trials),
-        "sweep_command": f"nvme-sweep {shlex.quote(str(drive['path']))} --config ds_config.json",
+        "sweep": sweep,
+        "sweep_command": f"{sweep} --config ds_config.json",
     }
+
+
+def _absent_are_none(found: dict[str, Any]) -> defaultdict[str, Any]:
+    """*found* for templates, which ask for every chart and table there might be."""
+    return defaultdict(lambda: None, found)
 
 
 def _lead(profile: Profile) -> str:
@@ -138,89 +181,35 @@ def _lead(profile: Profile) -> str:
     mixed = profile.performance.get("mixed")
     if mixed is None:
         return "The sweep ended before it had measured this setting."
-    if profile.chosen == DEEPSPEED_DEFAULTS:
+    if summary.is_defaults(profile.chosen):
         return "These are DeepSpeed's defaults: on this drive, nothing that was tried is better."
     load = "reading and writing at once, as the optimizer step does"
+    sure = f"(90 % interval {wording.interval(mixed)})"
     if mixed.relative_low > 1:
-        return f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults at {load}."
+        return f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at {load}."
     if mixed.relative_high >= 1:
-        return f"As fast as DeepSpeed's defaults at {load}: the trials cannot tell the two apart."
-    return f"{mixed.relative:.2f} times the speed of DeepSpeed's defaults at {load}; see below why it was chosen all the same."
+        return f"As fast as DeepSpeed's defaults at {load}: the trials cannot tell the two apart {sure}."
+    return f"{mixed.relative:.2f} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen all the same."
 
 
 def _judgement(best: Best, chosen: Setting) -> str:
     """How the chosen setting stands to the control: "same", "faster", "slower" or "alike" when the interval cannot tell."""
-    if chosen == DEEPSPEED_DEFAULTS:
+    if summary.is_defaults(chosen):
         return "same"
     if best.relative_low > 1:
         return "faster"
     return "slower" if best.relative_high < 1 else "alike"
 
 
-def _interval(best: Best) -> str:
-    low, high = f"{best.relative_low:.2f}", f"{best.relative_high:.2f}"
-    return f"{low}{_TIMES}" if low == high else f"{low}{_DASH}{high}{_TIMES}"
-
-
-def _decimal_bytes(count: float) -> str:
-    return f"{count / 1e12:.3g}{_SPACE}TB" if count >= 1e12 else f"{count / 1e9:.3g}{_SPACE}GB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.3g}{_SPACE}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}{_SPACE}h {minutes}{_SPACE}min" if hours else f"{minutes}{_SPACE}min {rest}{_SPACE}s"
-
-
-def _label(key: str) -> str:
-    """A key of the profile in words, without the unit that `_shown` gives to the value."""
-    for unit in _UNITS:
-        key = key.removesuffix(unit)
-    words = key.replace("_", " ")
-    return words[:1].upper() + words[1:]
-
-
-def _shown(value: Any, key: str) -> str:
-    """A value of the profile for people, in the unit that its key names."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        if key.endswith("_bytes_per_second"):
-            return f"{value / 1e9:.3g}{_SPACE}GB/s"
-        if key.endswith(("size_bytes", "free_bytes")):
-            return _decimal_bytes(value)
-        if key.endswith("_bytes"):
-            return format_bytes(int(value)).replace(" ", _SPACE)
-        if key.endswith("_seconds"):
-            return _duration(value)
-        if key.endswith("_celsius"):
-            return f"{value:.0f}{_SPACE}\N{DEGREE SIGN}C"
-        if key.endswith("_kib"):
-            return format_bytes(int(value) * 1024).replace(" ", _SPACE)
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-    if isinstance(value, dict):
-        # {"file_bytes": {"read": n}}: the unit may stand in the outer key.
-        return ", ".join(f"{inner} {_shown(item, key if key.endswith(_UNITS) else inner)}" for inner, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_shown(item, key) for item in value)
-    return "not known" if value in (None, "") else str(value)
-
-
-def _code_spans(text: str) -> Markup:
-    """A sentence as HTML, with what stands between backticks as code."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-
-
-def _markdown_cell(value: Any) -> str:
-    """*value* as text in a Markdown table or line: no cell ends early, and no markup begins."""
-    text = " ".join(html.escape(str(value), quote=False).split(" ")).replace("\n", " ")
-    return "".join(f"\\{letter}" if letter in "\\|*_`[]" else letter for letter in text)
-
-
-def _markdown_prose(text: str) -> str:
-    """A sentence as Markdown outside of a table: plain text, but for its code between backticks."""
-    return "".join(part if index % 2 else _markdown_cell(part) for index, part in enumerate(re.split(r"(`[^`\n]+`)", text)))
+def _backends_judgement(profile: Profile) -> str:
+    """What the comparison of kernel interfaces says, in a sentence; "" where there was none."""
+    other = next((other for other in profile.beside if other.name != "fio" and other.phase == "mixed"), None)
+    if other is None:
+        return ""
+    if other.relative_low > 1:
+        verdict = f"{other.name} is faster at both at once, {wording.ratio(other.relative)}: this package's engine takes it as backend"
+    elif other.relative_high < 1:
+        verdict = f"{other.name} is slower at both at once, {wording.ratio(other.relative)}"
+    else:
+        verdict = f"Under both at once the runs cannot tell {other.name} from {profile.chosen.backend} ({wording.ratio(other.relative)})"
+    return f"{verdict}. DeepSpeed's own op knows libaio only."

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nvme_offload.profile import PHASES, Best, Profile, Setting, Trial
-
-# ZeRO-Infinity's optimizer step with mixed-precision Adam: master weights, two moments and the gradient, 4 bytes each, all read and all written.
-STEP_BYTES_PER_PARAMETER = 16 + 16
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Latency, Profile, Setting, Trial
 
 
 class Median(NamedTuple):
@@ -19,6 +17,11 @@ class Median(NamedTuple):
     gb_per_s: float
     relative: float
     trials: int
+
+
+def is_defaults(setting: Setting) -> bool:
+    """Whether *setting* is what DeepSpeed does when nothing is set, on whatever backend."""
+    return dataclasses.replace(setting, backend=DEEPSPEED_DEFAULTS.backend) == DEEPSPEED_DEFAULTS
 
 
 def sound(trials: Iterable[Trial]) -> list[Trial]:
@@ -50,6 +53,12 @@ def last_stage(trials: Sequence[Trial]) -> str:
     return "final" if "final" in stages else stages[-1] if stages else ""
 
 
+def decisive(profile: Profile) -> list[Trial]:
+    """The sound trials of the stage that decided."""
+    stage = last_stage(profile.trials)
+    return [trial for trial in sound(profile.trials) if trial.stage == stage]
+
+
 def control_gb_per_s(profile: Profile, phase: str) -> float | None:
     """The speed of the control setting: what it ran at when the chosen one was judged, or else the median of all its runs."""
     reached = profile.performance.get(phase)
@@ -64,9 +73,14 @@ def interval_gb_per_s(best: Best) -> tuple[float, float]:
     return best.gb_per_s * best.relative_low / best.relative, best.gb_per_s * best.relative_high / best.relative
 
 
-def throughput(trial: Trial, most_points: int = 48) -> list[tuple[float, float]]:
-    """(seconds into the window, GB/s) between the samples of *trial*, in at most *most_points* steps of about the same length."""
-    points = sorted({(0.0, 0), *trial.samples})
+def control_runs(profile: Profile, phase: str) -> list[tuple[float, float]]:
+    """(seconds since the sweep began, GB/s) of the control's runs; those around which the drive jumped are what one wants to see here."""
+    return sorted((trial.started_seconds, trial.gb_per_s) for trial in profile.trials if trial.control and trial.phase == phase and trial.flaw != "impossible")
+
+
+def slopes(samples: Iterable[tuple[float, int]], most_points: int = 48) -> list[tuple[float, float]]:
+    """(seconds, GB/s) between (seconds, bytes so far) *samples*, in at most *most_points* steps of about the same length."""
+    points = sorted({(0.0, 0), *samples})
     if len(points) < 3:
         return []
     step = points[-1][0] / most_points
@@ -77,30 +91,28 @@ def throughput(trial: Trial, most_points: int = 48) -> list[tuple[float, float]]
     return [((before[0] + after[0]) / 2, (after[1] - before[1]) / (after[0] - before[0]) / 1e9) for before, after in itertools.pairwise(kept)]
 
 
-def three_digits(gb_per_s: float) -> str:
-    """A speed with three significant digits, zeros included: "2.20", "15.1", "104"."""
-    return f"{gb_per_s:#.3g}".rstrip(".")
+def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
+    """By setting: the median GB/s read and written at the same time, in the deciding stage where it was there, or else in all."""
+    groups: dict[Setting, list[Trial]] = {}
+    last = last_stage(profile.trials)
+    for trial in sound(profile.trials):
+        if trial.phase == "mixed":
+            groups.setdefault(trial.setting, []).append(trial)
+    found = {}
+    for setting, group in groups.items():
+        late = [trial for trial in group if trial.stage == last] or group
+        found[setting] = (statistics.median(trial.read_gb_per_s for trial in late), statistics.median(trial.write_gb_per_s for trial in late))
+    return found
 
 
-class StepTime(NamedTuple):
-    """What an optimizer step moves for a model, and the drive's seconds for it; the default's where the control was measured."""
-
-    parameters: float
-    step_bytes: float
-    seconds: float
-    default_seconds: float | None
+def beside(profile: Profile, name: str) -> dict[str, Beside]:
+    """By phase: what *name* reached at the chosen setting."""
+    return {other.phase: other for phase in PHASES for other in profile.beside if (other.name, other.phase) == (name, phase)}
 
 
-def step_times(profile: Profile, parameters: Sequence[float] = (7e9, 13e9, 70e9)) -> list[StepTime]:
-    """An estimate for models of so many *parameters*: bytes over the mixed bandwidth; nothing without that."""
-    mixed, control = profile.performance.get("mixed"), control_gb_per_s(profile, "mixed")
-    if mixed is None:
-        return []
-    moved = [STEP_BYTES_PER_PARAMETER * count for count in parameters]
-    return [
-        StepTime(count, step_bytes, step_bytes / mixed.gb_per_s / 1e9, step_bytes / control / 1e9 if control else None)
-        for count, step_bytes in zip(parameters, moved, strict=True)
-    ]
+def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
+    """By phase: how long the requests of *setting* took."""
+    return {each.phase: each for phase in PHASES for each in profile.latencies if (each.setting, each.phase) == (setting, phase)}
 
 
 class Finalist(NamedTuple):
@@ -112,11 +124,10 @@ class Finalist(NamedTuple):
 
 def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
     """The settings of the deciding stage, the fastest first; the chosen one and the control stay when there are too many."""
-    stage = last_stage(profile.trials)
-    decisive = [trial for trial in sound(profile.trials) if trial.stage == stage]
-    by_phase = {phase: medians(decisive, phase) for phase in PHASES}
-    controls = {trial.setting for trial in decisive if trial.control}
-    settings = dict.fromkeys(trial.setting for trial in decisive)
+    trials = decisive(profile)
+    by_phase = {phase: medians(trials, phase) for phase in PHASES}
+    controls = {trial.setting for trial in trials if trial.control}
+    settings = dict.fromkeys(trial.setting for trial in trials)
     found = [Finalist(setting, {phase: reached[setting] for phase, reached in by_phase.items() if setting in reached}) for setting in settings]
 
     def speed(finalist: Finalist) -> tuple[int, float]:

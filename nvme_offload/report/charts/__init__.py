@@ -1,0 +1,26 @@
+"""The charts of a report, one idea each; a chart that the profile has nothing for is None."""
+
+from __future__ import annotations
+
+from nvme_offload.profile import Profile
+
+from . import grid, noise, over_time, speeds
+from .canvas import Chart
+
+_ALL = (
+    speeds.comparison,
+    grid.heat_map,
+    grid.by_bytes_in_flight,
+    grid.by_threads,
+    speeds.trade_off,
+    noise.ranking,
+    noise.trials,
+    over_time.within_trials,
+    speeds.latencies,
+    over_time.sustained,
+)
+
+
+def of(profile: Profile) -> dict[str, Chart]:
+    """The charts that *profile* has numbers for, by name."""
+    return {chart.name: chart for draw in _ALL if (chart := draw(profile)) is not None}

@@ -1,0 +1,169 @@
+"""Charts over the settings: what block size, queue depth, threads and bytes in flight do for the speed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Profile
+from nvme_offload.units import format_bytes
+
+from .. import summary, wording
+from ..palette import Palette
+from .canvas import DASHED, DOTTED, MARKERS, TEXT, WIDTH, Chart, label_ends, note, plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LOADS = {"read": "reading", "write": "writing", "mixed": "reading and writing at once"}
+_HEIGHT, _TOP, _BOTTOM, _RIGHT = 230, 12, 44, 76
+
+
+def heat_map(profile: Profile) -> Chart | None:
+    """Block size by queue depth: the best thread count of each cell, in the phase that matters most, relative to the control."""
+    phases = summary.phases_tried(profile.trials)
+    if not phases:
+        return None
+    cells: dict[tuple[int, int], tuple[float, int]] = {}
+    for setting, reached in summary.medians(profile.trials, phases[0]).items():
+        place = (setting.block_size, setting.queue_depth)
+        cells[place] = max(cells.get(place, (0.0, 0)), (reached.relative, setting.thread_count))
+    blocks, depths = (sorted({place[axis] for place in cells}) for axis in (0, 1))
+    best, worst = (end(cells, key=lambda place: cells[place]) for end in (max, min))
+    left = 62.0
+    wide = (WIDTH - left - 12) / len(depths)
+
+    def draw(palette: Palette) -> Figure:
+        from matplotlib.patches import FancyBboxPatch
+
+        figure, axes = plot(36 * len(blocks) + 52, left=left, right=12, top=8)
+        for (block, depth), (relative, threads) in cells.items():
+            x, y = depths.index(depth), blocks.index(block)
+            # Pale below a quarter more or less, so that noise alone does not look like a result.
+            extreme = max(math.log(1.25), abs(math.log(cells[best if relative >= 1 else worst][0])))
+            strength = min(1.0, 0.07 + 0.93 * abs(math.log(relative)) / extreme)
+            chosen = (block, depth) == (profile.chosen.block_size, profile.chosen.queue_depth)
+            default = (block, depth) == (DEEPSPEED_DEFAULTS.block_size, DEEPSPEED_DEFAULTS.queue_depth)
+            box: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.09", "mutation_aspect": wide / 36}
+            corner, fill = (x - 0.5 + 1.5 / wide, y - 0.455), palette.mixed if relative >= 1 else palette.slower
+            axes.add_patch(FancyBboxPatch(corner, 1 - 3 / wide, 0.91, facecolor=fill, alpha=strength, linewidth=0, **box))
+            if chosen or default:
+                edge: dict[str, Any] = {"linewidth": 2.2} if chosen else {"linewidth": 1.2, "linestyle": DASHED}
+                axes.add_patch(FancyBboxPatch(corner, 1 - 3 / wide, 0.91, facecolor="none", edgecolor=palette.ink, **edge, **box))
+            # A half-strong fill is pale on a light page and dark on a dark one, so there the page has a colour of its own for the text.
+            colour = palette.on_fill if strength > 0.88 else palette.on_half if strength > 0.58 else palette.ink
+            weight = "bold" if chosen else "normal"
+            axes.text(x, y + 0.15, f"{relative:.2f}", ha="center", va="center", fontsize=min(TEXT, 0.32 * wide), color=colour, fontweight=weight)
+            axes.text(x, y - 0.24, f"{threads} thr", ha="center", va="center", fontsize=min(9.0, 0.24 * wide), color=colour)
+        axes.set(xlim=(-0.5, len(depths) - 0.5), ylim=(-0.5, len(blocks) - 0.5), xlabel="queue depth")
+        axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+        axes.set_yticks(range(len(blocks)), [format_bytes(block) for block in blocks])
+        axes.grid(False)
+        axes.tick_params(length=0)
+        axes.spines["bottom"].set_visible(False)
+        return figure
+
+    return Chart(
+        "heat-map",
+        f"Block size and queue depth, {_LOADS[phases[0]]}",
+        f"The fastest of {len(cells)} pairs is {format_bytes(best[0])} at queue depth {best[1]}, {wording.ratio(cells[best][0])} DeepSpeed's defaults; "
+        f"the slowest, {format_bytes(worst[0])} at {worst[1]}, {wording.ratio(cells[worst][0])}.",
+        "Each cell: the ratio to the defaults with its best number of threads. Blank: not measured. Outlined: the chosen pair; dashed: the defaults' pair.",
+        ("Block size", "Queue depth", "Best threads", "Over defaults"),
+        tuple((wording.size(block), str(depth), str(cells[block, depth][1]), wording.ratio(cells[block, depth][0])) for block, depth in sorted(cells)),
+        draw,
+    )
+
+
+def by_threads(profile: Profile) -> Chart | None:
+    """The best ratio to the control at each thread count, by phase."""
+    curves: dict[str, dict[int, float]] = {}
+    for phase in PHASES:
+        for setting, reached in summary.medians(profile.trials, phase).items():
+            curve = curves.setdefault(phase, {})
+            curve[setting.thread_count] = max(curve.get(setting.thread_count, 0.0), reached.relative)
+    counts = sorted({count for curve in curves.values() for count in curve})
+    if len(counts) < 2:
+        return None
+
+    def draw(palette: Palette) -> Figure:
+        figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
+        for phase, curve in curves.items():
+            x = [counts.index(count) for count in sorted(curve)]
+            axes.plot(x, [curve[count] for count in sorted(curve)], color=palette.phase(phase), marker=MARKERS[phase])
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.margins(x=0.05)
+        axes.set_xlabel("threads")
+        _ratio_axis(axes, palette)
+        label_ends(axes, [(curve[max(curve)], wording.PHASE_NAMES[phase], palette.phase(phase)) for phase, curve in curves.items()], _HEIGHT - _TOP - _BOTTOM)
+        return figure
+
+    said = []
+    for phase, curve in curves.items():
+        top, one = max(curve, key=lambda count: curve[count]), min(curve)
+        beside = f", {wording.ratio(curve[one])} with {one}" if top != one else ""
+        said.append(f"{wording.PHASE_NAMES[phase]} {wording.ratio(curve[top])} with {top}{beside}")
+    return Chart(
+        "by-threads",
+        "What threads add",
+        f"The best at any block size and queue depth: {'; '.join(said)}.",
+        "A line for each load: the best setting at each number of threads. Dashed: DeepSpeed's defaults.",
+        ("Threads", *(wording.PHASE_NAMES[phase].capitalize() for phase in curves)),
+        tuple((str(count), *(wording.ratio(curve[count]) if count in curve else wording.NONE for curve in curves.values())) for count in counts),
+        draw,
+    )
+
+
+def by_bytes_in_flight(profile: Profile) -> Chart | None:
+    """Every setting's ratio to the control against its bytes in flight, and the best of each, by phase."""
+    dots = {
+        phase: sorted((setting.bytes_in_flight, reached.relative) for setting, reached in summary.medians(profile.trials, phase).items())
+        for phase in PHASES
+        if phase in summary.phases_tried(profile.trials)
+    }
+    best = {phase: dict(points) for phase, points in dots.items()}  # sorted by ratio within an amount, so that the best one stays
+    amounts = sorted({amount for points in dots.values() for amount, _ in points})
+    if len(amounts) < 2:
+        return None
+
+    def draw(palette: Palette) -> Figure:
+        figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
+        for phase, points in dots.items():
+            look: dict[str, Any] = {"marker": MARKERS[phase], "markersize": 3.4, "linestyle": "", "alpha": 0.4, "markeredgewidth": 0}
+            axes.plot(*zip(*points, strict=True), color=palette.phase(phase), **look)
+            axes.plot(list(best[phase]), list(best[phase].values()), color=palette.phase(phase), linewidth=1.6)
+        axes.axvline(profile.chosen.bytes_in_flight, color=palette.ink, linewidth=1, linestyle=DOTTED)
+        axes.set_xscale("log", base=2)
+        lowest, highest = (math.floor(math.log2(amounts[0])), math.ceil(math.log2(amounts[-1])))
+        ticks = [1 << power for power in range(lowest, highest + 1, max(1, math.ceil((highest - lowest) / 4)))]
+        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
+        axes.set_xlabel("in flight: block size \N{MULTIPLICATION SIGN} queue depth \N{MULTIPLICATION SIGN} threads")
+        _ratio_axis(axes, palette)
+        late = profile.chosen.bytes_in_flight > amounts[len(amounts) // 2]
+        place, side = (profile.chosen.bytes_in_flight, 1.0), "right" if late else "left"
+        note(axes, "chosen", place, (-4 if late else 4, -2), palette.ink, xycoords=("data", "axes fraction"), va="top", ha=side)
+        ends = [(best[phase][max(best[phase])], wording.PHASE_NAMES[phase], palette.phase(phase)) for phase in dots]
+        label_ends(axes, ends, _HEIGHT - _TOP - _BOTTOM)
+        return figure
+
+    phase = "mixed" if "mixed" in best else next(iter(best))
+    top = max(best[phase].values())
+    enough = min(amount for amount, relative in best[phase].items() if relative >= 0.97 * top)
+    return Chart(
+        "by-bytes-in-flight",
+        "How much needs to be in flight",
+        f"{wording.PHASE_NAMES[phase].capitalize()}: {format_bytes(enough)} in flight comes within 3{wording.SPACE}% of the best, {wording.ratio(top)}; "
+        f"chosen: {format_bytes(profile.chosen.bytes_in_flight)}.",
+        "A dot for each setting; the lines join the best at each amount. Where a line is flat, more in flight only costs memory. Dashed: the defaults.",
+        ("In flight", *(wording.PHASE_NAMES[phase].capitalize() for phase in best)),
+        tuple((wording.size(amount), *(wording.ratio(curve[amount]) if amount in curve else wording.NONE for curve in best.values())) for amount in amounts),
+        draw,
+    )
+
+
+def _ratio_axis(axes: Axes, palette: Palette) -> None:
+    axes.axhline(1, color=palette.soft, linewidth=1, linestyle=DASHED)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}{wording.TIMES}")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.9), max(high, 1.1))

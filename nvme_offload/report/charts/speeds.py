@@ -1,0 +1,211 @@
+"""Charts of speeds in GB/s and of latencies: the chosen setting beside the defaults, the best, and what else the drive was tried with."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvme_offload.profile import PHASES, Best, Latency, Profile
+
+from .. import summary, wording
+from ..palette import Palette
+from .canvas import DASHED, TEXT, Chart, frameless, note, plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class _Bar(NamedTuple):
+    name: str
+    gb_per_s: float
+    interval: tuple[float, float] | None
+
+
+def comparison(profile: Profile) -> Chart | None:
+    """GB/s of the control, the chosen setting and the best of each phase, with the 90 % intervals; fio and the link where they are known."""
+    groups = {phase: _bars(profile, phase, best) for phase in PHASES if (best := profile.performance.get(phase)) is not None}
+    if not groups:
+        return None
+    link = (profile.drive.get("link_bytes_per_second") or 0) / 1e9
+    fastest = max(bar.interval[1] if bar.interval else bar.gb_per_s for bars in groups.values() for bar in bars)
+
+    def draw(palette: Palette) -> Figure:
+        rows = sum(len(bars) for bars in groups.values())
+        top_space = 18 if link and link < 1.6 * fastest else 4
+        height = 17 * rows + 14 * len(groups)
+        figure, axes = plot(height + top_space + 40, left=84, right=12, top=top_space, bottom=40)
+        y, ticks = 0.0, []
+        for phase, bars in groups.items():
+            ticks.append((y + (len(bars) - 1) / 2, wording.PHASE_NAMES[phase]))
+            for bar in bars:
+                solid = bar.name == "chosen"
+                look: dict[str, Any] = {"color": palette.phase(phase), "alpha": 1 if solid else 0.38}
+                if bar.name == "defaults":
+                    look = {"color": palette.soft, "alpha": 0.4}
+                if bar.name == "fio":
+                    look = {"facecolor": "none", "edgecolor": palette.phase(phase), "linewidth": 1.2}
+                axes.barh(y, bar.gb_per_s, height=0.74, **{"linewidth": 0, **look})
+                end = bar.gb_per_s
+                if bar.interval and bar.interval[1] > bar.interval[0]:
+                    end = max(end, bar.interval[1])
+                    axes.plot(bar.interval, [y, y], color=palette.ink, linewidth=1.1, marker="|", markersize=6, markeredgewidth=1.1)
+                note(axes, f"{wording.speed(bar.gb_per_s)} {bar.name}", (end, y), (6, 0), palette.ink if solid else palette.soft, va="center")
+                y += 1
+            y += 0.8
+        axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+        axes.tick_params(axis="y", labelcolor=palette.ink, labelsize=TEXT)
+        axes.set(xlim=(0, max(fastest * 1.36, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
+        frameless(axes)
+        if top_space > 4:
+            axes.axvline(link, color=palette.ink, linewidth=1, linestyle=DASHED)
+            note(axes, f"the PCIe link, {wording.speed(link)}", (link, 1), (0, 3), palette.soft, xycoords=("data", "axes fraction"), ha="right")
+        return figure
+
+    said = []
+    rows = []
+    for phase, bars in groups.items():
+        speeds = {bar.name: wording.speed(bar.gb_per_s) for bar in bars}
+        said.append(f"{wording.PHASE_NAMES[phase]} {speeds['chosen']} against {speeds['defaults']}")
+        for bar in bars:
+            interval = wording.DASH.join(map(wording.speed, bar.interval)) if bar.interval else wording.NONE
+            rows.append((wording.PHASE_NAMES[phase], bar.name, wording.speed(bar.gb_per_s), interval))
+    names = {bar.name for bars in groups.values() for bar in bars}
+    fio = " Outlined: fio with the same setting, by turns." if "fio" in names else ""
+    alone = " Pale: the best for that load alone, where it is another setting." if "best" in names else ""
+    return Chart(
+        "comparison",
+        "Against the defaults",
+        f"GB/s of the chosen setting against DeepSpeed's defaults: {'; '.join(said)}.",
+        f"Grey: DeepSpeed's defaults. Solid: the chosen setting.{alone}{fio} Marks: the middle 90{wording.SPACE}% of the ratio.",
+        ("Load", "What", "GB/s", "90 % interval"),
+        tuple(rows),
+        draw,
+    )
+
+
+def _bars(profile: Profile, phase: str, reached: Best) -> list[_Bar]:
+    bars = [_Bar("defaults", summary.control_gb_per_s(profile, phase) or 0.0, None), _Bar("chosen", reached.gb_per_s, summary.interval_gb_per_s(reached))]
+    best = profile.best.get(phase)
+    if best is not None and best.setting != profile.chosen:
+        bars.append(_Bar("best", best.gb_per_s, summary.interval_gb_per_s(best)))
+    fio = summary.beside(profile, "fio").get(phase)
+    if fio is not None:
+        # Brought to the moment at which the chosen setting was judged: both ran by turns, so their ratio is what is sure.
+        bars.append(_Bar("fio", fio.relative * reached.gb_per_s, (fio.relative_low * reached.gb_per_s, fio.relative_high * reached.gb_per_s)))
+    return bars
+
+
+def trade_off(profile: Profile) -> Chart | None:
+    """What is read against what is written while both go on, beside reading and writing alone."""
+    reached = summary.both_directions(profile)
+    if len(reached) < 2 or profile.chosen not in reached:
+        return None
+    alone = [profile.performance[phase].gb_per_s if phase in profile.performance else None for phase in ("read", "write")]
+    control = next((setting for setting in reached if summary.is_defaults(setting) and setting != profile.chosen), None)
+    read, write = reached[profile.chosen]
+
+    def draw(palette: Palette) -> Figure:
+        height = 300
+        figure, axes = plot(height, right=16, bottom=44, top=14)
+        others = [point for setting, point in reached.items() if setting not in (profile.chosen, control)]
+        look: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 4.5, "alpha": 0.35, "markeredgewidth": 0}
+        axes.plot([w for _, w in others], [r for r, _ in others], color=palette.mixed, **look)
+        if alone[0] and alone[1]:
+            axes.plot([0, alone[1]], [alone[0], 0], color=palette.soft, linewidth=1, linestyle=DASHED, clip_on=False)
+            axes.plot([0], [alone[0]], marker="o", markersize=7, color=palette.read, clip_on=False, zorder=5)
+            axes.plot([alone[1]], [0], marker="s", markersize=7, color=palette.write, clip_on=False, zorder=5)
+            note(axes, f"reading alone {wording.speed(alone[0])}", (0, alone[0]), (9, 2), palette.read)
+            note(axes, f"writing alone\n{wording.speed(alone[1])}", (alone[1], 0), (6, 7), palette.write)
+        axes.plot([write], [read], marker="D", markersize=7, color=palette.mixed)
+        if control is not None:
+            axes.plot([reached[control][1]], [reached[control][0]], marker="D", markersize=7, color=palette.soft, markerfacecolor="none", markeredgewidth=1.5)
+        # The better one of the two has its words above it, the other below, on the left where there is room for them.
+        named = ([(reached[control], "defaults", palette.soft)] if control else []) + [((read, write), "chosen", palette.mixed)]
+        named.sort(key=lambda item: -sum(item[0]))
+        top = 1.12 * max([*(max(point) for point in reached.values()), *(speed for speed in alone if speed)])
+        for (r, w), name, colour in named:
+            low: dict[str, Any] = {"offset": (-8, -13), "ha": "right"} if w > 0.45 * top else {"offset": (8, -11)}
+            look = low if (r, w) != named[0][0] else {"offset": (8, 6)}
+            note(axes, f"{name} {wording.speed(r)} + {wording.speed(w)}", (w, r), colour=colour, **look)
+        axes.set(xlim=(0, 1.12 * top), ylim=(0, top), xlabel="written, GB/s", ylabel="read, GB/s")
+        axes.grid(True, axis="both")
+        return figure
+
+    together = wording.speed(read + write)
+    finding = f"At the same time the chosen setting reads {wording.speed(read)} and writes {wording.speed(write)}{wording.SPACE}GB/s, {together} together"
+    if alone[0] and alone[1]:
+        # As much of each alone, by turns, in the proportion that was moved.
+        by_turns = (read + write) / (read / alone[0] + write / alone[1])
+        change = (read + write) / by_turns - 1
+        finding += f"; by turns it would move {wording.speed(by_turns)}, so both at once {'gains' if change >= 0 else 'costs'} {wording.percent(abs(change))}"
+    rows = sorted(reached.items(), key=lambda item: -sum(item[1]))
+    return Chart(
+        "trade-off",
+        "Reading and writing at the same time",
+        finding + ".",
+        "A dot for each setting under the mixed load. On the dashed line the drive would only share its time: beyond it both directions help each other, "
+        "below it they hinder.",
+        ("Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads", "Read, GB/s", "Written, GB/s", "Together, GB/s"),
+        tuple((wording.setting(setting), *map(wording.speed, (r, w, r + w))) for setting, (r, w) in rows),
+        draw,
+    )
+
+
+def latencies(profile: Profile) -> Chart | None:
+    """How long a request of one block takes while the queues are full: the chosen setting and the control, by phase."""
+    control = next((trial.setting for trial in profile.trials if trial.control), None)
+    rows: list[tuple[str, str, Latency]] = []
+    for phase in PHASES:
+        for name, setting in (("chosen", profile.chosen), ("defaults", control)):
+            if setting is not None and (name == "chosen" or setting != profile.chosen) and (found := summary.latency(profile, setting).get(phase)):
+                rows.append((phase, name, found))
+    if not rows:
+        return None
+
+    def draw(palette: Palette) -> Figure:
+        figure, axes = plot(30 * len(rows) + 44, left=132, right=26, top=4, bottom=40)
+        for y, (phase, name, found) in enumerate(rows):
+            colour = palette.phase(phase) if name == "chosen" else palette.soft
+            axes.plot([found.p50_ms, found.max_ms], [y, y], color=colour, linewidth=1, alpha=0.6)
+            axes.plot([found.p50_ms, found.p99_ms], [y, y], color=colour, linewidth=5, alpha=0.45, solid_capstyle="butt")
+            axes.plot([found.p50_ms], [y], marker="o", markersize=7, color=colour)
+            axes.plot([found.p95_ms, found.p99_ms, found.max_ms], [y] * 3, linestyle="", marker="|", markersize=10, markeredgewidth=1.4, color=colour)
+            note(axes, _ms(found.p50_ms), (found.p50_ms, y), (0, 6), palette.ink, ha="center", fontsize=9)
+            if found.p99_ms > 1.35 * found.p50_ms:
+                note(axes, _ms(found.p99_ms), (found.p99_ms, y), (0, 6), palette.soft, ha="center", fontsize=9)
+        axes.set_xscale("log")
+        values = [value for _, _, found in rows for value in (found.p50_ms, found.max_ms)]
+        ticks = _log_ticks(min(values), max(values))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlim=(min(*ticks, min(values) / 1.15), max(*ticks, max(values) * 1.1)), ylim=(len(rows) - 0.5, -0.7))
+        axes.set_xlabel("milliseconds from submission to completion")
+        axes.set_yticks(range(len(rows)), [f"{wording.PHASE_NAMES[phase]}, {name}" for phase, name, _ in rows])
+        frameless(axes)
+        return figure
+
+    said = "; ".join(f"{wording.PHASE_NAMES[phase]} {_ms(found.p50_ms)} and {_ms(found.p99_ms)}" for phase, name, found in rows if name == "chosen")
+    every = sorted(profile.latencies, key=lambda found: (PHASES.index(found.phase), found.p50_ms))
+    return Chart(
+        "latency",
+        "How long a block takes",
+        f"Milliseconds of the chosen setting with full queues, median and 99th percentile: {said}."
+        if said
+        else f"Latencies of {len(rows)} loads of the defaults, with full queues.",
+        "Dot: the median. Ticks: the 95th and 99th percentile and the longest. Deeper queues wait longer for the same speed.",
+        ("Load", "Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads", "Blocks", "50 %, ms", "95 %, ms", "99 %, ms", "Longest, ms"),
+        tuple((wording.PHASE_NAMES[e.phase], wording.setting(e.setting), str(e.blocks), *map(_ms, (e.p50_ms, e.p95_ms, e.p99_ms, e.max_ms))) for e in every),
+        draw,
+    )
+
+
+def _ms(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that span *low* to *high*, as many as a chart has room for."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high / low < 40 else (1,)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    return [tick for tick in ticks if low / 2.2 <= tick <= high * 1.1] or [low, high]

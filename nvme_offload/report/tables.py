@@ -1,0 +1,232 @@
+"""The tables of a report, the same for the page and for Markdown: every cell is text already."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Health, Profile, Setting
+
+from . import summary, training, wording
+from .wording import DASH, NONE, PHASE_NAMES, SPACE, TIMES
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells, the first of each its name.
+
+    columns: a line break in a name is where it may be broken. strong: rows to stand out. words: columns that hold text rather than numbers.
+    """
+
+    name: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    strong: frozenset[int] = frozenset()
+    words: frozenset[int] = frozenset({0})
+
+    def markdown(self) -> str:
+        """As a table of Markdown, without the caption."""
+        lines = [_cells(tuple(column.replace("\n", " ") for column in self.columns))]
+        lines += [[f"**{cell}**" if cell and index in self.strong else cell for cell in row] for index, row in enumerate(map(_cells, self.rows))]
+        rule = "|" + "|".join("---" if index in self.words else "---:" for index in range(len(self.columns))) + "|"
+        header, *rows = ("| " + " | ".join(line) + " |" for line in lines)
+        return "\n".join([header, rule, *rows])
+
+
+def _cells(row: tuple[str, ...]) -> list[str]:
+    return [wording.markdown_cell(cell) for cell in row]
+
+
+def of(profile: Profile) -> dict[str, Table]:
+    """The tables that *profile* has numbers for, by name."""
+    found = (steps(profile), loads(profile), wear(profile), limits(profile), backends(profile), best(profile), finalists(profile), stages(profile),
+             stripe(profile), health(profile))  # fmt: skip
+    return {table.name: table for table in found if table.rows}
+
+
+def steps(profile: Profile) -> Table:
+    """What an optimizer step takes, by model, GPUs and drives."""
+    rows = []
+    for step in training.steps(profile):
+        gpus = wording.plural(step.gpus, "GPU")
+        drives = wording.plural(step.drives, "drive")
+        saved = step.default_seconds - step.seconds
+        times = (wording.duration(step.seconds), wording.duration(step.default_seconds), _signed(saved))
+        moved = (wording.decimal_bytes(step.rank_bytes), wording.decimal_bytes(step.drive_bytes))
+        rows.append((f"{wording.model(step.parameters)}, {gpus}, {drives}", *times, *moved))
+        stripe_speeds = training.stripe_speeds(profile)
+        if stripe_speeds and step.gpus > 1 and step.drives == 1:
+            paths = len(profile.stripe)
+            seconds = training.floor(training.GRADIENTS, step.parameters, stripe_speeds).seconds
+            who = f"{wording.model(step.parameters)}, {gpus}, these {paths}{SPACE}paths"
+            rows.append((who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all"))
+    columns = ("Parameters, GPUs, drives", "With this\nsetting", "With the\ndefaults", "Saved\na step", "Each rank\nmoves", "Each drive\nmoves")
+    return Table("steps", "The drive's time in one optimizer step", columns, tuple(rows))
+
+
+def _signed(seconds: float) -> str:
+    return NONE if seconds == 0 else wording.duration(seconds) if seconds > 0 else f"\N{MINUS SIGN}{wording.duration(-seconds)}"
+
+
+def loads(profile: Profile) -> Table:
+    """The same by what of the training is on the drive, with the bytes of each parameter."""
+    speeds = training.chosen_speeds(profile)
+    rows = []
+    for load in training.LOADS if speeds else ():
+        floors = [training.floor(load, parameters, speeds) for parameters in training.MODELS]
+        reads = f"{load.step_read} + {load.passes_read}" if load.passes_read else str(load.step_read)
+        rows.append((load.name, reads, str(load.step_write), PHASE_NAMES[floors[0].bound], *(wording.duration(each.seconds) for each in floors)))
+    columns = ("On the drive", "Read,\nbytes/param.", "Written,\nbytes/param.", "Bound by", *(wording.model(parameters) for parameters in training.MODELS))
+    return Table("loads", "What goes through the drive decides", columns, tuple(rows), words=frozenset({0, 3}))
+
+
+def wear(profile: Profile) -> Table:
+    """Bytes written for each step, and the steps that a drive's life holds."""
+    rated = training.rated_bytes(profile)
+    rows = []
+    for each in training.wear():
+        row = [wording.model(each.parameters), wording.decimal_bytes(each.written_bytes), f"{each.steps:,.0f}"]
+        if rated is not None:
+            row.append(f"{rated / each.written_bytes:,.0f}")
+        rows.append(tuple(row))
+    life = wording.decimal_bytes(training.LIFE_BYTES)
+    columns = ["Parameters", "Written\na step", f"Steps in\n{life}"]
+    if rated is not None:
+        columns.append(f"Steps in its rated\n{wording.decimal_bytes(rated)}")
+    return Table("wear", "What training writes to one drive", tuple(columns), tuple(rows))
+
+
+def limits(profile: Profile) -> Table:
+    """The chosen setting beside fio and beside what the link carries."""
+    fio = summary.beside(profile, "fio")
+    link = profile.drive.get("link_bytes_per_second")
+    directions = summary.both_directions(profile).get(profile.chosen)
+    rows = []
+    for phase in PHASES if fio or link else ():
+        reached = profile.performance.get(phase)
+        if reached is None:
+            continue
+        row = [PHASE_NAMES[phase], wording.speed(reached.gb_per_s)]
+        if fio:
+            other = fio.get(phase)
+            row += [wording.speed(other.gb_per_s), wording.percent(1 / other.relative), _inverse(other)] if other else [NONE] * 3
+        if link:
+            # Each direction has its own lanes.
+            busiest = max(directions) / sum(directions) if phase == "mixed" and directions else 0.5 if phase == "mixed" else 1
+            row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
+        rows.append(tuple(row))
+    columns = ["Load", "This setting,\nGB/s"]
+    columns += ["fio,\nGB/s", "Of fio,\nby turns", "Range"] if fio else []
+    columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
+    return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
+
+
+def _inverse(other: Beside) -> str:
+    low, high = f"{100 / other.relative_high:.0f}", f"{100 / other.relative_low:.0f}"
+    return f"{low}{SPACE}%" if low == high else f"{low}{DASH}{high}{SPACE}%"
+
+
+def backends(profile: Profile) -> Table:
+    """The other kernel interface at the chosen setting, by turns with the one that was swept."""
+    rows = []
+    names = dict.fromkeys(other.name for other in profile.beside if other.name != "fio")
+    for name in names:
+        for phase, other in summary.beside(profile, name).items():
+            low, high = f"{other.relative_low:.2f}", f"{other.relative_high:.2f}"
+            spread = f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"
+            rows.append((PHASE_NAMES[phase], wording.speed(other.chosen_gb_per_s), wording.speed(other.gb_per_s), wording.ratio(other.relative), spread))
+    ours, others = profile.chosen.backend, " or ".join(names)
+    columns = ("Load", f"{ours},\nGB/s", f"{others},\nGB/s", f"{others} over\n{ours}", "Range")
+    return Table("backends", f"{ours} and {others}, by turns at this setting", columns, tuple(rows))
+
+
+def best(profile: Profile) -> Table:
+    """The best setting of each phase, were it the only one that counts."""
+    rows = tuple(
+        (PHASE_NAMES[phase], *_setting_cells(found.setting), wording.speed(found.gb_per_s), wording.ratio(found.relative), wording.interval(found))
+        for phase in PHASES
+        if (found := profile.best.get(phase)) is not None
+    )
+    columns = ("Load", *_SETTING_COLUMNS, "GB/s", "Over the\ndefaults", f"90{SPACE}% interval")
+    return Table("best", "The best setting of each load, were it the only one that counts", columns, rows)
+
+
+_SETTING_COLUMNS = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
+
+
+def _setting_cells(setting: Setting) -> tuple[str, ...]:
+    return wording.size(setting.block_size), str(setting.queue_depth), str(setting.thread_count), wording.size(setting.bytes_in_flight)
+
+
+def finalists(profile: Profile) -> Table:
+    """The settings of the deciding stage with their medians."""
+    controls = {trial.setting for trial in profile.trials if trial.control} or {DEEPSPEED_DEFAULTS}
+    found = summary.finalists(profile)
+    rows, strong = [], set()
+    for index, finalist in enumerate(found):
+        roles = [name for name, holds in (("chosen", finalist.setting == profile.chosen), ("defaults", finalist.setting in controls)) if holds]
+        cells = [
+            f"{wording.speed(reached.gb_per_s)} ({wording.ratio(reached.relative)})" if (reached := finalist.phases.get(phase)) else NONE for phase in PHASES
+        ]
+        rows.append((*_setting_cells(finalist.setting), *cells, str(sum(reached.trials for reached in finalist.phases.values())), ", ".join(roles)))
+        if "chosen" in roles:
+            strong.add(index)
+    stage = summary.last_stage(profile.trials)
+    columns = (*_SETTING_COLUMNS, *(PHASE_NAMES[phase].capitalize() for phase in PHASES), "Trials", "Role")
+    caption = f"The last stage ({stage}): median GB/s, and the ratio to the defaults; the fastest under both at once first"
+    return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
+
+
+def stages(profile: Profile) -> Table:
+    """The stages of the search, and what was left out of it."""
+    groups: dict[str, list[float]] = {}
+    settings: dict[str, set[Setting]] = {}
+    flaws = {trial.flaw for trial in profile.trials if trial.flaw}
+    for trial in profile.trials:
+        groups.setdefault(trial.flaw or trial.stage, []).append(trial.seconds)
+        settings.setdefault(trial.flaw or trial.stage, set()).add(trial.setting)
+    rows = tuple(
+        (f"left out: {name}" if name in flaws else name, str(len(settings[name])), str(len(seconds)), wording.duration(sum(seconds) / len(seconds)))
+        for name, seconds in groups.items()
+    )
+    return Table("stages", "The stages of the search", ("Stage", "Settings", "Trials", "A trial takes"), rows)
+
+
+def stripe(profile: Profile) -> Table:
+    """Several paths: each alone, all together, and the share of the bytes for each."""
+    rows: list[tuple[str, ...]] = []
+    for path in profile.stripe:
+        share = f"{100 * path.weight:.1f}{SPACE}%"
+        rows.append((path.path, path.model or path.device, wording.setting(path.setting), share, *_by_phase(path.alone), *_by_phase(path.together)))
+    strong = frozenset[int]()
+    if together := training.stripe_speeds(profile):
+        rows.append(("All together", "", "", f"100{SPACE}%", NONE, NONE, NONE, *_by_phase(together)))
+        strong = frozenset({len(rows) - 1})
+    names = [f"{PHASE_NAMES[phase].capitalize()}" for phase in PHASES]
+    columns = ("Path", "Drive", f"Block {TIMES} depth\n{TIMES} threads", "Weight", *(f"{n},\nalone" for n in names), *(f"{n},\ntogether" for n in names))
+    return Table("stripe", "Each path alone and while all are used at once, GB/s", columns, tuple(rows), strong, frozenset({0, 1, 2}))
+
+
+def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
+    return (wording.speed(speeds[phase]) if phase in speeds else NONE for phase in PHASES)
+
+
+def health(profile: Profile) -> Table:
+    """What the drive says of itself before and after the sweep."""
+    both = [profile.health_before, profile.health_after]
+
+    def facts(one: Health) -> dict[str, str | None]:
+        return {
+            "Temperature": None if one.temperature_celsius is None else wording.shown(one.temperature_celsius, "temperature_celsius"),
+            "Rated life used": None if one.wear is None else wording.percent(one.wear),
+            "Written in its life": None if one.written_bytes is None else wording.decimal_bytes(one.written_bytes),
+            "Slowed by heat in its life": None if one.throttled_seconds is None else wording.duration(one.throttled_seconds),
+            "It warns of": one.critical or None,
+        }
+
+    found = [facts(one) if one else {} for one in both]
+    names = dict.fromkeys(name for each in found for name, value in each.items() if value is not None)
+    rows = tuple((name, *(each.get(name) or NONE for each in found)) for name in names)
+    sources = ", ".join(dict.fromkeys(one.source for one in both if one))
+    return Table("health", f"What the drive says of itself ({sources})", ("", "Before", "After"), rows)

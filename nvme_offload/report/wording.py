@@ -1,0 +1,148 @@
+"""Numbers and values of a profile in words, for pages, Markdown and charts."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import TYPE_CHECKING, Any
+
+from nvme_offload.profile import Best, Setting
+from nvme_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+TIMES, DASH, SPACE, NONE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}", "\N{EN DASH}"
+PHASE_NAMES = {"read": "read", "write": "write", "mixed": f"both{SPACE}at{SPACE}once"}
+
+_UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
+
+
+def speed(gb_per_s: float) -> str:
+    """Three significant digits, zeros included: "2.20", "15.1", "104"."""
+    return f"{gb_per_s:#.3g}".rstrip(".")
+
+
+def ratio(relative: float) -> str:
+    """A ratio with its times sign: "1.17x"."""
+    return f"{relative:.2f}{TIMES}"
+
+
+def interval(best: Best) -> str:
+    """The 90 % interval of the ratio."""
+    low, high = f"{best.relative_low:.2f}", f"{best.relative_high:.2f}"
+    return f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"
+
+
+def percent(share: float) -> str:
+    """A share: "94 %"."""
+    return f"{100 * share:.0f}{SPACE}%"
+
+
+def signed_percent(share: float) -> str:
+    """A change with its sign, "+17 %"."""
+    rounded = round(100 * share)
+    sign = "+" if rounded > 0 else "\N{MINUS SIGN}" if rounded < 0 else ""
+    return f"{sign}{abs(rounded)}{SPACE}%"
+
+
+def size(count: int) -> str:
+    """Bytes in binary units that do not break apart: "1 MiB"."""
+    return format_bytes(count).replace(" ", SPACE)
+
+
+def decimal_bytes(count: float) -> str:
+    """Bytes in units of 1000: "224 GB"."""
+    for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9)):
+        if count >= factor:
+            return f"{count / factor:.3g}{SPACE}{unit}"
+    return f"{count / 1e6:.3g}{SPACE}MB"
+
+
+def duration(seconds: float) -> str:
+    """A time: "55.1 s", "1 min 42 s", "9 h 3 min", "12 days"."""
+    if seconds < 99.5:
+        return f"{seconds:.3g}{SPACE}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours / 24:.3g}{SPACE}days"
+    return f"{hours}{SPACE}h {minutes}{SPACE}min" if hours else f"{minutes}{SPACE}min {rest}{SPACE}s"
+
+
+def milliseconds(value: float) -> str:
+    """Three significant digits: "1.20 ms"."""
+    return f"{value:#.3g}".rstrip(".") + f"{SPACE}ms"
+
+
+def model(parameters: float) -> str:
+    """The size of a model: "7 B"."""
+    return f"{parameters / 1e9:.3g}{SPACE}B"
+
+
+def plural(count: int, word: str) -> str:
+    """A count with its word: "1 trial", "2 trials"."""
+    return f"{count}{SPACE}{word}{'' if count == 1 else 's'}"
+
+
+def setting(one: Setting) -> str:
+    """Block size, queue depth and threads in short, for rows of charts and tables."""
+    return f"{format_bytes(one.block_size)} {TIMES} {one.queue_depth} {TIMES} {one.thread_count}"
+
+
+def label(key: str) -> str:
+    """A key of the profile in words, without the unit that `shown` gives to the value."""
+    if key == "name":
+        return "Engine"
+    for unit in _UNITS:
+        key = key.removesuffix(unit)
+    words = key.replace("_", " ").replace("cpu", "CPU")
+    return words[:1].upper() + words[1:]
+
+
+def shown(value: Any, key: str) -> str:
+    """A value of the profile for people, in the unit that its key names."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return _number(value, key)
+    if isinstance(value, dict):
+        # {"file_bytes": {"read": n}}: the unit may stand in the outer key.
+        return ", ".join(f"{inner} {shown(item, key if key.endswith(_UNITS) else inner)}" for inner, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(shown(item, key) for item in value)
+    return "not known" if value in (None, "") else str(value)
+
+
+def _number(value: float, key: str) -> str:
+    if key.endswith("_bytes_per_second"):
+        return f"{value / 1e9:.3g}{SPACE}GB/s"
+    if key.endswith(("size_bytes", "free_bytes", "written_bytes")):
+        return decimal_bytes(value)
+    if key.endswith("_bytes"):
+        return size(int(value))
+    if key.endswith("seconds"):
+        return duration(value)
+    if key.endswith("_celsius"):
+        return f"{value:.0f}{SPACE}\N{DEGREE SIGN}C"
+    if key.endswith("_kib"):
+        return size(int(value) * 1024)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def code_spans(text: str) -> Markup:
+    """A sentence as HTML, with what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def markdown_cell(value: Any) -> str:
+    """*value* as text in a Markdown table or line: no cell ends early, and no markup begins."""
+    text = html.escape(str(value), quote=False).replace(SPACE, " ").replace("\n", " ")
+    return "".join(f"\\{letter}" if letter in "\\|*_`[]" else letter for letter in text)
+
+
+def markdown_prose(text: str) -> str:
+    """A sentence as Markdown outside of a table: plain text, but for its code between backticks."""
+    return "".join(part if index % 2 else markdown_cell(part) for index, part in enumerate(re.split(r"(`[^`\n]+`)", text)))

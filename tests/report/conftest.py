@@ -1,0 +1,322 @@
+"""Made-up profiles of every shape that a sweep may leave, and a page taken apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Health, Latency, Profile, Setting, StripePath, Sustained, Trial
+
+CHOSEN = Setting(block_size=1 << 20, queue_depth=16, thread_count=2)
+FASTEST = Setting(block_size=2 << 20, queue_depth=16, thread_count=4)
+
+# GB/s of the control, and the MiB in flight that reach half of what the drive has.
+CONTROL_SPEED = {"read": 3.1, "write": 2.6, "mixed": 2.2}
+HALFWAY = {"read": 6, "write": 2, "mixed": 4}
+VOID_ELEMENTS = {"meta", "br", "img", "link", "input", "hr", "path", "use", "rect"}
+
+
+def relative(setting: Setting, phase: str) -> float:
+    def reach(of: Setting) -> float:
+        mebibytes = of.bytes_in_flight / (1 << 20)
+        return mebibytes / (mebibytes + HALFWAY[phase]) * 0.98 ** abs(math.log2(of.block_size) - 20)
+
+    return reach(setting) / reach(DEEPSPEED_DEFAULTS)
+
+
+def best(setting: Setting, phase: str) -> Best:
+    ratio = relative(setting, phase)
+    return Best(**dataclasses.asdict(setting), gb_per_s=CONTROL_SPEED[phase] * ratio, relative=ratio, relative_low=ratio * 0.96, relative_high=ratio * 1.05)
+
+
+@functools.cache
+def _trials() -> list[Trial]:
+    chance = random.Random(7)
+    trials: list[Trial] = []
+
+    def run(setting: Setting, phase: str, stage: str, seconds: float, control: bool = False, samples: bool = False, flaw: str = "") -> None:
+        started = sum(trial.seconds + 0.02 for trial in trials)
+        drift = 1 + 0.05 * math.sin(started / 9)
+        ratio = relative(setting, phase) * chance.gauss(1, 0.015)
+        speed = CONTROL_SPEED[phase] * drift * ratio
+        moments = [seconds * (index + 1) / 20 for index in range(20)] if samples else []
+        phase_of_wobble = 7 * chance.random()
+        wobble = [0.008 * seconds * math.sin(11 * moment + phase_of_wobble) for moment in moments]
+        trials.append(
+            Trial(
+                phase=phase,
+                **dataclasses.asdict(setting),
+                bytes=int(speed * seconds * 1e9),
+                seconds=seconds,
+                gb_per_s=speed,
+                read_gb_per_s=speed * {"read": 1, "write": 0, "mixed": 0.5}[phase],
+                write_gb_per_s=speed * {"read": 0, "write": 1, "mixed": 0.5}[phase],
+                stage=stage,
+                control=control,
+                relative=1.0 if control else ratio,
+                started_seconds=started,
+                samples=tuple((moment, int(speed * (moment + late) * 1e9)) for moment, late in zip(moments, wobble, strict=True)),
+                flaw=flaw,
+            )
+        )
+
+    grid = [Setting(1 << block, 1 << depth, threads) for block in range(17, 24, 2) for depth in range(0, 7, 2) for threads in (1, 4) if block + depth < 28]
+    for index, setting in enumerate(grid):
+        if index % 5 == 0:
+            for phase in PHASES:
+                run(DEEPSPEED_DEFAULTS, phase, "screen", 0.1, control=True)
+        run(setting, "mixed", "screen", 0.15)
+        if index % 3 == 0:
+            run(setting, "read", "screen", 0.1)
+            run(setting, "write", "screen", 0.1)
+    run(grid[3], "mixed", "screen", 0.1, flaw="drifted")
+    for _ in range(4):
+        for setting in (CHOSEN, FASTEST, Setting(1 << 20, 32, 1), Setting(512 << 10, 32, 2)):
+            for phase in PHASES:
+                run(setting, phase, "final", 1.0, samples=True)
+        for phase in PHASES:
+            run(DEEPSPEED_DEFAULTS, phase, "final", 1.0, control=True, samples=True)
+    return trials
+
+
+DRIVE = {
+    "path": "/local_nvme",
+    "model": "Made-Up Drive 2TB",
+    "filesystem": "ext4",
+    "device": "/dev/nvme0n1p1",
+    "mount_options": ["rw", "noatime"],
+    "physical_devices": ["/dev/nvme0n1"],
+    "layers": ["partition"],
+    "firmware": "4B2QJXD7",
+    "size_bytes": 1_967_397_240_832,
+    "free_bytes": 1_203_000_000_000,
+    "pcie_link": "16.0 GT/s x4",
+    "link_bytes_per_second": 7_876_923_076,
+    "scheduler": "none",
+    "max_block_kib": 128,
+    "temperature_celsius": 41.85,
+    "numa_node": None,
+    "identity": "S3CR3T-SERIAL",
+}
+
+
+def profile(**changes: Any) -> Profile:
+    """A whole profile of one drive, with what only some sweeps measure left out."""
+    whole = Profile(
+        tool_version="0.0.0",
+        created="2001-02-03T04:05:06+00:00",
+        command="nvme-sweep /local_nvme",
+        drive=DRIVE,
+        workload={"file_bytes": {"read": 1 << 30, "write": 3 << 29}, "request_bytes": 64 << 20, "ranks": 1, "direct": True, "verified": True, "seconds": 60},
+        engine={"name": "native", "backend": "libaio", "kernel": "6.8.0-made-up", "versions": {"nvme_offload": "0.0.0", "python": "3.11.9"}},
+        trials=tuple(_trials()),
+        best={phase: best(FASTEST if phase != "write" else CHOSEN, phase) for phase in PHASES},
+        chosen=CHOSEN,
+        performance={phase: best(CHOSEN, phase) for phase in PHASES},
+        reasons=("Of 120 settings tried, 5 went to the finals; 3 of those cannot be told from the best, and this is the cheapest of them.",),
+        steady=True,
+        warnings=("/local_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`.",),
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def brief(**changes: Any) -> Profile:
+    """A whole profile with few trials, which is quickly drawn."""
+    few = [trial for trial in _trials() if trial.stage == "final" and trial.setting in (CHOSEN, FASTEST, DEEPSPEED_DEFAULTS)]
+    return profile(trials=tuple(few), **changes)
+
+
+def with_fio() -> Profile:
+    beside = [Beside("fio", "fio-3.36", phase, 1.02 * best(CHOSEN, phase).gb_per_s, best(CHOSEN, phase).gb_per_s, 1.02, 0.99, 1.05) for phase in PHASES]
+    beside += [Beside("io_uring", "", phase, best(CHOSEN, phase).gb_per_s, best(CHOSEN, phase).gb_per_s, 1.0, 0.97, 1.03) for phase in PHASES]
+    return brief(beside=tuple(beside))
+
+
+def with_latencies() -> Profile:
+    settings = {CHOSEN: 4.0, FASTEST: 9.0, DEEPSPEED_DEFAULTS: 1.25}
+    shares = {"read": 1.0, "write": 1.2, "mixed": 2.0}
+    return brief(
+        latencies=tuple(
+            Latency(phase, setting, 3000, middle * shares[phase], 1.3 * middle * shares[phase], 2.1 * middle * shares[phase], 40.0)
+            for phase in PHASES
+            for setting, middle in settings.items()
+        )
+    )
+
+
+def with_sustained(cache_ends: bool = True) -> Profile:
+    samples, done = [], 0
+    for second in range(1, 61):
+        done += int((4.5 if done < 90e9 or not cache_ends else 0.5) * 1e9)
+        samples.append((float(second), done))
+    run = Sustained(done, 60.0, tuple(samples), 4.5, 0.5 if cache_ends else 4.5, cache_ends, 90_000_000_000 if cache_ends else None)
+    return brief(sustained=run)
+
+
+def with_stripe() -> Profile:
+    speeds = {phase: best(CHOSEN, phase).gb_per_s for phase in PHASES}
+    half = {phase: speed / 2 for phase, speed in speeds.items()}
+    return brief(
+        stripe=(
+            StripePath("/local_nvme", "/dev/nvme0n1p1", "Made-Up Drive 2TB", CHOSEN, speeds, {phase: 0.98 * speed for phase, speed in speeds.items()}, 0.6667),
+            StripePath("/mnt/second", "/dev/nvme1n1", "", FASTEST, half, half, 0.3333),
+        )
+    )
+
+
+def with_health(wear: float = 0.05) -> Profile:
+    before = Health("nvme-cli", 41.0, wear, 60_000_000_000_000, 0)
+    return brief(health_before=before, health_after=dataclasses.replace(before, temperature_celsius=67.0, throttled_seconds=12, critical="too hot"))
+
+
+def by_ranks(ranks: int) -> Profile:
+    return brief(workload={**profile().workload, "ranks": ranks})
+
+
+def by_deepspeed() -> Profile:
+    return brief(engine={"name": "deepspeed", "backend": "libaio", "deepspeed": "0.19.8", "kernel": "6.8.0-made-up"})
+
+
+def minimal() -> Profile:
+    """Ten seconds: one setting beside the control, hardly any trials, no samples."""
+    few = [dataclasses.replace(trial, samples=()) for trial in _trials() if trial.stage == "final" and trial.setting in (CHOSEN, DEEPSPEED_DEFAULTS)][:12]
+    return profile(trials=tuple(few), best={phase: best(CHOSEN, phase) for phase in PHASES}, steady=False)
+
+
+def only(keep: Callable[[Trial], bool], **changes: Any) -> Profile:
+    whole = profile(**changes)
+    return dataclasses.replace(whole, trials=tuple(trial for trial in whole.trials if keep(trial)))
+
+
+def everything() -> Profile:
+    parts = {"beside": with_fio(), "latencies": with_latencies(), "sustained": with_sustained(), "stripe": with_stripe()}
+    worn = with_health()
+    found = {name: getattr(part, name) for name, part in parts.items()}
+    return profile(**found, health_before=worn.health_before, health_after=worn.health_after)
+
+
+SHAPES: dict[str, Callable[[], Profile]] = {
+    "one path": profile,
+    "fio and io_uring": with_fio,
+    "latencies": with_latencies,
+    "sustained, a cache that ends": with_sustained,
+    "sustained, no end": lambda: with_sustained(cache_ends=False),
+    "several paths": with_stripe,
+    "worn": with_health,
+    "hardly worn": lambda: with_health(0.01),
+    "8 ranks": lambda: by_ranks(8),
+    "DeepSpeed's op": by_deepspeed,
+    "ten seconds, not steady": minimal,
+    "everything": everything,
+    "no trials": lambda: profile(trials=(), best={}, performance={}, warnings=(), reasons=()),
+    "aborted": lambda: only(lambda t: t.stage == "screen" and t.started_seconds < 2, best={}, performance={}),
+    "one stage": lambda: only(lambda t: t.stage == "final"),
+    "one thread count": lambda: only(lambda t: t.thread_count == 1),
+    "one phase": lambda: only(lambda t: t.phase == "read" and t.stage != "final"),
+    "only the control": lambda: only(lambda t: t.control and t.stage == "screen"),
+    "one trial": lambda: profile(trials=tuple(_trials()[:1])),
+    "bare": lambda: profile(workload={}, engine={}, drive={"path": "/x", "model": "", "filesystem": "nfs", "device": ""}),
+}
+
+
+class Page(HTMLParser):
+    """A page taken apart: every element with its attributes, its text, and whether its tags close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = text
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attributes]
+        assert len(names) == len(set(names)), f"<{tag}> has an attribute twice"
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+        if tag not in VOID_ELEMENTS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID_ELEMENTS:
+            assert self.open, f"</{tag}> closes nothing"
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open and "script" not in self.open:
+            self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        """The attributes of every element of this name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def words(self) -> str:
+        """Its text, with every kind of space as one."""
+        return " ".join(" ".join(self.text).split())
+
+
+def check_markdown_tables(markdown: str) -> int:
+    """Every row of every table has as many cells as its header; the number of tables."""
+    tables = 0
+    lines = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split("\n")
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if not line.startswith("|"):
+            continue
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+        assert line.endswith("|"), line
+        if before.startswith("|"):
+            assert cells == len(re.findall(r"(?<!\\)\|", before)) - 1, line
+        else:
+            assert before == "", "a table begins after an empty line"
+            assert re.fullmatch(r"\|(:?-+:?\|)+", after), after
+            tables += 1
+    return tables
+
+
+@functools.cache
+def page_of(shape: str) -> Page:
+    """The page of one of SHAPES, taken apart."""
+    from nvme_offload.report import html
+
+    return Page(html(SHAPES[shape]()))
+
+
+@functools.cache
+def markdown_of(shape: str) -> str:
+    """The Markdown of one of SHAPES."""
+    from nvme_offload.report import markdown
+
+    return markdown(SHAPES[shape]())
+
+
+@pytest.fixture(scope="session")
+def made_up() -> SimpleNamespace:
+    """The makers of profiles, and what takes their reports apart."""
+    return SimpleNamespace(
+        profile=profile,
+        brief=brief,
+        best=best,
+        shapes=SHAPES,
+        chosen=CHOSEN,
+        fastest=FASTEST,
+        control_speed=CONTROL_SPEED,
+        page=Page,
+        page_of=page_of,
+        markdown_of=markdown_of,
+        check_markdown_tables=check_markdown_tables,
+    )

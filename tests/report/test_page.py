@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside
+from nvme_offload.report import html, markdown, palette
+
+TIMES, DASH = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+BESIDE_THE_PAGE = {"report.md", "trials.csv", "profile.json", "ds_config.json", "charts"}
+
+each_shape = pytest.mark.parametrize(
+    "shape",
+    [
+        "one path",
+        "fio and io_uring",
+        "latencies",
+        "sustained, a cache that ends",
+        "sustained, no end",
+        "several paths",
+        "worn",
+        "hardly worn",
+        "8 ranks",
+        "DeepSpeed's op",
+        "ten seconds, not steady",
+        "everything",
+        "no trials",
+        "aborted",
+        "one stage",
+        "one thread count",
+        "one phase",
+        "only the control",
+        "one trial",
+        "bare",
+    ],
+)
+
+
+def test_every_shape_is_tried(made_up):
+    assert each_shape.args[1] == list(made_up.shapes)
+
+
+@each_shape
+def test_the_page_is_well_formed(made_up, shape):
+    page = made_up.page_of(shape)  # takes it apart: tags close in order, no attribute stands twice
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    targets = [attributes[name] for _, attributes in page.elements for name in ("href", "aria-labelledby") if name in attributes]
+    inner = {target.removeprefix("#") for target in targets} - BESIDE_THE_PAGE
+    assert inner <= set(ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", page.source)) <= set(ids)
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), levels
+
+
+@each_shape
+def test_a_screen_reader_finds_its_way(made_up, shape):
+    page = made_up.page_of(shape)
+    assert page.all("html") == [{"lang": "en"}]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    for landmark in ("header", "main", "nav", "footer"):
+        assert len(page.all(landmark)) == 1, landmark
+    assert all(section.get("aria-labelledby") or section.get("aria-label") for section in page.all("section"))
+    drawings = page.all("svg")
+    assert len(drawings) == len(page.all("figure"))
+    assert all(drawing["role"] == "img" and len(drawing["aria-label"]) > 40 for drawing in drawings)
+    assert len(page.all("caption")) == len(page.all("table"))
+    assert all(header.get("scope") in ("col", "row") for header in page.all("th"))
+
+
+@each_shape
+def test_no_request_leaves_the_page(made_up, shape):
+    page = made_up.page_of(shape)
+    for tag, attributes in page.elements:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "action", "srcset", "poster", "data", "background"):
+                assert value.startswith("#") or value in BESIDE_THE_PAGE, f"<{tag} {name}={value}>"
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page.source))
+    assert not re.search(r"https?:|//[a-z]|@import|@font-face|fetch\(|XMLHttpRequest", page.source)
+    assert not {"link", "iframe", "object", "embed", "img", "base", "form"} & {tag for tag, _ in page.elements}
+
+
+def test_the_policy_lets_one_script_through_and_nothing_else(made_up):
+    page = made_up.page_of("one path")
+    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    script = re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
+    assert len(script) == 1
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    assert dict(rule.split(" ", 1) for rule in policy.split("; ")) == {
+        "default-src": "'none'",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+        "script-src": f"'sha256-{digest}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+
+
+@each_shape
+def test_the_markdown_is_sound(made_up, shape):
+    text = made_up.markdown_of(shape)
+    made_up.check_markdown_tables(text)
+    assert "\n\n\n" not in text
+    assert "<" not in re.sub(r"`[^`]*`", "", text)
+
+
+def test_the_answer_comes_first(made_up):
+    page = made_up.page_of("one path")
+    words = page.words
+    assert "Use 1 MiB blocks, queue depth 16, 2 threads" in words
+    mixed = made_up.best(made_up.chosen, "mixed")
+    sure = f"(90 % interval {mixed.relative_low:.2f}{DASH}{mixed.relative_high:.2f}{TIMES})"
+    assert f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at reading and writing at once" in words
+    for phase in PHASES:
+        best = made_up.best(made_up.chosen, phase)
+        assert f"{best.gb_per_s:#.3g} GB/s {best.relative:.2f}{TIMES} the defaults ({made_up.control_speed[phase]:#.3g} GB/s)" in words
+        assert f"90 % interval {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES}" in words
+    assert "The drive was steady while it was judged" in words
+    assert "mounted with discard" in words
+
+
+def test_everything_to_repeat_it_is_there(made_up):
+    words = made_up.page_of("one path").words
+    assert "nvme-sweep /local_nvme" in words
+    assert "File read 1 GiB, write 1.5 GiB Request 64 MiB Ranks 1 Direct yes Verified yes Seconds 60 s" in words
+    assert "Engine native Backend libaio Kernel 6.8.0-made-up Versions nvme_offload 0.0.0, python 3.11.9" in words
+    assert "Firmware 4B2QJXD7" in words
+    for text in (made_up.page_of("one path").source, made_up.markdown_of("one path")):
+        assert "S3CR3T" not in text, "a serial number is nobody else's business"
+
+
+def test_the_block_to_copy_is_what_deepspeed_reads(made_up):
+    expected = {"aio": {"block_size": 1 << 20, "queue_depth": 16, "intra_op_parallelism": 2, "single_submit": False, "overlap_events": True}}
+    text = "".join(made_up.page_of("one path").text)
+    assert json.loads(text[text.index('{\n  "aio"') : text.index("\n}", text.index('{\n  "aio"')) + 2]) == expected
+    whole = text[text.index("{\n", text.index("A complete config")) :]
+    assert json.loads(whole[: whole.index("\n}") + 2])["aio"] == expected["aio"]
+    block = re.search(r"```json\n(.*?)```", made_up.markdown_of("one path"), re.DOTALL)
+    assert block is not None
+    assert json.loads(block[1]) == expected
+
+
+def test_the_code_to_copy_gives_the_setting(made_up):
+    page = made_up.page_of("one path")
+    for text in ("".join(page.text), made_up.markdown_of("one path")):
+        call = re.search(r"AioConfig\((.*?)\)", text, re.DOTALL)
+        assert call is not None
+        assert eval(f"dict({call[1]})") == dataclasses.asdict(made_up.chosen)
+    for block in ("".join(page.text)[match.end() :] for match in re.finditer("from |import ", "".join(page.text))):
+        assert block
+    assert 'DeepSpeedStrategy(config="ds_config.json")' in page.words
+    assert 'deepspeed="ds_config.json"' in page.words
+    assert "deepspeed_config_file: ds_config.json" in page.words
+    assert "accelerate launch --config_file accelerate.yaml train.py" in page.words
+    assert "deepspeed.initialize(" in page.words
+    assert "you would run 1 thread instead of 2" in page.words
+
+
+def test_blocks_can_be_read_and_selected_without_scripts(made_up):
+    page = made_up.page_of("one path")
+    assert page.all("button") == []  # the script makes them
+    assert len(page.all("pre")) >= 8
+    assert all(block["tabindex"] == "0" and block["aria-label"] for block in page.all("pre"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("fio and io_uring", "fio 3.36 ran the same block size"),
+        ("fio and io_uring", "98 % of what fio reaches"),
+        ("fio and io_uring", "cannot tell io_uring from libaio"),
+        ("latencies", "read 4.00 and 8.40; write 4.80 and 10.1; both at once 8.00 and 16.8"),
+        ("sustained, a cache that ends", "After 90 GB the drive fell from 4.50 to 0.500 GB/s"),
+        ("sustained, a cache that ends", "One step of a 7 B model writes 112 GB, more than the drive's cache holds: count on 0.500 GB/s"),
+        ("sustained, no end", "no end of a cache was seen"),
+        ("several paths", "/mnt/second /dev/nvme1n1 2 MiB"),
+        ("worn", "5 % of its rated life is used after 60 TB written, which makes 1.2 PB in all"),
+        ("hardly worn", "does not tell what it is rated to write"),
+        ("one path", "does not tell what it is rated to write"),
+        ("one path", "nvme-sweep /local_nvme --sustained 64GiB looks for it"),
+        ("8 ranks", "8 ranks at once"),
+        ("DeepSpeed's op", "DeepSpeed's own op"),
+        ("DeepSpeed's op", "Deepspeed 0.19.8"),
+        ("ten seconds, not steady", "The drive was not steady while it was judged"),
+        ("ten seconds, not steady", "The trials kept no samples"),
+        ("no trials", "No trial was completed"),
+        ("one stage", "The last stage (final)"),
+        ("one thread count", "Only one number of threads was tried"),
+        ("one phase", "The last stage (screen)"),
+        ("one trial", "1 trial,"),
+        ("bare", "the drive's limit is not known"),
+    ],
+)
+def test_what_was_measured_is_said(made_up, shape, said):
+    assert said in made_up.page_of(shape).words
+
+
+def test_a_gain_that_cannot_be_told_is_not_claimed(made_up):
+    doubtful = {phase: dataclasses.replace(made_up.best(made_up.chosen, phase), relative=1.01, relative_low=0.98, relative_high=1.04) for phase in PHASES}
+    profile = made_up.brief(performance=doubtful)
+    page = made_up.page(html(profile))
+    for words in (page.words, markdown(profile)):
+        assert "the trials cannot tell the two apart" in words
+        assert "times as fast" not in words
+    assert page.words.count("no difference that the trials can tell") == 3
+
+
+def test_a_slower_backend_is_said_to_be_so(made_up):
+    slow = Beside("io_uring", "", "mixed", 1.0, 2.0, 0.5, 0.45, 0.55)
+    assert (
+        f"io_uring is slower at both at once, 0.50{TIMES}. DeepSpeed's own op knows libaio only." in made_up.page(html(made_up.brief(beside=(slow,)))).words
+    )
+
+
+@pytest.mark.parametrize("backend", ["libaio", "io_uring"])
+def test_the_defaults_chosen_are_named_so(made_up, backend):
+    defaults = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=backend)
+    same = {phase: dataclasses.replace(made_up.best(DEEPSPEED_DEFAULTS, phase), relative_low=1.0, relative_high=1.0) for phase in PHASES}
+    words = made_up.page(html(made_up.brief(chosen=defaults, performance=same))).words
+    assert "nothing that was tried is better" in words
+    assert "times as fast" not in words
+
+
+HOSTILE = "<script>alert(1)</script> \"' | *x* `y` [z](//evil) & </style>\u202e"
+
+
+def test_text_from_outside_stays_text(made_up):
+    whole = made_up.shapes["everything"]()
+    drive = {**whole.drive, "model": HOSTILE, "path": f"/it's a {HOSTILE}", "firmware": HOSTILE, "mount_options": [HOSTILE]}
+    profile = dataclasses.replace(
+        whole,
+        drive=drive,
+        command=f"nvme-sweep {shlex.quote(HOSTILE)}",
+        warnings=(HOSTILE, "a | b <img src=x>"),
+        reasons=(HOSTILE,),
+        engine={HOSTILE: HOSTILE, "name": HOSTILE},
+        workload={"ranks": 1, "x": {HOSTILE: HOSTILE}},
+        beside=tuple(dataclasses.replace(other, version=HOSTILE) for other in whole.beside),
+        stripe=tuple(dataclasses.replace(path, path=HOSTILE, model=HOSTILE) for path in whole.stripe),
+        health_after=dataclasses.replace(whole.health_after, critical=HOSTILE, source=HOSTILE),
+        trials=tuple(dataclasses.replace(trial, stage=HOSTILE) for trial in whole.trials),
+    )
+    page, text = made_up.page(html(profile)), markdown(profile)
+    plain = made_up.page_of("everything")
+    for tag in ("script", "style", "img", "code", "button", "a"):
+        extra = 3 if tag == "code" else 0  # what stands between backticks in a sentence is code
+        assert len(page.all(tag)) - len(plain.all(tag)) in range(extra + 1), tag
+    assert page.words.count("<script>alert(1)</script>") >= 10
+    outside_code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    assert "<script>" not in outside_code
+    assert "<img" not in outside_code
+    made_up.check_markdown_tables(text)
+
+
+def contrast(one: str, other: str) -> float:
+    """Source: WCAG 2.2, relative luminance and contrast ratio."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK, palette.PRINT], ids=["light", "dark", "print"])
+def test_text_stands_out(colours):
+    for ground in ("paper", "panel", "code"):
+        for text in ("ink", "soft", "read", "write", "mixed", "slower", "good", "care"):
+            assert contrast(getattr(colours, text), getattr(colours, ground)) >= 4.5, (text, ground)
+    assert contrast(colours.on_fill, colours.mixed) >= 4.5
+
+
+def test_the_same_profile_gives_the_same_page(made_up):
+    assert html(made_up.shapes["ten seconds, not steady"]()) == made_up.page_of("ten seconds, not steady").source
+
+
+def test_templates_hold_no_colours():
+    for path in (Path(palette.__file__).parent / "templates").iterdir():
+        assert not re.search(r"#[0-9a-f]{6}\b", path.read_text(encoding="utf-8")), path.name
