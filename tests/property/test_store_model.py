@@ -1,0 +1,127 @@
+"""The store against a dict: puts, gets, deletes, snapshots and restores of odd sizes in any order, over one to three drives."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from nvme_offload import slabs
+from nvme_offload.config import AioConfig
+from nvme_offload.errors import UnsupportedError, UsageError
+from nvme_offload.store import StoreTicket, TensorStore
+
+PAGE = 4096
+SECONDS = 60
+NAMES = st.sampled_from(["a", "b", "c", "d", "e/f", ""])
+SIZES = st.one_of(st.integers(0, 10), st.integers(0, 5 * PAGE), st.sampled_from([PAGE, 8 * PAGE, 8 * PAGE + 1]), st.integers(0, 80 * PAGE))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors are striped too, and slabs are many."""
+    monkeypatch.setattr(slabs, "_GROWTH_BYTES", 64 * PAGE)
+    monkeypatch.setattr(slabs, "_STRIPED_FROM_BYTES", 6 * PAGE)
+    monkeypatch.setattr(slabs, "_STRIPE_UNIT_BYTES", PAGE)
+
+
+def value_of(seed: int, size: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.model: dict[str, bytes] = {}
+        self.saved: dict[str, bytes] | None = None
+        self.under_way: list[tuple[StoreTicket, npt.NDArray[np.uint8], bytes]] = []
+
+    @initialize(weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3), checksum=st.booleans())
+    def make(self, weights: list[float], checksum: bool) -> None:
+        paths = [self.directory / str(number) for number in range(len(weights))]
+        for path in paths:
+            path.mkdir()
+        config = AioConfig(block_size=2 * PAGE, queue_depth=4, thread_count=2, direct="auto")
+        try:
+            self.store = TensorStore(paths, config, weights=weights, checksum=checksum)
+        except UnsupportedError:
+            self.store = TensorStore(paths, config, weights=weights)
+
+    @rule(name=NAMES, size=SIZES, seed=st.integers(0, 1 << 30))
+    def put(self, name: str, size: int, seed: int) -> None:
+        data = value_of(seed, size)
+        self.under_way.append((self.store.put(name, data), data, data.tobytes()))
+        self.model[name] = data.tobytes()
+
+    @rule(name=NAMES)
+    def get(self, name: str) -> None:
+        if name not in self.model:
+            with pytest.raises(UsageError):
+                self.store.get(name, bytearray())
+            return
+        out = np.zeros(len(self.model[name]), np.uint8)
+        self.under_way.append((self.store.get(name, out), out, self.model[name]))
+
+    @rule(name=NAMES)
+    def delete(self, name: str) -> None:
+        if self.model.pop(name, None) is None:
+            with pytest.raises(UsageError):
+                self.store.delete(name)
+        else:
+            self.store.delete(name)
+
+    @rule(chosen=st.none() | st.sets(NAMES))
+    def snapshot(self, chosen: set[str] | None) -> None:
+        names = None if chosen is None else sorted(chosen & set(self.model))
+        self.store.snapshot(self.directory / "snapshot", names)
+        self.saved = {name: self.model[name] for name in (self.model if names is None else names)}
+        assert len(list((self.directory / "snapshot").iterdir())) == 2
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def restore(self) -> None:
+        assert self.saved is not None
+        assert sorted(self.store.restore(self.directory / "snapshot")) == sorted(self.saved)
+        self.model.update(self.saved)
+
+    @rule(size=st.integers(0, 200 * PAGE))
+    def reserve(self, size: int) -> None:
+        self.store.reserve(size)
+        assert self.store.used_bytes + self.store.free_bytes >= size
+
+    @rule()
+    def settle(self) -> None:
+        """Wait for all, and see that each got its bytes and that nothing has room that it does not need."""
+        for ticket, out, expected in self.under_way:
+            assert ticket.wait(SECONDS) == len(expected)
+            assert out.tobytes() == expected
+        self.under_way.clear()
+        assert self.store.used_bytes == sum(-(-len(value) // PAGE) * PAGE for value in self.model.values())
+
+    @invariant()
+    def names_and_sizes(self) -> None:
+        if hasattr(self, "store"):
+            assert {name: self.store.nbytes(name) for name in self.store.names()} == {name: len(value) for name, value in self.model.items()}
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "store"):
+                with self.store:
+                    self.settle()
+                    for name in self.model:
+                        self.get(name)
+                    self.settle()
+        finally:
+            shutil.rmtree(self.directory)
+
+
+def test_a_store_is_a_dict() -> None:
+    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
