@@ -1,0 +1,235 @@
+"""The swapper against a dict of bytes: whatever is created, used, changed, let go and forgotten, in whatever budget, and whatever fails."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from nvme_offload._aio import FaultKind
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError, UsageError
+from nvme_offload.pool import PinnedPool
+from nvme_offload.store import TensorStore
+from nvme_offload.swapper import TensorSwapper
+
+PAGE = 4096
+NAMES = st.sampled_from("abcdefgh")
+SIZES = st.one_of(st.sampled_from([0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE]), st.integers(0, 5 * PAGE))
+# Of the transfers between memory and drive, from which on, how many, and how.
+FAULTS = st.lists(
+    st.tuples(
+        st.integers(1, 120),
+        st.integers(1, 6),
+        st.sampled_from([(FaultKind.FAIL, errno.EIO), (FaultKind.FAIL, errno.ENOSPC), (FaultKind.CUT, 1000), (FaultKind.DELAY, 3), (FaultKind.DELAY, 9)]),
+    ),
+    max_size=4,
+)
+
+
+class SwapperMachine(RuleBasedStateMachine):
+    """A swapper, and what each value must be: its bytes, and how many of them count."""
+
+    faulty = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[str, bytes] = {}  # the bytes that count
+        self.room: dict[str, int] = {}
+        self.held: dict[str, tuple[torch.Tensor, bytes]] = {}
+        self.generator = np.random.default_rng(3)
+
+    @initialize(pages=st.integers(5, 14), lookahead=st.none() | st.integers(0, 10 * PAGE), threads=st.integers(1, 2), faults=FAULTS, most=st.integers(1, 4))
+    def make(self, pages, lookahead, threads, faults, most):
+        config = AioConfig(block_size=2 * PAGE, queue_depth=3, thread_count=threads, backend="posix", direct="auto")
+        script = [(first, count, *fault) for first, count, fault in faults] if self.faulty else []
+        self.directory = tempfile.TemporaryDirectory()
+        self.engine = Engine(config, _faults=script)
+        self.store = TensorStore(self.directory.name, engine=self.engine)
+        self.pool = PinnedPool(pages * PAGE, pin=False)
+        self.swapper = TensorSwapper(self.store, self.pool, lookahead_bytes=lookahead)
+        self.most = most
+
+    def bytes_of(self, count: int) -> bytes:
+        return self.generator.integers(0, 256, count, dtype=np.uint8).tobytes()
+
+    def write(self, name: str, count: int | None = None) -> None:
+        """New bytes into all the room of *name*, in use, of which the first *count* will be kept."""
+        tensor, _ = self.held[name]
+        data = self.bytes_of(self.room[name])
+        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor)
+        self.held[name] = tensor, data[:count]
+
+    def attempt(self, call: Callable[[], object]) -> bool:
+        """Whether *call* went well; where it may, it fails with a drive's error, or for want of room beside what is in use."""
+        failure = None
+        try:
+            call()
+        except OffloadError as error:
+            failure = error
+        if isinstance(failure, UsageError):
+            assert self.held, "one at a time always fits"
+            assert "are in use by" in str(failure)
+            event("no room beside what is in use")
+        elif failure is not None:
+            assert self.faulty
+            assert isinstance(failure, IOFailure)
+            assert isinstance(failure, NoSpaceError) == (failure.errno == errno.ENOSPC)
+            event("the drive failed")
+        return failure is None
+
+    def make_way(self, name: str) -> None:
+        if name in self.held:
+            self.let_go(name)
+        while len(self.held) >= self.most:
+            self.let_go(next(iter(self.held)))
+
+    def let_go(self, name: str) -> None:
+        self.check(name)
+        del self.held[name]
+        self.swapper.release(name, changed=False)
+
+    def check(self, name: str) -> None:
+        tensor, expected = self.held[name]
+        assert tensor.numel() == self.room[name]
+        assert tensor.numpy()[: len(expected)].tobytes() == expected
+
+    @rule(name=NAMES, nbytes=SIZES)
+    def create(self, name, nbytes):
+        self.make_way(name)
+
+        def call() -> None:
+            self.held[name] = self.swapper.create(name, nbytes), b""
+
+        if self.attempt(call):
+            self.room[name] = nbytes
+            self.write(name)
+            self.model[name] = self.held[name][1]
+        elif name not in self.swapper:
+            self.model.pop(name, None)
+            self.room.pop(name, None)
+
+    @rule(name=NAMES, nbytes=SIZES)
+    def swap_out(self, name, nbytes):
+        self.make_way(name)
+        data = self.bytes_of(nbytes)
+        if self.attempt(lambda: self.swapper.swap_out(name, torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))):
+            self.model[name], self.room[name] = data, nbytes
+        elif name not in self.swapper:
+            self.model.pop(name, None)
+            self.room.pop(name, None)
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=8), change=st.sampled_from(["never", "always", "some"]))
+    def use(self, names, change):
+        """Some training: each in turn."""
+        for name in names:
+            if name in self.model and name not in self.held:
+                self.make_way(name)
+                self.swap_in(name)
+                if name in self.held and (change == "always" or (change == "some" and name < "d")):
+                    self.write(name)
+                    self.model[name] = self.held[name][1]
+                    self.swapper.release(name, changed=True)
+                    del self.held[name]
+
+    @rule(name=NAMES)
+    def hold(self, name):
+        if name in self.model:
+            self.make_way(name)
+            self.swap_in(name)
+
+    def swap_in(self, name: str) -> None:
+        def call() -> None:
+            self.held[name] = self.swapper.swap_in(name), self.model[name]
+
+        if self.attempt(call):
+            self.check(name)
+
+    @rule(name=NAMES, changed=st.booleans(), share=st.none() | st.floats(0, 1))
+    def release(self, name, changed, share):
+        if name in self.held:
+            self.check(name)
+            count = None if share is None else int(share * self.room[name])
+            if changed:
+                self.write(name, count)
+                self.model[name] = self.held[name][1]
+            self.swapper.release(name, changed=changed, nbytes=count)
+            del self.held[name]
+
+    @rule(name=NAMES)
+    def discard(self, name):
+        if name in self.model:
+            self.swapper.discard(name)
+            del self.model[name], self.room[name]
+            self.held.pop(name, None)
+
+    @rule(names=st.lists(NAMES, max_size=5))
+    def prefetch(self, names):
+        self.swapper.prefetch(names)
+
+    @rule()
+    def step(self):
+        self.swapper.step()
+
+    @rule()
+    def flush(self):
+        if self.attempt(self.swapper.flush):
+            for name, expected in self.model.items():
+                if name not in self.held and expected:
+                    out = torch.empty(len(expected), dtype=torch.uint8)
+                    if self.attempt(lambda name=name, out=out: self.store.get(name, out).wait()):
+                        assert out.numpy().tobytes() == expected
+
+    @invariant()
+    def the_books_are_right(self):
+        if not hasattr(self, "swapper"):
+            return
+        assert set(self.swapper.names()) == set(self.model)
+        assert {name: self.swapper.nbytes(name) for name in self.model} == self.room
+        stats = self.swapper.stats()
+        assert stats.resident_bytes <= stats.peak_bytes <= self.pool.nbytes
+        for name in self.held:
+            self.check(name)
+
+    def teardown(self):
+        if not hasattr(self, "swapper"):
+            return
+        for name in list(self.held):
+            self.let_go(name)
+        for name, expected in self.model.items():
+            for _ in range(40):  # every fault is over some time
+                if self.attempt(lambda name=name: self.swap_in_raising(name)):
+                    break
+            tensor, _ = self.held[name]
+            assert tensor.numpy()[: len(expected)].tobytes() == expected
+            self.let_go(name)
+        event(f"read from the drive: {self.swapper.stats().misses > 0}")
+        for resource in (self.swapper, self.store, self.engine):
+            try:
+                resource.close()
+            except OffloadError:
+                assert self.faulty
+        self.pool.close()
+        self.directory.cleanup()
+
+    def swap_in_raising(self, name: str) -> None:
+        self.held[name] = self.swapper.swap_in(name), self.model[name]
+
+
+class FaultySwapperMachine(SwapperMachine):
+    """The same on a drive that fails now and then."""
+
+    faulty = True
+
+
+@pytest.mark.parametrize("machine", [SwapperMachine, FaultySwapperMachine], ids=["sound", "failing"])
+def test_the_swapper_is_a_dict_of_bytes(machine: type[SwapperMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)))

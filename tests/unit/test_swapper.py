@@ -1,0 +1,305 @@
+"""The swapper on a real store: what stays, what streams, what a caller is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_offload.config import AioConfig
+from nvme_offload.errors import UsageError
+from nvme_offload.pool import PinnedPool
+from nvme_offload.store import TensorStore
+from nvme_offload.swapper import SwapperStats, TensorSwapper
+
+SIZE = 16 << 10
+MakeSwapper = Callable[..., TensorSwapper]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TensorStore]:
+    with TensorStore(tmp_path, AioConfig(block_size=8 << 10, queue_depth=4, direct="auto")) as made:
+        yield made
+
+
+@pytest.fixture
+def make_swapper(store: TensorStore) -> Iterator[MakeSwapper]:
+    """A function from a budget, in values of `SIZE`, to a swapper with it."""
+    made = []
+
+    def make(values: float, **settings: int | None) -> TensorSwapper:
+        swapper = TensorSwapper(store, PinnedPool(int(values * SIZE), pin=False), **settings)
+        made.append(swapper)
+        return swapper
+
+    yield make
+    for swapper in made:
+        swapper.close()
+
+
+def pattern(number: int, nbytes: int = SIZE) -> torch.Tensor:
+    return torch.arange(number, number + nbytes, dtype=torch.int64).mul(31).remainder(251).to(torch.uint8)
+
+
+def train(swapper: TensorSwapper, order: list[int], contents: dict[int, int], changed: bool = True) -> tuple[SwapperStats, SwapperStats]:
+    """One step: each value of *order* is checked, changed and let go; the counters before and after."""
+    before = swapper.stats()
+    for number in order:
+        tensor = swapper.swap_in(f"n{number}")
+        assert torch.equal(tensor, pattern(contents[number]))
+        if changed:
+            contents[number] += 1
+            tensor.copy_(pattern(contents[number]))
+        swapper.release(f"n{number}", changed=changed)
+    swapper.step()
+    return before, swapper.stats()
+
+
+def fill(swapper: TensorSwapper, count: int) -> dict[int, int]:
+    contents = {number: 1000 * number for number in range(count)}
+    for number in contents:
+        swapper.swap_out(f"n{number}", pattern(contents[number]))
+    swapper.step()
+    return contents
+
+
+def test_what_fits_never_touches_the_drive(make_swapper: MakeSwapper, store: TensorStore) -> None:
+    swapper = make_swapper(5)
+    contents = fill(swapper, 5)
+    for _ in range(4):
+        train(swapper, [*range(5), *reversed(range(5))], contents)
+    stats = swapper.stats()
+    assert (stats.bytes_read, stats.bytes_written, stats.misses, stats.hits) == (0, 0, 0, 40)
+    assert stats.resident_bytes == stats.peak_bytes == 5 * SIZE
+    assert store.names() == []
+
+
+@pytest.mark.parametrize(("values", "ahead"), [(2, 0), (3, 1), (6, 1), (6, 2), (8, 2), (11, 3)])
+def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(make_swapper: MakeSwapper, values: int, ahead: int) -> None:
+    count, steps = 12, 6
+    swapper = make_swapper(values, lookahead_bytes=ahead * SIZE)
+    contents = fill(swapper, count)
+    train(swapper, list(range(count)), contents)
+    before = swapper.stats()
+    for _ in range(steps):
+        _, after = train(swapper, list(range(count)), contents)
+    streams = ahead + 1  # the one in use is part of the window
+    misses = after.misses - before.misses
+    assert (count - values) * steps <= misses <= (count - values + streams) * steps
+    assert after.hits - before.hits == count * steps - misses
+    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + ahead  # what is read for the next step already
+    assert after.unused_prefetches == 0
+    assert after.peak_bytes <= values * SIZE
+
+
+def test_there_and_back_finds_what_it_left_near_the_turn(make_swapper: MakeSwapper) -> None:
+    count, values, ahead = 10, 6, 1
+    swapper = make_swapper(values, lookahead_bytes=ahead * SIZE)
+    contents = fill(swapper, count)
+    order = [*range(count), *reversed(range(count))]
+    for _ in range(3):
+        before, after = train(swapper, order, contents, changed=False)
+    assert after.misses - before.misses <= 2 * (count - values + ahead + 1)
+    assert after.bytes_written == before.bytes_written  # it is on the drive as it is
+
+
+def test_another_order_in_between_changes_no_contents(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4)
+    contents = fill(swapper, 9)
+    order = [*range(9), *reversed(range(9))]
+    train(swapper, order, contents)
+    train(swapper, list(range(9)) + order, contents)  # an evaluation first
+    train(swapper, [8, 0, 3, 3, 7, 1], contents)
+    before, after = train(swapper, order, contents)
+    before, after = train(swapper, order, contents)
+    assert after.misses - before.misses < 18
+
+
+def test_hints_read_ahead_where_nothing_is_learned(make_swapper: MakeSwapper, store: TensorStore) -> None:
+    swapper = make_swapper(4, lookahead_bytes=2 * SIZE)
+    for number in range(8):
+        swapper.swap_out(f"n{number}", pattern(number))
+    swapper.create("everything", 4 * SIZE)  # so that all others leave
+    swapper.discard("everything")
+    assert store.stats().gets == 0
+    swapper.prefetch(["unknown", "n5", "n3", "n4"])
+    assert store.stats().gets == 2
+    for number in (5, 3, 4):
+        assert torch.equal(swapper.swap_in(f"n{number}"), pattern(number))
+        swapper.release(f"n{number}", changed=False)
+    assert store.stats().gets == 3
+    assert (swapper.stats().misses, swapper.stats().unused_prefetches) == (3, 0)
+
+
+def test_several_are_in_use_at_once_and_each_is_its_own(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4)
+    fill(swapper, 8)
+    for first in (0, 3, 5):
+        held = {number: swapper.swap_in(f"n{number}") for number in range(first, first + 3)}
+        for number, tensor in held.items():
+            assert torch.equal(tensor, pattern(1000 * number))
+            swapper.release(f"n{number}", changed=False)
+
+
+def test_a_value_may_be_shorter_than_its_room(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(2)
+    room = swapper.create("short", SIZE)
+    room[:1001].copy_(pattern(7, 1001))
+    swapper.release("short", changed=True, nbytes=1001)
+    swapper.swap_out("other", pattern(1))
+    swapper.swap_out("another", pattern(2))
+    swapper.flush()
+    swapper.swap_out("more", pattern(3, 2 * SIZE))  # everything else leaves
+    assert swapper.stats().bytes_written == 2 * SIZE + 1001
+    read = swapper.stats().bytes_read
+    tensor = swapper.swap_in("short")
+    assert tensor.shape == (SIZE,)
+    assert tensor.dtype == torch.uint8
+    assert torch.equal(tensor[:1001], pattern(7, 1001))
+    assert swapper.stats().bytes_read - read == 1001
+    assert swapper.nbytes("short") == SIZE
+    swapper.release("short", changed=True, nbytes=0)
+    swapper.swap_out("more", pattern(4, 2 * SIZE))
+    assert swapper.swap_in("short").shape == (SIZE,)
+    assert swapper.stats().bytes_read - read == 1001
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(3.5), torch.arange(6.0).reshape(2, 3).t(), torch.tensor([True, False]), torch.empty(0), torch.ones(3).bfloat16()]
+)
+def test_tensors_of_every_kind_are_copied_in(make_swapper: MakeSwapper, tensor: torch.Tensor) -> None:
+    swapper = make_swapper(1)
+    swapper.swap_out("value", tensor)
+    swapper.swap_out("other", pattern(1))
+    found = swapper.swap_in("value")
+    assert torch.equal(found, tensor.reshape(-1).view(torch.uint8))
+
+
+def test_a_new_value_replaces_the_old_one_of_whatever_size(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(3)
+    for number, nbytes in enumerate([SIZE, SIZE, 2 * SIZE, 1, 3 * SIZE, 4097]):
+        swapper.swap_out("value", pattern(number, nbytes))
+        swapper.swap_out("other", pattern(100 + number, SIZE))
+        assert torch.equal(swapper.swap_in("value"), pattern(number, nbytes))
+        swapper.release("value", changed=False)
+        assert torch.equal(swapper.swap_in("other"), pattern(100 + number, SIZE))
+        swapper.release("other", changed=False)
+    assert set(swapper.names()) == {"other", "value"}
+
+
+def test_scratch_memory_is_part_of_the_budget(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(3)
+    scratch = swapper.create("scratch", SIZE)
+    scratch.copy_(pattern(5))
+    contents = fill(swapper, 6)
+    for _ in range(3):
+        train(swapper, list(range(6)), contents)
+    assert torch.equal(scratch, pattern(5))
+    swapper.discard("scratch")
+    assert "scratch" not in swapper
+    train(swapper, list(range(6)), contents)
+
+
+def test_flush_writes_what_changed_once_and_keeps_it_in_memory(make_swapper: MakeSwapper, store: TensorStore) -> None:
+    swapper = make_swapper(4)
+    contents = fill(swapper, 3)
+    swapper.flush()
+    assert swapper.stats().bytes_written == 3 * SIZE
+    for number in contents:
+        out = torch.empty(SIZE, dtype=torch.uint8)
+        store.get(f"n{number}", out).wait()
+        assert torch.equal(out, pattern(contents[number]))
+    train(swapper, [0, 1, 2], contents, changed=False)
+    swapper.flush()
+    assert swapper.stats().bytes_written == 3 * SIZE
+    assert swapper.stats().bytes_read == 0
+    swapper.swap_in("n0")
+    swapper.release("n0", changed=True)
+    swapper.swap_in("n1")  # in use: not written
+    swapper.flush()
+    assert swapper.stats().bytes_written == 4 * SIZE
+
+
+def test_a_discarded_value_is_gone_from_memory_and_drive(make_swapper: MakeSwapper, store: TensorStore) -> None:
+    swapper = make_swapper(2)
+    fill(swapper, 5)
+    for name in list(swapper.names()):
+        swapper.discard(name)
+    assert swapper.names() == []
+    assert store.names() == []
+    assert swapper.stats().resident_bytes == 0
+
+
+def test_usage_errors_change_nothing(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(2)
+    contents = fill(swapper, 4)
+    swapper.swap_in("n0")
+    for call in (
+        lambda: swapper.swap_in("n0"),
+        lambda: swapper.swap_in("nowhere"),
+        lambda: swapper.create("n0", SIZE),
+        lambda: swapper.create("large", 2 * SIZE),
+        lambda: swapper.create("n1", 2 * SIZE),
+        lambda: swapper.create("negative", -1),
+        lambda: swapper.release("n1", changed=True),
+        lambda: swapper.release("n0", changed=True, nbytes=SIZE + 1),
+        lambda: swapper.discard("nowhere"),
+        lambda: swapper.nbytes("nowhere"),
+    ):
+        with pytest.raises(UsageError):
+            call()
+    swapper.release("n0", changed=False)
+    assert set(swapper.names()) == {f"n{number}" for number in contents}
+    train(swapper, list(range(4)), contents)
+
+
+def test_what_would_do_is_said_and_does(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(3)
+    for name in "abc":
+        swapper.swap_out(name, pattern(1))
+    held = swapper.swap_in("b")  # in the middle
+    with pytest.raises(UsageError, match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes"):
+        swapper.create("wide", 2 * SIZE)
+    assert torch.equal(held, pattern(1))
+    swapper.release("b", changed=False)
+    swapper.swap_out("wide", pattern(2, 2 * SIZE))
+
+
+def test_the_pool_is_taken_whole_and_given_back(store: TensorStore) -> None:
+    pool = PinnedPool(2 * SIZE, pin=False)
+    with TensorSwapper(store, pool) as swapper:
+        assert pool.used_bytes == 2 * SIZE
+        with pytest.raises(UsageError, match="whole memory"):
+            TensorSwapper(store, pool)
+        swapper.swap_out("value", pattern(1))
+        swapper.flush()
+    assert pool.used_bytes == 0
+    assert store.names() == []
+    swapper.close()
+    for call in (lambda: swapper.swap_in("value"), lambda: swapper.create("new", 1), swapper.flush, swapper.step):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+
+
+def test_threads_take_turns(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4)
+    fill(swapper, 9)
+    wrong: list[int] = []
+
+    def use(numbers: list[int]) -> None:
+        for _ in range(10):
+            for number in numbers:
+                tensor = swapper.swap_in(f"n{number}")
+                if not torch.equal(tensor, pattern(1000 * number)):
+                    wrong.append(number)
+                swapper.release(f"n{number}", changed=True)
+
+    threads = [threading.Thread(target=use, args=([first, first + 3, first + 6],)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
