@@ -1,7 +1,8 @@
-"""NVMe offload for PyTorch training: an asynchronous I/O engine, and the sweep that tunes it for a drive."""
+"""NVMe offload for PyTorch training: an asynchronous I/O engine, a swapper of tensors behind DeepSpeed ZeRO-3, and the sweep that tunes a drive."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AioConfig
@@ -19,6 +20,8 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .pool import PinnedPool
+    from .store import TensorStore
+    from .swapper import TensorSwapper
 
 __version__ = "0.1.0"
 
@@ -31,6 +34,8 @@ __all__ = [
     "NoSpaceError",
     "OffloadError",
     "PinnedPool",
+    "TensorStore",
+    "TensorSwapper",
     "Ticket",
     "TruncatedError",
     "UnsupportedError",
@@ -42,6 +47,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "PinnedPool":  # on first use: it needs numpy, which the engine and the sweep's command line start without
         from .pool import PinnedPool
+    from .store import TensorStore
+    from .swapper import TensorSwapper
 
         return PinnedPool
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

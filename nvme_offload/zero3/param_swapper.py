@@ -32,7 +32,7 @@ class ParameterSwapper:
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
         self.dtype = model_dtype
-        self.tier = Tier.of(ds_config._param_dict, ds_config.zero_config.offload_param.nvme_path)
+        self.tier = Tier.of(ds_config._param_dict)
         self._prefix = f"parameter{next(_serial)}"
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
         self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from ..config import BACKENDS, AioConfig
@@ -24,7 +25,7 @@ class Settings:
     host_memory: bytes of host memory a rank may hold for parameters and optimizer states, pinned or cached; or "auto", which takes from the memory
     that is available what the model needs.
     backend: of the engine, as in `AioConfig`.
-    paths: directories on the drives to use instead of nvme_path; each tensor is striped over them.
+    paths: directories on the drives to use instead of nvme_path; large tensors are striped over them.
     weights: the share of each path, in any unit; equal where left out.
     checksum: whether every byte that comes back from a drive is compared with what was written.
     """
@@ -57,6 +58,21 @@ class Settings:
         if "weights" in values:
             values["weights"] = _weights(values["weights"], len(values.get("paths", ())))
         return cls(**values)
+
+
+def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where DeepSpeed's own sections put parameters and optimizer states: one directory, or two that share the tensors of both.
+
+    Raises: UsageError when a section names no directory.
+    """
+    paths = []
+    for name in ("offload_param", "offload_optimizer"):
+        section = ds_config.get("zero_optimization", {}).get(name) or {}
+        if section.get("device") == "nvme":
+            if not section.get("nvme_path"):
+                raise UsageError(f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive')
+            paths.append(str(Path(section["nvme_path"]).resolve()))
+    return tuple(dict.fromkeys(paths))
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:

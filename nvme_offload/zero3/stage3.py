@@ -60,7 +60,6 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return
         self.offload_optimizer_fast_init = False  # to read 16-bit parameters in bulk is what the swapper does anyway
         self.max_params_in_cpu = 0  # what is kept in memory is the budget's business
-        self._nvme_path = str(offload_optimizer_config.nvme_path) if self.swap_optimizer else ""
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
@@ -76,7 +75,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._state_bytes = state_bytes(self.optimizer, self.master_weights_and_grads_dtype)
         widened = self.master_weights_and_grads_dtype.itemsize
         swappers = {id(swapper): swapper for group in param_groups for param in group["params"] if (swapper := param.nvme_swapper)}
-        self._tier = Tier.of(self._ds_config, self._nvme_path)
+        self._tier = Tier.of(self._ds_config)
         streamed = sum(sizes) * (self._state_bytes + (self.dtype.itemsize if swappers else 0))
         whole = streamed + (_LARGEST_SUB_GROUP + max(sizes)) * widened + (len(sizes) + 2) * _SLACK_BYTES
         self._tier.require_memory(whole, sum(sizes) * self.gradient_accumulation_dtype.itemsize)

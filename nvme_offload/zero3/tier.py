@@ -51,10 +51,10 @@ class Tier:
         weakref.finalize(self, _close, self._resources)
 
     @classmethod
-    def of(cls, ds_config: Mapping[str, Any], nvme_path: str) -> Tier:
-        """The tier of *ds_config* on *nvme_path*, or on the section's own paths: made, or found where it is in use already."""
+    def of(cls, ds_config: Mapping[str, Any]) -> Tier:
+        """The tier of *ds_config*: made, or found where it is in use already."""
         settings = Settings.of(ds_config)
-        paths = settings.paths or (str(Path(nvme_path).resolve()),)
+        paths = settings.paths or nvme_paths(ds_config)
         key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
         with _tiers_lock:
             tier = _tiers.get(key)
