@@ -188,7 +188,7 @@ def _lead(profile: Profile) -> str:
     if mixed.relative_low > 1:
         return f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at {load}."
     if mixed.relative_high >= 1:
-        return f"As fast as DeepSpeed's defaults at {load}: the trials cannot tell the two apart {sure}."
+        return f"The trials cannot tell it from DeepSpeed's defaults {sure} at {load}."
     return f"{mixed.relative:.2f} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen all the same."
 
 
@@ -206,10 +206,11 @@ def _backends_judgement(profile: Profile) -> str:
     other = next((other for other in profile.beside if other.name != "fio" and other.phase == "mixed"), None)
     if other is None:
         return ""
+    beside = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"
     if other.relative_low > 1:
-        verdict = f"{other.name} is faster at both at once, {wording.ratio(other.relative)}: this package's engine takes it as backend"
+        verdict = f"At both at once {other.name} was faster than {beside}: this package's engine takes it as backend"
     elif other.relative_high < 1:
-        verdict = f"{other.name} is slower at both at once, {wording.ratio(other.relative)}"
+        verdict = f"At both at once {other.name} was slower than {beside}"
     else:
-        verdict = f"Under both at once the runs cannot tell {other.name} from {profile.chosen.backend} ({wording.ratio(other.relative)})"
+        verdict = f"At both at once the runs cannot tell {other.name} from {beside}"
     return f"{verdict}. DeepSpeed's own op knows libaio only."

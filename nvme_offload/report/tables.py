@@ -107,24 +107,26 @@ def limits(profile: Profile) -> Table:
         reached = profile.performance.get(phase)
         if reached is None:
             continue
-        row = [PHASE_NAMES[phase], wording.speed(reached.gb_per_s)]
+        row = [PHASE_NAMES[phase]]
         if fio:
             other = fio.get(phase)
-            row += [wording.speed(other.gb_per_s), wording.percent(1 / other.relative), _inverse(other)] if other else [NONE] * 3
+            row += [*map(wording.speed, (other.chosen_gb_per_s, other.gb_per_s)), wording.percent(1 / other.relative), _inverse(other)] if other else [NONE] * 4
+        else:
+            row.append(wording.speed(reached.gb_per_s))
         if link:
             # Each direction has its own lanes.
             busiest = max(directions) / sum(directions) if phase == "mixed" and directions else 0.5 if phase == "mixed" else 1
             row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
-    columns += ["fio,\nGB/s", "Of fio,\nby turns", "Range"] if fio else []
+    columns = ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\nby turns", "Range"] if fio else columns
     columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
     return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
 
 
 def _inverse(other: Beside) -> str:
     low, high = f"{100 / other.relative_high:.0f}", f"{100 / other.relative_low:.0f}"
-    return f"{low}{SPACE}%" if low == high else f"{low}{DASH}{high}{SPACE}%"
+    return NONE if other.relative_low == other.relative_high else f"{low}{DASH}{high}{SPACE}%"
 
 
 def backends(profile: Profile) -> Table:
@@ -133,8 +135,7 @@ def backends(profile: Profile) -> Table:
     names = dict.fromkeys(other.name for other in profile.beside if other.name != "fio")
     for name in names:
         for phase, other in summary.beside(profile, name).items():
-            low, high = f"{other.relative_low:.2f}", f"{other.relative_high:.2f}"
-            spread = f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"
+            spread = NONE if other.relative_low == other.relative_high else wording.interval(other)
             rows.append((PHASE_NAMES[phase], wording.speed(other.chosen_gb_per_s), wording.speed(other.gb_per_s), wording.ratio(other.relative), spread))
     ours, others = profile.chosen.backend, " or ".join(names)
     columns = ("Load", f"{ours},\nGB/s", f"{others},\nGB/s", f"{others} over\n{ours}", "Range")

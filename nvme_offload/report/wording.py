@@ -6,7 +6,7 @@ import html
 import re
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.profile import Best, Setting
+from nvme_offload.profile import Beside, Best, Setting
 from nvme_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def ratio(relative: float) -> str:
     return f"{relative:.2f}{TIMES}"
 
 
-def interval(best: Best) -> str:
+def interval(best: Best | Beside) -> str:
     """The 90 % interval of the ratio."""
     low, high = f"{best.relative_low:.2f}", f"{best.relative_high:.2f}"
     return f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"

@@ -104,6 +104,11 @@ def ranking(profile: Profile) -> Chart | None:
             colour = palette.ink if setting == profile.chosen else palette.soft
             note(axes, wording.ratio(middle), (1, y), (6, 0), colour, xycoords=("axes fraction", "data"), va="center")
         axes.axvline(1, color=palette.soft, linewidth=1, linestyle=DASHED)
+        # An interval that says nothing does not squeeze the dots.
+        low, high = min(1.0, *(min(values) for _, values in kept)), max(1.0, *(max(values) for _, values in kept))
+        span = high - low
+        ends = (best.relative_low, best.relative_high) if best is not None else (low, high)
+        axes.set_xlim(max(min(low, ends[0]), low - 0.4 * span) - 0.05 * span, min(max(high, ends[1]), high + 0.4 * span) + 0.05 * span)
         axes.set(ylim=(len(kept) - 0.4, -0.6), xlabel=f"{wording.PHASE_NAMES[phase]}, over the defaults at the same moment")
         names = ["the defaults" if values is own else wording.setting(setting) for setting, values in kept]
         axes.set_yticks(range(len(kept)), names)

@@ -27,11 +27,14 @@ def comparison(profile: Profile) -> Chart | None:
     if not groups:
         return None
     link = (profile.drive.get("link_bytes_per_second") or 0) / 1e9
-    fastest = max(bar.interval[1] if bar.interval else bar.gb_per_s for bars in groups.values() for bar in bars)
+    fastest = max(bar.gb_per_s for bars in groups.values() for bar in bars)
+    # An interval wider than that says that nothing is known, which it also says when it runs out of the drawing.
+    room = max(min(bar.interval[1] if bar.interval else 0.0, 1.3 * fastest) for bars in groups.values() for bar in bars)
+    room = max(room, fastest)
 
     def draw(palette: Palette) -> Figure:
         rows = sum(len(bars) for bars in groups.values())
-        top_space = 18 if link and link < 1.6 * fastest else 4
+        top_space = 18 if link and link < 1.5 * room else 4
         height = 17 * rows + 14 * len(groups)
         figure, axes = plot(height + top_space + 40, left=84, right=12, top=top_space, bottom=40)
         y, ticks = 0.0, []
@@ -47,14 +50,17 @@ def comparison(profile: Profile) -> Chart | None:
                 axes.barh(y, bar.gb_per_s, height=0.74, **{"linewidth": 0, **look})
                 end = bar.gb_per_s
                 if bar.interval and bar.interval[1] > bar.interval[0]:
-                    end = max(end, bar.interval[1])
-                    axes.plot(bar.interval, [y, y], color=palette.ink, linewidth=1.1, marker="|", markersize=6, markeredgewidth=1.1)
+                    end = min(max(end, bar.interval[1]), room)
+                    inside = [min(speed, 1.01 * room) for speed in bar.interval]
+                    ends = inside if bar.interval[1] <= 1.01 * room else inside[:1]
+                    axes.plot(inside, [y, y], color=palette.ink, linewidth=1.1)
+                    axes.plot(ends, [y] * len(ends), color=palette.ink, linestyle="", marker="|", markersize=6, markeredgewidth=1.1)
                 note(axes, f"{wording.speed(bar.gb_per_s)} {bar.name}", (end, y), (6, 0), palette.ink if solid else palette.soft, va="center")
                 y += 1
             y += 0.8
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", labelcolor=palette.ink, labelsize=TEXT)
-        axes.set(xlim=(0, max(fastest * 1.36, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
+        axes.set(xlim=(0, max(room * 1.36, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
         frameless(axes)
         if top_space > 4:
             axes.axvline(link, color=palette.ink, linewidth=1, linestyle=DASHED)
