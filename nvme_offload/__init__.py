@@ -43,12 +43,11 @@ __all__ = [
     "WaitTimeout",
 ]
 
+# On first use: they need numpy, which the engine and the sweep's command line start without.
+_LAZY = {"PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "PinnedPool":  # on first use: it needs numpy, which the engine and the sweep's command line start without
-        from .pool import PinnedPool
-    from .store import TensorStore
-    from .swapper import TensorSwapper
-
-        return PinnedPool
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

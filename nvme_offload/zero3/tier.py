@@ -17,7 +17,7 @@ from ..pool import PinnedPool
 from ..store import TensorStore
 from ..swapper import TensorSwapper
 from ..units import format_bytes
-from .settings import Settings, aio_config
+from .settings import Settings, aio_config, nvme_paths
 
 # Of the memory that is available, what "auto" leaves to everything else: activations, the data loader, the page cache of a checkpoint.
 _AUTO_SHARE = 0.7
