@@ -1,0 +1,165 @@
+"""A drive that fails under the swapper: the caller is told, once and where it matters; nothing is lost, and work goes on when the drive does."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_offload._aio import FaultKind
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
+from nvme_offload.pool import PinnedPool
+from nvme_offload.store import TensorStore
+from nvme_offload.swapper import TensorSwapper
+
+SIZE = 8192  # one block, so that transfers are counted as puts and gets are
+EIO = (FaultKind.FAIL, errno.EIO)
+FULL = (FaultKind.FAIL, errno.ENOSPC)
+
+Fault = tuple[FaultKind, int]
+MakeSwapper = Callable[..., TensorSwapper]
+
+
+@pytest.fixture
+def make_swapper(tmp_path: Path) -> Iterator[MakeSwapper]:
+    """A function from a budget in values and from faults to a swapper; a fault says which transfer is the first, from 1, how many fail, and how."""
+    with ExitStack() as stack:
+
+        def make(values: int, *faults: tuple[int, int, Fault], lookahead: int = 0) -> TensorSwapper:
+            config = AioConfig(backend="posix", block_size=SIZE, thread_count=1, queue_depth=1, direct="auto")
+            engine = stack.enter_context(Engine(config, _faults=[(first - 1, count, *fault) for first, count, fault in faults]))
+            store = stack.enter_context(TensorStore(tmp_path, engine=engine))
+            pool = stack.enter_context(PinnedPool(values * SIZE, pin=False))
+            return stack.enter_context(TensorSwapper(store, pool, lookahead_bytes=lookahead * SIZE))
+
+        yield make
+
+
+def value(number: int) -> torch.Tensor:
+    return torch.full((SIZE,), number % 251, dtype=torch.uint8)
+
+
+def check(swapper: TensorSwapper, name: str, number: int) -> None:
+    assert torch.equal(swapper.swap_in(name), value(number))
+    swapper.release(name, changed=False)
+
+
+def test_a_failed_read_is_raised_where_it_is_needed_and_may_be_tried_again(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(1, (3, 1, EIO))
+    swapper.swap_out("a", value(1))
+    swapper.swap_out("b", value(2))  # writes a
+    with pytest.raises(IOFailure, match=r"read of .* of tensor 'a'"):
+        swapper.swap_in("a")  # writes b and reads
+    assert set(swapper.names()) == {"a", "b"}
+    check(swapper, "b", 2)
+    check(swapper, "a", 1)
+
+
+def test_a_failed_read_ahead_is_read_again_when_it_is_needed(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(1, (3, 1, EIO), lookahead=1)
+    for number, name in enumerate("ab"):
+        swapper.swap_out(name, value(number))
+    swapper.create("between", SIZE)
+    swapper.discard("between")
+    swapper.prefetch(["b"])  # the third transfer, after two writes
+    swapper.swap_out("c", value(2))  # waits for the end of it
+    assert swapper.stats().bytes_read == 0
+    for number, name in enumerate("abc"):
+        check(swapper, name, number)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(EIO, IOFailure), (FULL, NoSpaceError)])
+def test_a_failed_write_keeps_the_value_and_is_raised_where_the_room_is_needed(make_swapper: MakeSwapper, fault: Fault, kind: type[OffloadError]) -> None:
+    swapper = make_swapper(1, (1, 2, fault))
+    swapper.swap_out("a", value(1))
+    for _ in range(2):
+        with pytest.raises(kind):
+            swapper.create("b", SIZE)
+        assert swapper.names() == ["a"]
+        check(swapper, "a", 1)
+    swapper.swap_out("b", value(2))  # the drive is well again
+    check(swapper, "a", 1)
+    check(swapper, "b", 2)
+    assert swapper.stats().bytes_written == 2 * SIZE
+
+
+def test_others_leave_in_place_of_what_cannot_be_written_and_close_tells_of_it(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(3, (4, 1, FULL), lookahead=1)
+    for number, name in enumerate("abc"):
+        swapper.swap_out(name, value(number))
+    swapper.flush()  # three writes
+    swapper.swap_in("c").copy_(value(9))
+    swapper.release("c", changed=True)
+    swapper.swap_out("d", value(3))  # c cannot be written: a or b leaves
+    for name, number in (("c", 9), ("d", 3), ("a", 0), ("b", 1)):
+        check(swapper, name, number)
+    with pytest.raises(NoSpaceError, match=r"write of .* of tensor 'c'"):
+        swapper.close()
+    swapper.close()
+
+
+def test_flush_tells_of_a_failed_write_and_the_next_writes_it(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(4, (2, 1, EIO))
+    for number, name in enumerate("abc"):
+        swapper.swap_out(name, value(number))
+    with pytest.raises(IOFailure, match=r"write of .* of tensor 'b'"):
+        swapper.flush()
+    assert swapper.stats().bytes_written == 2 * SIZE  # the others were
+    swapper.flush()
+    swapper.flush()
+    assert swapper.stats().bytes_written == 3 * SIZE
+    for number, name in enumerate("abc"):
+        check(swapper, name, number)
+
+
+def test_a_new_value_takes_the_place_of_one_that_could_not_be_written(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(2, (1, 1, EIO))
+    swapper.swap_out("a", value(1))
+    with pytest.raises(IOFailure):
+        swapper.flush()
+    swapper.swap_out("a", value(2))
+    swapper.swap_out("b", value(3))
+    swapper.flush()
+    check(swapper, "a", 2)
+    check(swapper, "b", 3)
+
+
+def until_well(call: Callable[[], object]) -> Any:
+    """What *call* gives, once neither of the two transfers that fail is in its way."""
+    failures: list[OffloadError] = []
+    while True:
+        try:
+            return call()
+        except OffloadError as error:
+            failures.append(error)
+        assert len(failures) <= 2, failures
+
+
+@pytest.mark.parametrize("fault", [EIO, FULL, (FaultKind.CUT, 0), (FaultKind.CUT, 100), (FaultKind.DELAY, 2)], ids=["EIO", "ENOSPC", "cut", "short", "late"])
+@pytest.mark.parametrize("first", range(1, 60, 3))
+def test_whichever_transfers_fail_training_ends_with_the_right_bytes(make_swapper: MakeSwapper, fault: Fault, first: int) -> None:
+    swapper = make_swapper(3, (first, 2, fault), lookahead=1)
+    numbers = dict.fromkeys("abcdefg", 0)
+    for name in numbers:
+        until_well(partial(swapper.swap_out, name, value(0)))
+    for step in range(1, 4):
+        swapper.step()
+        for name in numbers:
+            tensor = until_well(partial(swapper.swap_in, name))
+            assert torch.equal(tensor, value(numbers[name]))
+            numbers[name] += step
+            tensor.copy_(value(numbers[name]))
+            swapper.release(name, changed=True)
+    until_well(swapper.flush)
+    for name, number in numbers.items():
+        tensor = until_well(partial(swapper.swap_in, name))
+        assert torch.equal(tensor, value(number))
+        swapper.release(name, changed=False)
