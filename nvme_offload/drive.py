@@ -74,8 +74,7 @@ class Drive:
     @property
     def name(self) -> str:
         """A short name for directories: the model or else the device, of letters, digits and hyphens."""
-        slug = re.sub(r"[^a-z0-9]+", "-", (self.model or self.device.removeprefix("/dev/")).lower()).strip("-")
-        return slug[:48].strip("-") or "drive"
+        return short_name(self.model, self.device)
 
     @property
     def is_memory(self) -> bool:
@@ -91,6 +90,12 @@ class Drive:
     def as_dict(self) -> dict[str, Any]:
         """The plain values of a profile's `drive`, with lists as JSON has them."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+
+
+def short_name(model: str, device: str) -> str:
+    """What `Drive.name` is for a drive with that model and device."""
+    slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
+    return slug[:48].strip("-") or "drive"
 
 
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:

@@ -32,7 +32,11 @@ _OUR_NAMES = {
     "single_submit": "single_submit",
     "overlap_events": "overlap_events",
 }
+# A plain, a 'single' or a "double" quoted scalar; what `accelerate config` writes is of the first kind.
+_YAML_FILE = re.compile(r"""^[ \t]+deepspeed_config_file:[ \t]+(?:'([^'\n]+)'|"([^"\\\n]+)"|([^\s'"#{\[&*!|>%@][^\n]*?))[ \t]*(?:[ \t]#.*)?$""", re.MULTILINE)
 _FLAGS = ("single_submit", "overlap_events")
+# What DeepSpeed takes where the section says nothing (deepspeed/runtime/swap_tensor/constants.py).
+DEEPSPEED_AIO: dict[str, int | bool] = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True}
 _READ_BY_DEEPSPEED = (*_OUR_NAMES, "use_gds")
 
 
@@ -139,6 +143,36 @@ def read_aio(path: str | Path) -> dict[str, Any]:
     text = _read_text(path)
     with _naming(path):
         return _section_values(Reader(text))
+
+
+def locate(path: str | Path) -> Path:
+    """The DeepSpeed config that *path* leads to: itself, or the file that it names, where it is the YAML that `accelerate config` writes.
+
+    Raises: UsageError when it is such a YAML and names none, or the one that it names does not exist.
+    Source: accelerate/commands/config/config_args.py and utils/dataclasses.py (`deepspeed_config_file`, relative to the working directory).
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return path
+    section = re.search(r"^deepspeed_config:[ \t]*(?:#.*)?$((?:\n(?:[ \t].*|[ \t]*#.*|[ \t]*))*)", _read_text(path).replace("\r\n", "\n"), re.MULTILINE)
+    named = _YAML_FILE.search(section[1]) if section else None
+    if named is None:
+        raise UsageError(
+            f"{path} names no DeepSpeed config: an aio section takes a file of its own, so write one and name it there as deepspeed_config_file, "
+            "below deepspeed_config"
+        )
+    name = Path(next(part for part in named.groups() if part is not None)).expanduser()
+    places = [name, path.parent / name]
+    for place in places:
+        if place.exists():
+            return place
+    raise UsageError(f"{path} names the DeepSpeed config {name}, which does not exist; correct its deepspeed_config_file")
+
+
+def is_writable(path: str | Path) -> bool:
+    """Whether `apply` may replace the file: whoever made it or its directory read-only would not expect it to change."""
+    target = Path(path).resolve()
+    return bool(target.stat().st_mode & 0o222) and os.access(target, os.W_OK) and os.access(target.parent, os.W_OK | os.X_OK)
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -338,8 +372,7 @@ def _replace_file(path: Path, data: bytes) -> None:
     """Put *data* in place of the file that *path* leads to: all of it or, after a crash, none."""
     target = path.resolve()
     old = target.stat()
-    # A rename needs no right to write the file; whoever made it read-only would not expect it to change.
-    if not old.st_mode & 0o222 or not os.access(target, os.W_OK):
+    if not is_writable(target):  # a rename needs no right to write the file
         raise PermissionError(errno.EACCES, "the config is read-only; make it writable (chmod u+w) to have its aio section set", str(path))
     descriptor, name = tempfile.mkstemp(prefix=".ds_config-", dir=target.parent)
     aside = Path(name)

@@ -55,9 +55,7 @@ class DeepSpeedOp:
 
     @contextlib.contextmanager
     def engine(self, setting: Setting, paths: Mapping[File, str]) -> Iterator[DeepSpeedEngine]:
-        """The op at *setting*, as far as a trial needs an `Engine`; *paths* leads to the files. Raises: UnsupportedError."""
-        if setting.backend != "libaio":
-            raise UnsupportedError(f"DeepSpeed's op is built on libaio, not on {setting.backend}: leave --backend out")
+        """The op at *setting*, as far as a trial needs an `Engine`; *paths* leads to the files."""
         options = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, setting.thread_count)
         made = DeepSpeedEngine(self._module.aio_handle(*options), self._module.aio_handle(*options), self._torch, paths)
         try:

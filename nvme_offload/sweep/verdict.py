@@ -124,7 +124,7 @@ class Evidence:
         return statistics.median(steps) / 0.954 if steps else 0.05  # the median of |x - y| is 0.954 standard deviations of x
 
     def trials(self) -> tuple[Trial, ...]:
-        """All of them, as a profile keeps them; the stage of a flawed one is its flaw."""
+        """All of them, as a profile keeps them."""
         series = {phase: self.control_series(phase) for phase in PHASES}
         return tuple(_trial(seen, series[seen.ask.phase]) for seen in self.observations)
 
@@ -212,7 +212,7 @@ def _step_cost(gains: dict[str, _Estimate], speeds: dict[str, float]) -> _Estima
 
 def _reach(one: _Estimate, other: _Estimate) -> float:
     """Half of the middle 90 % of their difference."""
-    return _quantile(min(one.freedom, other.freedom)) * math.hypot(one.error, other.error)
+    return quantile(min(one.freedom, other.freedom)) * math.hypot(one.error, other.error)
 
 
 def _alike(one: _Estimate, best: _Estimate) -> bool:
@@ -293,7 +293,7 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
         gb_per_s=result.bytes_per_second / 1e9,
         read_gb_per_s=result.read_bytes / result.seconds / 1e9,
         write_gb_per_s=result.write_bytes / result.seconds / 1e9,
-        stage=seen.flaw or seen.ask.stage,
+        stage=seen.ask.stage,
         control=seen.ask.control,
         relative=relative,
         started_seconds=seen.started_seconds,
@@ -302,7 +302,7 @@ def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
     )
 
 
-def _quantile(freedom: int) -> float:
+def quantile(freedom: int) -> float:
     """The 95 % quantile of Student's t; the expansion of Abramowitz and Stegun 26.7.5."""
     z, v = 1.6449, max(2, freedom)
     return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)

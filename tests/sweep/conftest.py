@@ -14,10 +14,14 @@ from nvme_offload.errors import UnsupportedError
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_gpus() -> Iterator[None]:
-    """One rank unless a test says more, on every machine: there is one for each GPU otherwise."""
+def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A user without GPUs, profiles or interrupted sweeps, and without a launcher, on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
         yield
 
 

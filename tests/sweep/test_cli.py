@@ -77,7 +77,7 @@ def test_its_profile_is_whole(swept: tuple[Path, Path, subprocess.CompletedProce
     reports, _, _ = swept
     (report,) = reports.iterdir()
     assert re.fullmatch(r"[a-z0-9-]+-\d{4}-\d\d-\d\d", report.name)
-    assert {path.name for path in report.iterdir()} == {"profile.json", "trials.csv", "report.md", "report.html", "ds_config.json"}
+    assert {path.name for path in report.iterdir()} >= {"profile.json", "trials.csv", "report.md", "report.html", "ds_config.json"}
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(report.stat().st_mode) == 0o777 & ~umask
@@ -209,7 +209,7 @@ def test_progress_on_a_terminal_is_one_line_until_ctrl_c(disk: Path, tmp_path: P
     assert empty == ""
     assert len(lines) >= 11
     assert all(len(line) < 60 and "\n" not in line for line in lines)
-    assert last == "nvme-sweep: stopped by SIGINT; nothing was left on the drive\r\n"
+    assert last == "nvme-sweep: stopped by SIGINT; nothing was left on the drive; --resume goes on from here\r\n"
 
 
 DAMAGE = """
@@ -263,7 +263,12 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
         ([], "Missing argument 'PATH'"),
         ([missing], "does not exist"),
         ([config], "is not a directory"),
-        ([disk, tmp_path], "one PATH at a time"),
+        ([disk, disk], "are on the same drive"),
+        ([disk, missing], "does not exist"),
+        ([disk, "--resume"], "leave out --resume"),
+        ([disk, "--sustained", "much"], "--sustained: 'much' is not a size"),
+        ([disk, "--sustained", "1MiB"], "--sustained must be at least 1 GiB"),
+        ([disk, "--engine", "deepspeed", "--backend", "posix"], "is built on libaio, not on posix"),
         ([disk, "--config", missing], "does not exist"),
         ([disk, "--config", broken], "broken.json: line 1, column"),
         ([disk, "--config", config, "--config", tmp_path], "is a directory"),
@@ -276,7 +281,7 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
         ([disk, "--size", "1MiB"], "at least 128 MiB"),
         ([disk, "--size", "900TiB"], "too small"),
         ([disk, "--backend", "magic"], "'magic' is not one of"),
-        ([disk, "--engine", "magic"], "'magic' is not 'native'"),
+        ([disk, "--engine", "magic"], "'magic' is not one of 'native', 'deepspeed'"),
         ([disk, "--ranks", "0"], "'--ranks': 0 is not in the range 1<=x<=16"),
         ([disk, "--ranks", "17"], "'--ranks': 17 is not in the range 1<=x<=16"),
         ([disk, "--ranks", "2", "--size", "200MiB"], "at least 256 MiB with 2 ranks"),
@@ -346,9 +351,11 @@ def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
 def test_help_names_what_there_is_and_loads_little() -> None:
     result = run("--help")
     assert result.returncode == 0
-    for option in ("--config", "--report-dir", "--seconds", "--size", "--engine", "--backend", "--ranks", "--json", "--force"):
+    for option in ("--config", "--report-dir", "--seconds", "--size", "--engine", "--backend", "--ranks", "--sustained", "--resume", "--json", "--force"):
         assert f"  {option} " in result.stdout
     assert "|".join(BACKENDS) in result.stdout
+    for other in ("show [PATH] ", "compare A B ", "check PATH --config FILE "):
+        assert f"  nvme-sweep {other} " in result.stdout
     assert "130 after Ctrl-C, 143 after SIGTERM" in " ".join(result.stdout.split())
     heavy = (
         "import sys\nfrom nvme_offload.sweep import cli\nprint(sorted({'torch', 'numpy', 'pandas', 'matplotlib', 'deepspeed', 'jinja2'} & set(sys.modules)))"

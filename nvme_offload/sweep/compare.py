@@ -1,0 +1,118 @@
+"""Two profiles side by side: drives, kernels, and what the one gives over the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+
+from nvme_offload.errors import OffloadError, UsageError
+from nvme_offload.profile import PHASES, Profile
+from nvme_offload.profile_shelf import find
+
+from .progress import describe
+from .verdict import quantile
+
+SLIM = 0.02  # a relative spread below this is not believed of few runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle 90 % of where it may be."""
+
+    phase: str
+    first_gb_per_s: float
+    second_gb_per_s: float
+    ratio: float
+    low: float
+    high: float
+
+
+def load(place: Path) -> Profile:
+    """The profile that *place* leads to: a file, a report's directory, or else any path on a drive that was swept.
+
+    Raises: UsageError, UnsupportedError, which say what to give instead.
+    """
+    try:
+        if place.is_dir():
+            inside = place / "profile.json"
+            return Profile.load(inside) if inside.exists() else find(place)
+        return Profile.load(place)
+    except FileNotFoundError:
+        raise UsageError(f"{place} does not exist: give a profile.json, the directory of a report, or a directory on a drive that was swept") from None
+    except OSError as error:
+        raise UsageError(f"{place} cannot be read: {error.strerror}") from None
+    except OffloadError as error:
+        raise UsageError(str(error)) from None
+
+
+def changes(first: Profile, second: Profile) -> list[Change]:
+    """By phase, from the final runs of either's chosen setting. Pure."""
+    found = []
+    for phase in PHASES:
+        one, other = _final_logs(first, phase), _final_logs(second, phase)
+        if not one or not other:
+            continue
+        gap = statistics.median(other) - statistics.median(one)
+        reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
+        before, after = (math.exp(statistics.median(logs)) for logs in (one, other))
+        found.append(Change(phase, before, after, math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)))
+    return found
+
+
+def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
+    """What to print."""
+    rows = [("", *names)]
+    for label, values in _facts(first, second).items():
+        rows.append((label, *values))
+    width = max(len(row[0]) for row in rows)
+    middle = max(len(row[1]) for row in rows)
+    said = [f"{label:{width}}  {one:{middle}}  {other}".rstrip() for label, one, other in rows]
+    said.append("")
+    for change in changes(first, second):
+        sure = "cannot be told apart" if change.low <= 1 <= change.high else "faster" if change.ratio > 1 else "slower"
+        percent = [100 * (value - 1) for value in (change.ratio, change.low, change.high)]
+        said.append(
+            f"{change.phase:6}  {change.first_gb_per_s:.2f} -> {change.second_gb_per_s:.2f} GB/s, {percent[0]:+.0f} % "
+            f"({percent[1]:+.0f} to {percent[2]:+.0f} %): {sure}"
+        )
+    said += ["", "The intervals are those of the runs; that a drive is faster on one day than on another is not in them."]
+    if first.drive.get("identity") != second.drive.get("identity"):
+        said.append("These are different drives.")
+    return said
+
+
+def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
+    def both(value: object, other: object) -> tuple[str, str]:
+        return str(value), str(other)
+
+    drives = [profile.drive for profile in (first, second)]
+    engines = [profile.engine for profile in (first, second)]
+    gains = [", ".join(f"{phase} {100 * (profile.performance[phase].relative - 1):+.0f} %" for phase in PHASES) for profile in (first, second)]
+    return {
+        "swept": both(first.created, second.created),
+        "path": both(*(drive["path"] for drive in drives)),
+        "drive": both(*(drive["model"] or drive["device"] for drive in drives)),
+        "firmware": both(*(drive.get("firmware") or "not known" for drive in drives)),
+        "link": both(*(drive.get("pcie_link") or "not known" for drive in drives)),
+        "filesystem": both(*(drive["filesystem"] for drive in drives)),
+        "scheduler": both(*(drive.get("scheduler") or "not known" for drive in drives)),
+        "kernel": both(*(engine.get("kernel", "not known") for engine in engines)),
+        "engine": both(*(f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}" for engine in engines)),
+        "ranks": both(*(profile.workload.get("ranks", 1) for profile in (first, second))),
+        "setting": (describe(first.chosen), describe(second.chosen)),
+        "over the defaults": (gains[0], gains[1]),
+        "steady": both(*("yes" if profile.steady else "no" for profile in (first, second))),
+    }
+
+
+def _final_logs(profile: Profile, phase: str) -> list[float]:
+    runs = [trial for trial in profile.trials if (trial.setting, trial.phase, trial.stage, trial.flaw) == (profile.chosen, phase, "final", "")]
+    return [math.log(trial.gb_per_s) for trial in runs if trial.gb_per_s > 0]
+
+
+def _error(logs: list[float]) -> float:
+    """The standard error of their median."""
+    scatter = statistics.stdev(logs) if len(logs) > 1 else SLIM
+    return 1.253 * max(scatter, SLIM) / math.sqrt(len(logs))

@@ -1,0 +1,146 @@
+"""What a drive says of its own health, by nvme-cli or smartctl where one is installed and may ask."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from nvme_offload.drive import Drive
+from nvme_offload.profile import Health
+
+UNIT_BYTES = 512_000  # in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health Information
+STEP_BYTES_7B = 7e9 * 16  # what a step of a 7B model's optimizer writes
+WORN = 0.8
+TELLING_WEAR = 0.03  # below, whole percents tell too little of a life's length
+
+_CRITICAL = ("its spare area is low", "its temperature is out of range", "it is no longer reliable", "it is read-only", "its backup of memory failed")
+
+
+def ask(drive: Drive) -> Health | None:
+    """The worst of the drive's disks; None when nobody can tell anything."""
+    found = [health for device in drive.physical_devices if (health := _of_disk(device)) is not None]
+    if not found:
+        return Health("sysfs", drive.temperature_celsius) if drive.temperature_celsius is not None else None
+    return Health(
+        source=found[0].source,
+        temperature_celsius=max((each.temperature_celsius for each in found if each.temperature_celsius is not None), default=drive.temperature_celsius),
+        wear=max((each.wear for each in found if each.wear is not None), default=None),
+        written_bytes=max((each.written_bytes for each in found if each.written_bytes is not None), default=None),
+        throttled_seconds=max((each.throttled_seconds for each in found if each.throttled_seconds is not None), default=None),
+        critical="; ".join(dict.fromkeys(each.critical for each in found if each.critical)),
+    )
+
+
+def warnings(before: Health | None, after: Health | None) -> list[str]:
+    """What it means for training: sentences."""
+    said = []
+    if after and after.critical:
+        said.append(f"The drive warns that {after.critical}: move what matters off it.")
+    if before and after and (after.throttled_seconds or 0) > (before.throttled_seconds or 0):
+        seconds = (after.throttled_seconds or 0) - (before.throttled_seconds or 0)
+        at = f" at {after.temperature_celsius:.0f} \N{DEGREE SIGN}C" if after.temperature_celsius is not None else ""
+        said.append(f"The drive slowed itself down for {seconds} s of the sweep, for its heat{at}: give it air or a heat sink, and sweep again.")
+    if after and after.wear is not None and after.wear >= WORN:
+        said.append(f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest.")
+    if after and after.wear is not None and after.written_bytes and TELLING_WEAR <= after.wear < 1:
+        left = after.written_bytes * (1 / after.wear - 1)
+        said.append(
+            f"The drive has worn {after.wear:.0%} by {after.written_bytes / 1e12:.3g} TB: the rest lasts for about {left / 1e12:.3g} TB, "
+            f"{left / STEP_BYTES_7B:,.0f} optimizer steps of a 7B model, which write {STEP_BYTES_7B / 1e9:.0f} GB each."
+        )
+    return said
+
+
+def _of_disk(device: str) -> Health | None:
+    if device.startswith("/dev/nvme") and (log := _json(["nvme", "smart-log", device, "--output-format=json"])):
+        return nvme_cli(log)
+    if log := _json(["smartctl", "--json", "--all", device]):
+        return smartctl(log)
+    return None
+
+
+def nvme_cli(log: dict[str, Any]) -> Health | None:
+    """What `nvme smart-log` says; temperatures are in kelvin there."""
+    kelvin = _number(log, "temperature")
+    throttled = [_number(log, f"thm_temp{level}_total_time") for level in (1, 2)]
+    return _worth(
+        Health(
+            source="nvme-cli",
+            temperature_celsius=None if kelvin is None else kelvin - 273,
+            wear=_share(_number(log, "percent_used", "percentage_used")),
+            written_bytes=_units(_number(log, "data_units_written")),
+            throttled_seconds=_seconds(throttled) or _seconds(_hot(log)),
+            critical=_critical(_number(log, "critical_warning")),
+        )
+    )
+
+
+def smartctl(log: dict[str, Any]) -> Health | None:
+    """What `smartctl --json` says, of NVMe drives and, less, of others."""
+    nvme = log.get("nvme_smart_health_information_log") or {}
+    passed = (log.get("smart_status") or {}).get("passed")
+    critical = _critical(_number(nvme, "critical_warning"))
+    return _worth(
+        Health(
+            source="smartctl",
+            temperature_celsius=_number(log.get("temperature") or {}, "current"),
+            wear=_share(_number(nvme, "percentage_used")),
+            written_bytes=_units(_number(nvme, "data_units_written")),
+            throttled_seconds=_seconds(_hot(nvme)),
+            critical=critical or ("its own test has failed" if passed is False else ""),
+        )
+    )
+
+
+def _worth(health: Health) -> Health | None:
+    return health if health != Health(health.source) else None
+
+
+def _json(command: Sequence[str]) -> dict[str, Any] | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        # smartctl's exit status is a set of bits, some of which say that the drive is ill.
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+        data = json.loads(ran.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _number(log: dict[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = log.get(name)
+        if isinstance(value, dict):  # newer nvme-cli tells the bits of critical_warning one by one beside "value"
+            value = value.get("value")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return int(value)
+        if isinstance(value, str) and value.isdecimal():  # numbers that no double holds
+            return int(value)
+    return None
+
+
+def _hot(log: dict[str, Any]) -> list[int | None]:
+    """Seconds above the temperatures that the drive calls too warm; drives slow down there."""
+    minutes = [_number(log, name) for name in ("warning_temp_time", "critical_comp_time")]
+    return [None if value is None else 60 * value for value in minutes]
+
+
+def _seconds(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _share(percent: int | None) -> float | None:
+    return None if percent is None else percent / 100
+
+
+def _units(count: int | None) -> int | None:
+    return None if count is None else count * UNIT_BYTES
+
+
+def _critical(bits: int | None) -> str:
+    return "; ".join(text for place, text in enumerate(_CRITICAL) if (bits or 0) & 1 << place)

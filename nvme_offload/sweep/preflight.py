@@ -1,0 +1,149 @@
+"""What is checked before a sweep: that everything it will need is there, so that what cannot end well never begins."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from nvme_offload import ds_config
+from nvme_offload.drive import Drive
+from nvme_offload.drive import describe as describe_drive
+from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.profile import DEEPSPEED_DEFAULTS
+from nvme_offload.units import format_bytes, parse_bytes
+
+from . import space
+
+MOST_FILE_BYTES = 1 << 30
+
+
+class Refusal(click.ClickException):
+    """Something is wrong with what was asked for; nothing was started."""
+
+    exit_code = 2
+
+
+class Failure(click.ClickException):
+    """The sweep could not be brought to its end."""
+
+    exit_code = 1
+
+
+def look_at(directory: Path, force: bool) -> Drive:
+    """What *directory* sits on. Raises: Refusal when it is not a drive's directory that this user can write to."""
+    try:
+        if not directory.is_dir():
+            what = "is not a directory" if directory.exists() else "does not exist"
+            raise Refusal(f"{directory} {what}: give a directory on the drive to tune")
+        found = describe_drive(directory)
+    except OSError as error:
+        raise Refusal(f"{directory} cannot be looked at: {error.strerror}") from None
+    if (found.is_memory or found.is_network) and not force:
+        raise Refusal(f"{drive_warnings(found)[0]} (--force measures it all the same.)")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Refusal(f"{directory} is not writable: make a directory there that you own, and give that")
+    return found
+
+
+def config_file(given: Path) -> Path:
+    """The DeepSpeed config that *given* is, or that it names, being Accelerate's YAML; read and found writable. Raises: Refusal."""
+    try:
+        config = ds_config.locate(given)
+        ds_config.read_aio(config)
+        if not ds_config.is_writable(config):
+            raise Refusal(f"{config} is read-only: make it and its directory writable, or leave out --config and copy the settings by hand")
+    except OffloadError as error:
+        raise Refusal(str(error)) from None
+    except OSError as error:
+        raise Refusal(f"{given} cannot be read: {error.strerror}") from None
+    return config
+
+
+def check_report_directory(directory: Path) -> None:
+    """Raises: Refusal when no report can be written there. Leaves nothing."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=".nvme-sweep-", dir=directory)).rmdir()
+    except OSError as error:
+        raise Refusal(f"no report can be written to {directory}: {error.strerror}; choose another directory with --report-dir") from None
+    finally:
+        for place in missing:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
+def check_engine(engine: str, backend: str) -> None:
+    """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op, which builds it at its first use."""
+    from nvme_offload.engine import Engine
+
+    if engine == "deepspeed" and backend != "libaio":
+        raise Refusal(f"DeepSpeed's op is built on libaio, not on {backend}: leave out --backend")
+    try:
+        Engine(dataclasses.replace(DEEPSPEED_DEFAULTS, backend=backend).config()).close()
+        if engine == "deepspeed":
+            from .deepspeed_op import load
+
+            load()
+    except UnsupportedError as error:
+        raise Refusal(str(error)) from None
+
+
+def default_ranks() -> int:
+    """As many as there are GPUs; 1 without any."""
+    from .ranks import gpu_count
+
+    return min(max(1, gpu_count()), space.MOST_RANKS)
+
+
+def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
+    """Bytes of each of the two files of each rank."""
+    from .ranks import request_bytes
+    from .trial import LEAST_REQUESTS
+
+    least = 2 * LEAST_REQUESTS * request_bytes(ranks) * ranks
+    of_ranks, less = (f" with {ranks} ranks", "; fewer --ranks need less") if ranks > 1 else ("", "")
+    try:
+        wanted = parse_bytes(size) if size is not None else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
+    except ValueError as error:
+        raise Refusal(f"--size: {error}") from None
+    if size is not None and wanted < least:
+        raise Refusal(f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less does not leave the caches of a drive")
+    if wanted < least or wanted > found.free_bytes:
+        needed = max(wanted, 2 * least) if size is None else wanted
+        raise Refusal(f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}")
+    return wanted // (2 * ranks)
+
+
+@contextlib.contextmanager
+def locked(directory: Path, found: Drive) -> Iterator[None]:
+    """Keep a second sweep off the drive: by a lock on where it is mounted, which leaves no file and ends with the process.
+
+    Raises: Failure when another one runs.
+    """
+    descriptor = -1
+    for place in (found.mount_point, directory):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            break
+    try:
+        if descriptor >= 0:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise Failure(f"another nvme-sweep is measuring the drive of {directory}, and two at once would measure each other: wait for it") from None
+    except OSError:
+        pass  # a network filesystem without locks
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,74 @@
+"""The proof that a config took effect: DeepSpeed's own parser reads it, and an engine is made of what it read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nvme_offload import ds_config
+from nvme_offload.errors import OffloadError
+from nvme_offload.profile import Setting
+
+# As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load and talks while it does.
+_READ = """
+import json, sys
+import hjson
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+with open(sys.argv[1]) as file:
+    aio = get_aio_config(hjson.load(file, object_pairs_hook=dict_raise_error_on_duplicate_keys))
+print("\\n" + json.dumps(aio))
+"""
+_SECONDS = 120
+
+
+def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
+    """The aio section as DeepSpeed's own parser gives it, defaults included; None where DeepSpeed is not installed or does not load."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    environment = {"DS_ACCELERATOR": "cpu", **os.environ}
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _READ, str(config)], capture_output=True, text=True, timeout=_SECONDS, env=environment, stdin=subprocess.DEVNULL
+        )
+        found = json.loads(ran.stdout.strip().rpartition("\n")[2])
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
+    """A sentence on who read *chosen* back from *config*, and whether they did."""
+    from nvme_offload.engine import Engine
+
+    wanted = ds_config.aio_section(chosen)
+    by = "DeepSpeed's own parser"
+    found = read_by_deepspeed(config)
+    if found is None:
+        by, found = "this package's parser (DeepSpeed is not to be had here)", ds_config.read_aio(config)
+    wrong = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
+    if wrong:
+        return f"{by} reads {', '.join(f'{key} {value!r}' for key, value in wrong.items())}: set the aio section by hand", False
+    try:
+        Engine(setting_of(found, chosen.backend).config()).close()
+    except OffloadError as error:
+        return f"read back by {by}, but no engine can be made of it: {error}", False
+    return f"read back by {by}, and an engine was made of it", True
+
+
+def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
+    """The setting that DeepSpeed makes of an aio section, with its defaults for what the section leaves out. Raises: UsageError."""
+    known = ds_config.aio_section({**ds_config.DEEPSPEED_AIO, **{key: value for key, value in aio.items() if key in ds_config.DEEPSPEED_AIO}})
+    return Setting(
+        block_size=int(known["block_size"]),
+        queue_depth=int(known["queue_depth"]),
+        thread_count=int(known["intra_op_parallelism"]),
+        single_submit=bool(known["single_submit"]),
+        overlap_events=bool(known["overlap_events"]),
+        backend=backend,
+    )

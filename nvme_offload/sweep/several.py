@@ -1,0 +1,95 @@
+"""Several paths: what each gives while all are used at once, and how much of the bytes belongs on each."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from nvme_offload.drive import Drive
+from nvme_offload.profile import PHASES, Profile, StripePath
+from nvme_offload.units import format_bytes
+
+from .preflight import Refusal
+from .progress import Progress
+from .ranks import Ranks
+from .tune import Options, fill
+
+ROUNDS = 3
+SHARE = 0.15  # of the seconds of one path's sweep
+MOST_BYTES = 256 << 20  # of each file
+
+
+def require_apart(drives: Sequence[Drive]) -> None:
+    """Raises: Refusal when two of the paths are on one disk, where striping gains nothing."""
+    for index, drive in enumerate(drives):
+        for other in drives[:index]:
+            shared = set(drive.physical_devices) & set(other.physical_devices) if "loop" not in (*drive.layers, *other.layers) else set()
+            if drive.mount_point == other.mount_point or shared:
+                what = ", ".join(sorted(shared)) or drive.device
+                raise Refusal(f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one of them")
+
+
+def stripe(profiles: Sequence[Profile], drives: Sequence[Drive], options: Options, file_bytes: int, progress: Progress) -> tuple[StripePath, ...]:
+    """Use all paths at once, each at its own setting and by its own processes, by turns with each alone.
+
+    Raises: as `Ranks`.
+    """
+    seconds = max(0.2, SHARE * options.seconds / (ROUNDS * len(PHASES) * 2))
+    alone: dict[tuple[int, str], list[float]] = {}
+    together: dict[tuple[int, str], list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        rigs = []
+        for drive in drives:
+            rigs.append(stack.enter_context(Ranks(options.ranks, Path(drive.path), min(file_bytes, MOST_BYTES), options.direct, options.engine)))
+            fill(rigs[-1], drive, None, options.backend, progress)
+        for round_number in range(ROUNDS):
+            for phase in PHASES:
+                progress.show("together", f"{phase} on {len(rigs)} paths, round {round_number + 1} of {ROUNDS}, {format_bytes(rigs[0].file_bytes)} each")
+                for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
+                    speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
+                    alone.setdefault((index, phase), []).append(speed)
+                for index, speed in enumerate(_at_once(rigs, profiles, phase, seconds)):
+                    together.setdefault((index, phase), []).append(speed)
+    return judged(profiles, alone, together)
+
+
+def judged(profiles: Sequence[Profile], alone: dict[tuple[int, str], list[float]], together: dict[tuple[int, str], list[float]]) -> tuple[StripePath, ...]:
+    """What a profile keeps: medians of bytes per second by path and phase; weights are by the mixed speeds of all at once. Pure."""
+    mixed = [statistics.median(together[index, "mixed"]) for index in range(len(profiles))]
+    return tuple(
+        StripePath(
+            path=profile.drive["path"],
+            device=profile.drive["device"],
+            model=profile.drive["model"],
+            setting=profile.chosen,
+            alone={phase: statistics.median(alone[index, phase]) / 1e9 for phase in PHASES},
+            together={phase: statistics.median(together[index, phase]) / 1e9 for phase in PHASES},
+            weight=mixed[index] / sum(mixed),
+        )
+        for index, profile in enumerate(profiles)
+    )
+
+
+def _at_once(rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float) -> list[float]:
+    """Bytes per second of each path in a window that all share but for its first and last milliseconds."""
+    speeds: dict[int, float] = {}
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            speeds[index] = rigs[index].run(profiles[index].chosen, phase, seconds).bytes_per_second
+        except BaseException as error:
+            failures.append(error)
+
+    # The threads only wait for their ranks, which are processes.
+    threads = [threading.Thread(target=run, args=[index]) for index in range(len(rigs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [speeds[index] for index in range(len(rigs))]

@@ -1,0 +1,129 @@
+"""Writing on and on: where a drive's cache ends, and what is left of its speed then."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from nvme_offload.engine import Engine, Ticket, allocate
+from nvme_offload.errors import OffloadError
+from nvme_offload.profile import Setting, Sustained
+from nvme_offload.units import format_bytes
+
+from . import steady
+from .trial import REQUEST_BYTES
+
+ROUNDS = 32  # that the bytes asked for are divided into
+MOST = 2  # times the bytes asked for, while the drive is not steady
+FALL = 0.75  # of the speed before: what counts as the end of a cache
+STEP_BYTES_7B = 7e9 * 16  # what a step of a 7B model's optimizer writes
+
+
+def write_on(
+    directory: Path, setting: Setting, total_bytes: int, file_bytes: int, direct: bool | Literal["auto"], report: Callable[[int, float], None]
+) -> Sustained:
+    """Write *total_bytes* over a file of *file_bytes* on the drive of *directory*, and on until it is steady, but not more than twice as much.
+
+    *report* is called with the bytes so far and the speed of the last round. Raises: NoSpaceError, IOFailure.
+    """
+    requests = max(1, file_bytes // REQUEST_BYTES)
+    each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
+    source = np.random.default_rng()
+    ring = [np.frombuffer(allocate(REQUEST_BYTES), np.uint64) for _ in range(-(-setting.bytes_in_flight // REQUEST_BYTES) + 1)]
+    for buffer in ring:
+        buffer[:] = source.integers(0, 1 << 64, buffer.size, dtype=np.uint64)
+    samples: list[tuple[float, int]] = [(0.0, 0)]
+    engine = Engine(setting.config(direct=direct))
+    try:
+        with engine.open_anonymous(directory, requests * REQUEST_BYTES) as file:
+            under_way: list[Ticket] = []
+            began, index, done = time.monotonic(), 0, 0
+            while not _enough(samples, total_bytes):
+                for _ in range(each):
+                    if len(under_way) == len(ring):
+                        done += _wait(under_way.pop(0))
+                    buffer = ring[index % len(ring)]
+                    buffer[::512] += np.uint64(1)  # no page is written twice as it is
+                    under_way.append(engine.write(buffer, file, index % requests * REQUEST_BYTES))
+                    index += 1
+                samples.append((time.monotonic() - began, done))
+                report(done, speeds(samples)[-1])
+            while under_way:
+                done += _wait(under_way.pop(0))
+    finally:
+        with contextlib.suppress(OffloadError):  # the first failure is on its way
+            engine.close()
+    return judged(samples)
+
+
+def judged(samples: Sequence[tuple[float, int]]) -> Sustained:
+    """What *samples*, (seconds, bytes so far) at the end of each round, say. Pure."""
+    rounds = speeds(samples)
+    end = cache_end(rounds)
+    last = rounds[-steady.ROUNDS :]
+    return Sustained(
+        bytes=samples[-1][1],
+        seconds=samples[-1][0],
+        samples=tuple(samples),
+        first_gb_per_s=statistics.median(rounds[: end if end is not None else steady.ROUNDS]) / 1e9,
+        steady_gb_per_s=statistics.fmean(last) / 1e9,
+        steady=steady.judge(rounds).steady,
+        cache_ends_bytes=None if end is None else samples[end][1],
+    )
+
+
+def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
+    """Bytes per second of each round."""
+    return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in itertools.pairwise(samples)]
+
+
+def cache_end(rounds: Sequence[float]) -> int | None:
+    """The number of rounds before the speed fell for good; None when it did not.
+
+    The cut that leaves the least scatter on both sides, where at least two rounds are on each: it counts as a fall when the median behind it is
+    under three quarters of that before it, and nothing behind it gets up to that again.
+    """
+    cuts = range(2, len(rounds) - 1)
+    if not cuts:
+        return None
+    cut = min(cuts, key=lambda at: _scatter(rounds[:at]) + _scatter(rounds[at:]))
+    before, after = statistics.median(rounds[:cut]), rounds[cut:]
+    fell = statistics.median(after) < FALL * before and sorted(after)[round(0.9 * (len(after) - 1))] < before
+    return cut if fell else None
+
+
+def warnings(found: Sustained) -> list[str]:
+    """What it means for training: sentences."""
+    if found.cache_ends_bytes is None:
+        return []
+    steps = STEP_BYTES_7B / found.cache_ends_bytes
+    return [
+        f"The drive writes at {found.first_gb_per_s:.2f} GB/s until its cache is full, after {format_bytes(found.cache_ends_bytes)}, then at "
+        f"{found.steady_gb_per_s:.2f} GB/s. One optimizer step of a 7B model writes {STEP_BYTES_7B / 1e9:.0f} GB, {steps:.2g} times that cache: "
+        "plan with the lower speed, or with a drive that holds the higher one."
+    ]
+
+
+def _enough(samples: Sequence[tuple[float, int]], total_bytes: int) -> bool:
+    done = samples[-1][1]
+    if done < total_bytes or len(samples) < 2:
+        return False
+    return done >= MOST * total_bytes or steady.judge(speeds(samples)).steady
+
+
+def _scatter(values: Sequence[float]) -> float:
+    mean = statistics.fmean(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+def _wait(ticket: Ticket) -> int:
+    while True:  # in small parts: a signal's handler runs between them
+        with contextlib.suppress(TimeoutError):
+            return ticket.wait(0.1)

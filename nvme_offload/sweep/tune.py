@@ -1,0 +1,308 @@
+"""One path's sweep: fill the files, search, judge, and measure what belongs beside the choice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nvme_offload import __version__
+from nvme_offload.drive import Drive
+from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Latency, Profile, Setting, Sustained
+from nvme_offload.units import format_bytes
+
+from . import fio, health, space
+from .beside import by_turns, judged
+from .journal import Journal, Playback
+from .preflight import Refusal
+from .progress import Progress, describe
+from .search import Search, drive
+from .verdict import Ask, Result, Verdict, decide
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
+    from .trial import Rig
+
+FILL_SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=1)
+FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
+LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
+LATENCY_SHARE, LATENCY_SECONDS = 0.04, 5  # of the seconds, where there are so many
+BESIDE_SHARE, BESIDE_SECONDS = 0.16, 20  # for fio and the other backend
+FIO_WINDOW_SHARE = 0.6  # of its time; the rest goes into starting it
+WORTH = 1.03  # from here on another backend is recommended
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a sweep was asked for; the fields are the command's options."""
+
+    seconds: float = 60
+    size: str | None = None
+    engine: str = "native"
+    backend: str = "libaio"
+    ranks: int = 1
+    force: bool = False
+    sustained_bytes: int = 0
+
+    @property
+    def direct(self) -> bool | Literal["auto"]:
+        """What is asked of the filesystem."""
+        return "auto" if self.force else True
+
+    def asked(self) -> dict[str, Any]:
+        """What a sweep that goes on with another one must have in common with it."""
+        names = ("seconds", "size", "engine", "backend", "ranks", "force")
+        return {"version": __version__, "kernel": platform.release(), **{name: getattr(self, name) for name in names}}
+
+
+def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, progress: Progress) -> Profile:
+    """Sweep the drive of *found* with files of *file_bytes* for each rank.
+
+    Raises: Refusal when it cannot be measured; IOFailure, CorruptionError and the rest of what trials raise; ChildProcessError when a rank died.
+    """
+    created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    began = time.monotonic()
+    warnings = drive_warnings(found)
+    if options.backend == "posix":
+        warnings.append(
+            "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
+        )
+    health_before = health.ask(found)
+    with open_rig(found, file_bytes, options) as rig:
+        if not rig.direct:
+            warnings.append("Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive.")
+        begun = _fill(rig, found, options, journal, progress)
+        budget = begun.get("search_seconds")
+        if budget is None:
+            budget = begun["search_seconds"] = (1 - _share_beside(options)) * options.seconds - (time.monotonic() - began)
+            journal.begin(begun)
+        search, verdict = _search(rig, found, options, begun, journal, progress)
+        latencies = _latencies(rig, search, verdict, options, progress)
+        beside = _beside(rig, verdict.chosen, options, progress)
+        measured = _engine_facts(rig, begun, options)
+        workload = {
+            "file_bytes": {"read": rig.file_bytes, "write": rig.file_bytes},
+            "request_bytes": _request_bytes(options),
+            "ranks": options.ranks,
+            "seconds": options.seconds,
+            "verified": True,
+        }
+    health_after = health.ask(found)
+    sustained = _sustained(found, verdict.chosen, options, progress)
+    if sustained:
+        from .sustained import warnings as sustained_warnings
+
+        warnings += sustained_warnings(sustained)
+        health_after = health.ask(found)
+    return Profile(
+        tool_version=__version__,
+        created=created,
+        command=shlex.join(["nvme-sweep", *sys.argv[1:]]),
+        drive=found.as_dict(),
+        workload=workload,
+        engine=measured,
+        trials=search.evidence.trials(),
+        best=verdict.best,
+        chosen=verdict.chosen,
+        performance=verdict.performance,
+        reasons=(*verdict.reasons, *_backend_reasons(beside, options)),
+        steady=verdict.steady,
+        warnings=(*warnings, *health.warnings(health_before, health_after), *verdict.warnings),
+        latencies=tuple(latencies),
+        beside=tuple(beside),
+        sustained=sustained,
+        health_before=health_before,
+        health_after=health_after,
+    )
+
+
+def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
+    """The files and the processes that measure. Raises: Refusal when they cannot be there."""
+    from .ranks import Ranks
+    from .trial import Rig
+
+    try:
+        if options.ranks > 1:
+            return Ranks(options.ranks, Path(found.path), file_bytes, options.direct, options.engine)
+        return Rig(Path(found.path), file_bytes, options.direct, engine=options.engine)
+    except UnsupportedError as error:
+        raise Refusal(f"{found.path} cannot be measured: {error} (--force measures through the page cache)") from None
+    except NoSpaceError:
+        needed = format_bytes(2 * options.ranks * file_bytes)
+        raise Refusal(f"{found.path} is too small: {needed} cannot be allocated there (a quota?); --size takes less") from None
+    except IOFailure as error:
+        hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(error.errno or 0, str(error))
+        raise Refusal(f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to") from None
+
+
+def fill(rig: Rig | Ranks, found: Drive, seconds: float | None, backend: str, progress: Progress) -> float:
+    """Write the rig's files; returns bytes per second."""
+    most = format_bytes(2 * rig.file_bytes)
+
+    def filled(done: int) -> None:
+        progress.show("filling", f"{format_bytes(done)} of at most {most}, in files without a name in {found.path}")
+
+    filled(0)
+    return rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), seconds, filled)
+
+
+def _fill(rig: Rig | Ranks, found: Drive, options: Options, journal: Journal, progress: Progress) -> dict[str, Any]:
+    """Write the files, and find out what a search begins with; of a sweep that goes on, what it began with then."""
+    share = FILL_SHARE * options.seconds if options.size is None else None
+    speed = fill(rig, found, None if journal.begun else share, options.backend, progress)
+    if journal.begun:
+        return journal.begun
+    return {"bytes_per_second": speed, "copy_bytes_per_second": rig.memory_bytes_per_second(), "file_bytes": rig.file_bytes}
+
+
+def _search(rig: Rig | Ranks, found: Drive, options: Options, begun: dict[str, Any], journal: Journal, progress: Progress) -> tuple[Search, Verdict]:
+    control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
+    cpu_count = len(os.sched_getaffinity(0))
+    carried = LINK_TOLERANCE * found.link_bytes_per_second if found.link_bytes_per_second else begun["copy_bytes_per_second"] * cpu_count
+    settings = space.grid(options.backend, cpu_count, begun["bytes_per_second"], begun["file_bytes"] // 2, options.ranks)
+
+    def measure(ask: Ask) -> Result:
+        best = search.best_so_far()
+        so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
+        by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
+        progress.show(ask.stage, f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left")
+        return rig.run(ask.setting, ask.phase, ask.seconds)
+
+    playback = Playback(journal, measure)
+    search = Search(settings, control, begun["search_seconds"], playback.clock, carried if rig.direct else math.inf)
+    drive(search.asks(), playback.measure)
+    return search, decide(search.evidence, options.ranks)
+
+
+def _latencies(rig: Rig | Ranks, search: Search, verdict: Verdict, options: Options, progress: Progress) -> list[Latency]:
+    """What blocks take with the chosen setting, the fastest and the control."""
+    from .latency import percentiles
+
+    if options.seconds < LATENCY_SECONDS or options.engine != "native":
+        return []
+    settings = dict.fromkeys([verdict.chosen, search.evidence.control, verdict.best["mixed"].setting])
+    window = LATENCY_SHARE * options.seconds / (len(settings) * len(PHASES))
+    found = []
+    for setting in settings:
+        for phase in PHASES:
+            progress.show("latency", f"{phase} with {describe(setting)}")
+            found.append(percentiles(setting, phase, rig.block_seconds(setting, phase, window)))
+    return found
+
+
+def _share_beside(options: Options) -> float:
+    share = LATENCY_SHARE if options.seconds >= LATENCY_SECONDS and options.engine == "native" else 0.0
+    return share + (BESIDE_SHARE if options.seconds >= BESIDE_SECONDS and (fio.version() or _other_backend(options)) else 0.0)
+
+
+def _beside(rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress) -> list[Beside]:
+    """fio, and the other backend, at the chosen setting by turns with the engine."""
+    if options.seconds < BESIDE_SECONDS:
+        return []
+    each = BESIDE_SHARE * options.seconds / 2 / len(PHASES)
+    other, version = _other_backend(options), fio.version()
+    found = []
+    for phase in PHASES:
+        if other:
+            progress.show("backends", f"{phase} with {other}")
+            found.append(_beside_backend(rig, chosen, other, phase, each))
+        if version:
+            progress.show("fio", f"{phase} with {describe(chosen)}")
+            with contextlib.suppress(UnsupportedError):  # the sweep's own result stands without it
+                found.append(_beside_fio(rig, chosen, version, phase, each, options.ranks))
+    return found
+
+
+def _beside_backend(rig: Rig | Ranks, chosen: Setting, other: str, phase: str, seconds: float) -> Beside:
+    window = max(0.1, seconds / 5 - 0.1)
+
+    def run(setting: Setting) -> float:
+        return rig.run(setting, phase, window).bytes_per_second
+
+    return judged(other, "", phase, *by_turns(lambda: run(chosen), lambda: run(dataclasses.replace(chosen, backend=other)), 2))
+
+
+def _beside_fio(rig: Rig | Ranks, chosen: Setting, version: str, phase: str, seconds: float, ranks: int) -> Beside:
+    window = max(0.2, FIO_WINDOW_SHARE * seconds / 3)
+    paths = {direction: rig.paths(direction) for direction in (("read", "write") if phase == "mixed" else (phase,))}
+
+    def ours() -> float:
+        return rig.run(chosen, phase, window).bytes_per_second
+
+    return judged("fio", version, phase, *by_turns(ours, lambda: fio.bytes_per_second(paths, rig.file_bytes // ranks, chosen, window, rig.direct), 1))
+
+
+def _other_backend(options: Options) -> str | None:
+    """io_uring beside libaio and the other way about, where both work."""
+    from nvme_offload.engine import Engine
+
+    other = {"libaio": "io_uring", "io_uring": "libaio"}.get(options.backend)
+    if other is None or options.engine != "native":
+        return None
+    try:
+        Engine(dataclasses.replace(DEEPSPEED_DEFAULTS, backend=other).config()).close()
+    except UnsupportedError:
+        return None
+    return other
+
+
+def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
+    found = {one.phase: one for one in beside if one.name in ("libaio", "io_uring")}
+    if not found:
+        return []
+    mixed = found["mixed"]
+    speeds = ", ".join(f"{phase} {100 * (one.relative - 1):+.0f} %" for phase, one in found.items())
+    said = f"With the same numbers {mixed.name} moves, beside {options.backend}: {speeds}. "
+    if mixed.relative_low < WORTH:
+        return [said + f"That is no reason to leave {options.backend}."]
+    if mixed.name == "libaio":
+        return [said + "DeepSpeed's own op is built on libaio."]
+    return [said + "This package's engine takes it by AioConfig(backend=\"io_uring\"); DeepSpeed's aio section does not know of backends."]
+
+
+def _sustained(found: Drive, chosen: Setting, options: Options, progress: Progress) -> Sustained | None:
+    if not options.sustained_bytes:
+        return None
+    from .sustained import write_on
+
+    def report(done: int, speed: float) -> None:
+        progress.show("sustained", f"{format_bytes(done)} of {format_bytes(options.sustained_bytes)} written, now at {speed / 1e9:.2f} GB/s")
+
+    free = os.statvfs(found.path)
+    file_bytes = min(options.sustained_bytes, free.f_bavail * free.f_frsize // 2)
+    return write_on(Path(found.path), chosen, options.sustained_bytes, file_bytes, options.direct, report)
+
+
+def _request_bytes(options: Options) -> int:
+    from .ranks import request_bytes
+
+    return request_bytes(options.ranks)
+
+
+def _engine_facts(rig: Rig | Ranks, begun: dict[str, Any], options: Options) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": options.engine,
+        "version": __version__,
+        "backend": options.backend,
+        "direct": rig.direct,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "memory_copy_bytes_per_second": round(begun["copy_bytes_per_second"]),
+    }
+    if options.engine == "deepspeed":
+        from .deepspeed_op import load
+
+        facts["deepspeed"] = load().version
+    return facts
