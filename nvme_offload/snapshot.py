@@ -82,9 +82,10 @@ class Snapshot:
         """Copy *tensors* here, in place of what was here. Raises: OffloadError, and what was here still is."""
         directory = self.directory
         with _system_errors("snapshot", directory):
-            if not directory.is_dir():
-                directory.mkdir(parents=True)
-                _sync_directory(directory.parent)
+            missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
+            directory.mkdir(parents=True, exist_ok=True)
+            for place in missing:
+                _sync_directory(place.parent)
         with _locked(directory, fcntl.LOCK_EX):
             self._remove_all_but(self._named_data())
             windows, offsets = _windows_of(tensors)

@@ -266,9 +266,9 @@ def test_dropped_tickets_do_not_pile_up(store: TensorStore, random_bytes: Random
     out = np.zeros(PAGE, np.uint8)
     for _ in range(300):
         store.get("a", out)
-        while not all(ticket.done() for ticket in list(store._unsettled)):
+        while not all(ticket.done() for ticket in list(store._values.unsettled)):
             os.sched_yield()
-    assert len(store._unsettled) <= 1
+    assert len(store._values.unsettled) <= 1
     assert_array_equal(out, data)
 
 
@@ -303,7 +303,7 @@ def test_many_threads_on_shared_and_own_names(paths: list[Path]) -> None:
         assert store.names() == ["shared"]
         store.delete("shared")
         store.close()
-        assert store._unsettled == {}
+        assert store._values.unsettled == {}
 
 
 # Room and stripes
@@ -664,12 +664,12 @@ def test_a_snapshot_is_of_one_moment_for_each_name(stalling_store: TensorStore, 
         let_go()
         written.result(SECONDS)
     with ThreadPoolExecutor(1) as threads:
-        with stalling_store._held(["a"]):
+        with stalling_store._values.held(["a"]):
             put = threads.submit(stalling_store.put, "a", second)
             assert not wait([put], 0.05).done
             assert_array_equal(contents(stalling_store, "a"), first)
         put.result(SECONDS)
-    with stalling_store._held(["a"]):
+    with stalling_store._values.held(["a"]):
         stalling_store.delete("a")
         stalling_store.put("a", second)
         assert stalling_store.used_bytes == 2 * MIB
