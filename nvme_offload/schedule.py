@@ -39,6 +39,7 @@ class AccessOrder:
 
     def __init__(self) -> None:
         self._uses: list[Use] = []  # of the period before
+        self._creates = False
         self._places: dict[str, list[int]] = {}
         self._pairs: dict[tuple[str, str], list[int]] = {}  # places of the second
         self._next = 0
@@ -52,6 +53,11 @@ class AccessOrder:
     def learned(self) -> bool:
         """Whether a whole period has been seen."""
         return bool(self._uses)
+
+    @property
+    def creates(self) -> bool:
+        """Whether values are created in every period, as far as is known."""
+        return self._creates
 
     def use(self, use: Use) -> None:
         """*use* happens now."""
@@ -73,6 +79,7 @@ class AccessOrder:
         """A period ends here. Hints of the period before, which nobody followed, are forgotten."""
         if self._record:
             self._uses, self._record, self._next = self._record, [], 0
+            self._creates = any(use.created for use in self._uses)
             self._places, self._pairs = {}, {}
             for place, use in enumerate(self._uses):
                 self._places.setdefault(use.name, []).append(place)
@@ -306,7 +313,7 @@ class Schedule:
             run = self._room(needed.size, _LAST_RESORT)
             if run is not None and not self._settle(needed, run, transfers):
                 self._in_the_way = [member for member in run[1] if member.holds_up]
-        if self._overflowed or self.nbytes - self.used_bytes < self.lookahead_bytes:
+        if self._overflowed or (self.order.creates and self.nbytes - self.used_bytes < self.lookahead_bytes):
             self._look_ahead(transfers)
         for entry in self._claims:
             entry.claimed = False
@@ -334,6 +341,23 @@ class Schedule:
             if entry.dirty and not entry.in_use and not entry.writing and entry.name not in but:
                 self._write(entry, transfers)
         return transfers
+
+    def resize(self, nbytes: int) -> None:
+        """Every value leaves the memory, which has *nbytes* from now on. No transfer may be under way, and nothing in use or changed since its write.
+
+        Raises: UsageError when the largest value would not fit.
+        """
+        assert not any(entry.in_use or entry.holds_up for entry in self._placed)
+        largest = max((entry.size for entry in self._entries.values()), default=0)
+        if nbytes < largest:
+            raise UsageError(f"a budget of {format_bytes(nbytes)} cannot hold the largest value, which takes {format_bytes(largest)}")
+        for entry in list(self._placed):
+            self._drop(entry)
+        self.nbytes = nbytes
+
+    def in_use(self) -> bool:
+        """Whether any value is."""
+        return any(entry.in_use for entry in self._placed)
 
     def under_way(self, name: str) -> bool:
         """Whether a transfer of *name* is."""

@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,7 +77,7 @@ class TensorSwapper:
         self._lock = threading.RLock()  # for all that follows; held through a whole call, waits included
         self._schedule = Schedule(pool.nbytes, lookahead_bytes)
         self._flights: dict[str, _Flight] = {}  # by name, the first started first
-        self._on_drive: set[str] = set()  # names that the store knows
+        self._on_drive: set[str] = set()  # names that were put into the store
         self._write_errors: dict[str, OffloadError] = {}  # that nobody was told of
         self._read_errors: dict[str, OffloadError] = {}
         self._bytes = {False: 0, True: 0}
@@ -157,7 +157,7 @@ class TensorSwapper:
             self._read_errors.pop(name, None)
             if name in self._on_drive:
                 self._on_drive.remove(name)
-                self._store.delete(name)
+                self._delete(name)
             self._pump()
 
     def step(self) -> None:
@@ -185,6 +185,30 @@ class TensorSwapper:
                 self._finish(writing)
             self._raise_write_errors()
             self._pump()
+
+    def in_use(self) -> bool:
+        """Whether any value is between `create` or `swap_in` and `release`."""
+        with self._lock:
+            return self._schedule.in_use()
+
+    def move(self, pool: Callable[[], PinnedPool]) -> None:
+        """Go on with the memory of the pool that *pool* makes, once that of the present one is let go: values are on the drive meanwhile.
+
+        Raises: UsageError when a value is in use, or the largest would not fit; as `flush`; and what *pool* raises, which leaves this closed.
+        """
+        import torch
+
+        with self._lock:
+            self._live()
+            if self._schedule.in_use():
+                raise UsageError("a value is in use, so that the memory cannot be exchanged: release it first")
+            self.flush()
+            for name in list(self._flights):
+                self._finish(name)
+            self._memory = None
+            made = pool()
+            self._schedule.resize(made.nbytes)
+            self._memory = made.empty(made.nbytes, torch.uint8)
 
     def nbytes(self, name: str) -> int:
         """Bytes of the room of *name*, as it was created. Raises: UsageError when there is none."""
@@ -227,7 +251,7 @@ class TensorSwapper:
                 self._finish(name)
             self._memory = None
             for name in self._on_drive:
-                self._store.delete(name)
+                self._delete(name)
             self._raise_write_errors()
 
     def __enter__(self) -> TensorSwapper:
@@ -275,7 +299,11 @@ class TensorSwapper:
         return self._live()[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
-        """See which transfers have ended, and start those that come next."""
+        """See which transfers have ended, and start those that come next.
+
+        No thread does this while the caller computes: a write and a read are under way by then, and what could follow them earlier was measured
+        to be worth little, and nothing where the drive is what a step waits for.
+        """
         for name in [name for name, flight in self._flights.items() if flight.ticket.done()]:
             self._finish(name)
         while transfers := self._schedule.plan():
@@ -316,6 +344,10 @@ class TensorSwapper:
             self._write_errors[transfer.name] = error
         else:  # raised where it is needed; where it was read ahead, it is read again then
             self._read_errors[transfer.name] = error
+
+    def _delete(self, name: str) -> None:
+        if name in self._store:  # not where its only write failed
+            self._store.delete(name)
 
     def _raise_write_errors(self) -> None:
         errors = list(self._write_errors.values())

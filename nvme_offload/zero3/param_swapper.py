@@ -20,6 +20,8 @@ from .settings import Settings
 from .tier import Tier
 
 _MANY = 1 << 30
+_PAGE_BYTES = 4096  # that a partition takes at least
+_FIRST_BYTES = 256 << 20  # of host memory, before it is known how large the model is
 _serial = itertools.count()
 
 
@@ -37,6 +39,7 @@ class ParameterSwapper:
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
         self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away
         self._names: set[str] = set()
+        self._bytes = 0  # of all partitions
         weakref.finalize(self, _discard, self.tier, self._names)
 
     # While parameters are partitioned for the first time, or have been changed by their owner.
@@ -117,8 +120,11 @@ class ParameterSwapper:
 
     def _create(self, param: Any, numel: int) -> torch.Tensor:
         name = self._name(param)
-        self._names.add(name)
-        return self.tier.require(None).create(name, numel * self.dtype.itemsize).view(self.dtype)
+        if name not in self._names:
+            self._names.add(name)
+            self._bytes += -(-numel * self.dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
+            self.tier.require(max(self._bytes, _FIRST_BYTES))
+        return self.tier.swapper.create(name, numel * self.dtype.itemsize).view(self.dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
         name = self._name(param)

@@ -29,7 +29,7 @@ class Tier:
     """A store on drives, and a swapper with the one budget of host memory in front of it.
 
     The parameters of a model and its optimizer states share a tier where their paths are the same, so that one cap holds for both. The memory is
-    taken at the first `require`, when it is known how much the model needs.
+    taken as `require` learns how much of it the model can use.
 
     Attributes: *cap_bytes*, the most host memory that this rank may hold.
     Lifetime: closed when the last swapper that uses it is gone, or when the process ends.
@@ -69,17 +69,22 @@ class Tier:
             raise UsageError("no memory was asked for yet")
         return self._swapper
 
-    def require(self, nbytes: int | None) -> TensorSwapper:
-        """Take the host memory: *nbytes*, when it is known that no more can be used, or up to the cap; later calls find it taken."""
+    def require(self, nbytes: int) -> TensorSwapper:
+        """See that the host memory holds *nbytes*, or as many of them as the cap allows."""
+        wanted = min(nbytes, self.cap_bytes)
         if self._swapper is None:
-            size = self.cap_bytes if nbytes is None else min(self.cap_bytes, nbytes)
-            pool = PinnedPool(size)
-            self._resources.callback(pool.close)
-            self._swapper = TensorSwapper(self.store, pool)
+            self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
-            automatic = ", from the memory available" if self.settings.host_memory == "auto" else ""
-            _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(size), format_bytes(self.cap_bytes), automatic, pool.pinned)
+        elif wanted > self._pool.nbytes and not self._swapper.in_use():
+            # Twice as much, since all values go to the drive and come back at every change.
+            self._swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
         return self._swapper
+
+    def _make_pool(self, nbytes: int) -> PinnedPool:
+        self._pool = PinnedPool(nbytes)
+        automatic = ", from the memory available" if self.settings.host_memory == "auto" else ""
+        _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(nbytes), format_bytes(self.cap_bytes), automatic, self._pool.pinned)
+        return self._pool
 
     def require_memory(self, whole_bytes: int, beside_bytes: int) -> None:
         """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and for *beside_bytes* beside; "auto" gives way to those.
@@ -90,7 +95,7 @@ class Tier:
         available = available_bytes() // ranks
         if self._swapper is None and self.settings.host_memory == "auto":
             self.cap_bytes = max(min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0)
-        held = min(self.cap_bytes, whole_bytes) if self._swapper is None else 0
+        held = min(self.cap_bytes, whole_bytes) - (self._pool.nbytes if self._swapper is not None else 0)
         if held + beside_bytes > available:
             raise UsageError(
                 f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for parameters and states and {format_bytes(beside_bytes)} "
