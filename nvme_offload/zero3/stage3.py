@@ -27,6 +27,7 @@ from .tier import Tier
 
 _IN_FLIGHT = 4  # sub-groups that the budget should hold: one in use, two read ahead, one written back
 _LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
+_WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 _SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self.native = Settings.of(self._ds_config).swappers == "native" and not kwargs.get("zenflow_config")
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
         self._kept_gradients: dict[int, torch.Tensor] = {}  # by sub-group: gradients that were set from outside, which 16 bit might not hold
-        self._steps_per_print = self._ds_config.get("steps_per_print") or math.inf
+        self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.last_step: StepStats | None = None
         super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
 
@@ -58,6 +59,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
         if not self.native:
             return
+        if dist.get_rank() == 0:
+            _tell_of_unused_keys(self._ds_config)
         self.offload_optimizer_fast_init = False  # to read 16-bit parameters in bulk is what the swapper does anyway
         self.max_params_in_cpu = 0  # what is kept in memory is the budget's business
 
@@ -236,6 +239,14 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
     mapping: Mapping[str, Any] = DeepSpeedConfig(ds_config)._param_dict
     return mapping
+
+
+def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
+    for name in ("offload_param", "offload_optimizer"):
+        section = ds_config.get("zero_optimization", {}).get(name) or {}
+        unused = [key for key in section if key in _WITHOUT_EFFECT]
+        if section.get("device") == "nvme" and unused:
+            _log.info('%s in "%s": no longer needed; the one budget "host_memory" holds for all', ", ".join(unused), name)
 
 
 def _cut(params: list[Any], most: int) -> list[list[Any]]:
