@@ -163,3 +163,14 @@ def test_whichever_transfers_fail_training_ends_with_the_right_bytes(make_swappe
         tensor = until_well(partial(swapper.swap_in, name))
         assert torch.equal(tensor, value(number))
         swapper.release(name, changed=False)
+
+
+def test_a_value_that_was_never_written_can_be_discarded(make_swapper: MakeSwapper) -> None:
+    swapper = make_swapper(2, (1, 2, EIO))
+    for name in "ab":
+        swapper.swap_out(name, value(1))
+    with pytest.raises(IOFailure):
+        swapper.flush()
+    swapper.discard("a")
+    assert swapper.names() == ["b"]
+    swapper.close()
