@@ -124,4 +124,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_a_store_is_a_dict() -> None:
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=30, stateful_step_count=30, deadline=None))
