@@ -115,6 +115,7 @@ def environment_of_pages() -> jinja2.Environment:
         label=wording.label,
         plural=wording.plural,
         code_spans=wording.code_spans,
+        code=wording.markdown_code,
         cell=wording.markdown_cell,
         prose=wording.markdown_prose,
     )
@@ -166,6 +167,7 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "thread_counts": len({trial.thread_count for trial in profile.trials}),
         "seconds_measured": sum(trial.seconds for trial in profile.trials),
         "bytes_moved": sum(trial.bytes for trial in profile.trials),
+        "path_literal": json.dumps(path),
         "sweep": sweep,
         "sweep_command": f"{sweep} --config ds_config.json",
     }

@@ -143,6 +143,13 @@ def markdown_cell(value: Any) -> str:
     return "".join(f"\\{letter}" if letter in "\\|*_`[]" else letter for letter in text)
 
 
+def markdown_code(text: str) -> str:
+    """*text* as code in a line of Markdown, whatever backticks it has."""
+    text = " ".join(text.split("\n"))
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
+
+
 def markdown_prose(text: str) -> str:
     """A sentence as Markdown outside of a table: plain text, but for its code between backticks."""
     return "".join(part if index % 2 else markdown_cell(part) for index, part in enumerate(re.split(r"(`[^`\n]+`)", text)))

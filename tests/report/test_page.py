@@ -258,7 +258,7 @@ def test_text_from_outside_stays_text(made_up):
         extra = 3 if tag == "code" else 0  # what stands between backticks in a sentence is code
         assert len(page.all(tag)) - len(plain.all(tag)) in range(extra + 1), tag
     assert page.words.count("<script>alert(1)</script>") >= 10
-    outside_code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    outside_code = re.sub(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
     assert "<script>" not in outside_code
     assert "<img" not in outside_code
     made_up.check_markdown_tables(text)
