@@ -203,7 +203,7 @@ def _memory(results: Results) -> Iterator[str]:
             for moment, found in runs[0].kinds.items()
         ]
     yield "## Host memory"
-    yield ("Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took..")
+    yield ("Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took.")
     head = ("variant", "peak", "ratio of peak", "init", *PHASES, "left after init", "left after the last step")
     yield _table(head, lines)
     yield "At the moment when most was resident, of those looked at every 50 ms; locked and pinned are among the others:"

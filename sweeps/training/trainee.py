@@ -13,22 +13,28 @@ import json
 import os
 import platform
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from . import process
 
 
 def main() -> None:
     """Train what the job says, and tell."""
+    signal.signal(signal.SIGTERM, _stop)
     job = json.loads(Path(sys.argv[1]).read_text())
     with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
         Path("/proc/self/oom_score_adj").write_text("1000")
     with os.fdopen(int(sys.argv[2]), "w", buffering=1) as events:
         _train(job, _Teller(events))
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 class _Teller:
@@ -149,7 +155,7 @@ def _stats(engine: Any) -> dict[str, Any] | None:
 
     try:
         return dataclasses.asdict(zero3.stats(engine))
-    except UsageError:
+    except (UsageError, TypeError):
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,7 +24,8 @@ from .runs import Run, Sample, assemble
 _SAMPLING_SECONDS = 0.05
 _PATIENCE_SECONDS = 15
 _ROOT = Path(__file__).parents[2]
-_NOISE = ("Exception ignored", "[rank", "[W", "[E", "  ", "Traceback")
+_NOISE = ("Exception ignored", "[W", "[E", "  ", "Traceback")
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
 def train(plan: Plan, variant: Variant, number: int, directory: Path, *, cold: bool = False, weights: bool = True) -> Run:
@@ -87,8 +89,8 @@ def _watch(child: subprocess.Popen[bytes], samples: list[Sample], deadline: floa
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End *child* where it has not: as Ctrl-C does at first, since one that compiles an extension holds a lock file that others would wait for forever."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    """End *child* where it has not: kindly at first, since one that compiles an extension holds a lock file that others would wait for forever."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is None:
             os.killpg(child.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,7 +119,7 @@ def _error(status: int, log: TextIO, timeout_seconds: float | None) -> str | Non
 
 def last_words(log: str) -> str:
     """The line of *log* that says what went wrong: the exception of the last traceback, or the last line that is no frame of one."""
-    lines = [line for line in log.splitlines() if line.strip()]
+    lines = [line for line in (_RANK.sub("", line) for line in log.splitlines()) if line.strip()]
     tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback")]
     after = lines[tracebacks[-1] + 1 :] if tracebacks else []
     said = next((line for line in after if not line.startswith(" ")), None)

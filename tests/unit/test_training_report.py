@@ -272,6 +272,10 @@ Locked:                0 kB
             'loading\nTraceback (most recent call last):\n  File "x", line 1\n    f()\nRuntimeError: no room\nException ignored in: <f>\n',
             "RuntimeError: no room",
         ),
+        (
+            '[rank0]: Traceback (most recent call last):\n[rank0]:   File "x"\n[rank0]:     f()\n[rank0]: AssertionError: no buffers\n',
+            "AssertionError: no buffers",
+        ),
         ("loading\nfree(): invalid pointer\n", "free(): invalid pointer"),
         ("", "it said nothing"),
     ],
