@@ -301,8 +301,9 @@ class TensorSwapper:
     def _pump(self) -> None:
         """See which transfers have ended, and start those that come next.
 
-        No thread does this while the caller computes: a write and a read are under way by then, and what could follow them earlier was measured
-        to be worth little, and nothing where the drive is what a step waits for.
+        No thread does this while the caller computes. A write and a read are under way by then; that nothing follows them before the next call was
+        measured to cost nothing where the drive is what a step waits for, and at most a sixth where computing takes as long as the transfers,
+        which one more value of lookahead gives back.
         """
         for name in [name for name, flight in self._flights.items() if flight.ticket.done()]:
             self._finish(name)
