@@ -72,6 +72,7 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
 
 std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake);
 std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake);
+std::unique_ptr<Backend> make_null_backend(std::uint32_t queue_depth, WakeSignal& wake);
 #ifdef NVME_OFFLOAD_HAVE_URING
 std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake);
 #endif

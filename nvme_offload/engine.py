@@ -202,10 +202,10 @@ class Engine:
     Raises: UnsupportedError when the kernel lacks the backend or has no room for its queues.
     """
 
-    def __init__(self, config: AioConfig | None = None, *, _faults: Sequence[tuple[int, int, _aio.FaultKind, int]] = ()) -> None:
+    def __init__(self, config: AioConfig | None = None, *, _faults: Sequence[tuple[int, int, _aio.FaultKind, int]] = (), _backend: str | None = None) -> None:
         self.config = config or AioConfig()
         self._core = _aio.Engine(
-            self.config.backend,
+            _backend or self.config.backend,
             self.config.block_size,
             self.config.queue_depth,
             self.config.thread_count,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import itertools
 import json
-import os
 import platform
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +16,11 @@ from typing import NoReturn, Protocol
 
 import click
 
-from nvme_offload.drive import describe
 from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
 from nvme_offload.units import format_bytes
 
 from . import bare, deepspeed_op, fio, latency, ours
+from .machine import commit, facts
 from .plan import Contest, Job, read_plan
 from .report import Results, Round, as_json, render
 from .rig import Buffers, Measurement, Rig
@@ -69,7 +65,7 @@ def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | No
     signal.signal(signal.SIGTERM, _stop)
     plan = read_plan(plan_path)
     skipped: dict[str, str] = {}
-    results = Results(_facts(directory), plan, {}, skipped, [], [*note, _HOW])
+    results = Results(facts(directory, "sweeps.peers"), plan, {}, skipped, [], [*note, _HOW])
     started = time.monotonic()
     with contextlib.ExitStack() as undo:
         try:
@@ -90,7 +86,7 @@ def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.Ex
     contests = list(dict.fromkeys(contest for case in plan.cases for contest in case.contests))
     peers = _peers(sorted({side for contest in contests for side in contest.sides}), skipped)
     versions = [peer.version for peer in peers.values() if peer.version]
-    results.facts["versions"] = ", ".join(dict.fromkeys([*versions, _commit(), f"Python {platform.python_version()}"]))
+    results.facts["versions"] = ", ".join(dict.fromkeys([*versions, commit(), f"Python {platform.python_version()}"]))
     contests = [contest for contest in contests if all(side in peers for side in contest.sides)]
     buffers = Buffers(max(job.file_bytes for contest in contests for job in contest.jobs))
     buffers.locked = next((peer.locked for peer in peers.values() if isinstance(peer, deepspeed_op.DeepSpeedOp)), None)
@@ -147,37 +143,6 @@ def _hold(contest: Contest, number: int, started: float, rig: Rig, peers: dict[s
     figures = f"{speeds[0]:.2f} / {speeds[1]:.2f} GB/s = {speeds[0] / speeds[1]:.2f}"
     _say(f"round {number + 1}, {' / '.join(contest.sides)}: {contest.jobs[0]}: {figures}")
     return Round(number, first, moment, (found[0], found[1]))
-
-
-def _facts(directory: Path) -> dict[str, str]:
-    drive = describe(directory)
-    disk = ", ".join(filter(None, (drive.model, *drive.physical_devices, *drive.layers)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "-m", "sweeps.peers", *sys.argv[1:]]),
-        "processor": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(memory)} of memory",
-        "kernel": f"{platform.system()} {platform.release()}",
-        "drive": f"{disk or drive.device}; requests up to {drive.max_block_kib} KiB, scheduler {drive.scheduler}",
-        "filesystem": f"{drive.filesystem} ({', '.join(drive.mount_options)}) at {drive.mount_point}, {format_bytes(drive.free_bytes)} free",
-        "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _commit() -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        asked = ["git", "describe", "--always", "--dirty"]
-        described = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-        return f"commit {described}"
-    return "commit unknown"
 
 
 def _say(text: str) -> None:

@@ -184,7 +184,7 @@ def _summary(cases: Sequence[tuple[Case, list[Row]]]) -> list[str]:
         "target",
         "rows that meet it",
     )
-    return ["A ratio is the first side's figure over the second's: speed should be high, CPU low.", _table(head, lines)]
+    return ["A ratio is the first side's figure over the second's: speed should be high, CPU low.", table(head, lines)]
 
 
 def _tally(spreads: Sequence[Spread], least: float | None = None, most: float | None = None) -> tuple[str, str, str]:
@@ -240,7 +240,7 @@ def _case(case: Case, rows: Sequence[Row], results: Results) -> list[str]:
     others = dict.fromkeys((labels[name], _setting(row.contest.jobs[1], name)) for row in rows for name in names if _differs(row.contest, name))
     if others:
         sentences.append(f"{second} has {', '.join(f'{label} {value}' for label, value in others)}.")
-    return [f"## {case.title}: {first} / {second}", " ".join(sentences), _table(head, lines)]
+    return [f"## {case.title}: {first} / {second}", " ".join(sentences), table(head, lines)]
 
 
 def _submissions(results: Results) -> list[str]:
@@ -259,7 +259,7 @@ def _submissions(results: Results) -> list[str]:
     return [
         "## Submitting a request",
         f"How long `engine.read` and `engine.write` took to return, over all runs above; at most {SUBMISSION_TARGET_MICROSECONDS:g} us is the target.",
-        _table(("backend", "request", "requests", "median us", "99 % us", "most us"), lines),
+        table(("backend", "request", "requests", "median us", "99 % us", "most us"), lines),
     ]
 
 
@@ -279,7 +279,7 @@ def _latencies(latencies: Sequence[Latencies]) -> list[str]:
         f"Microseconds. A request costs what `polled` and `waited` are above `pread`; waking up is `waited` less `polled`, medians both: at most "
         f"{WAKE_TARGET_MICROSECONDS:g} is the target. `stats()` was asked while a large read was under way. Caller and worker were kept on different cores. "
         f"{len(latencies[0].pread)} times each, by turns.",
-        _table(head, lines),
+        table(head, lines),
     ]
 
 
@@ -300,5 +300,6 @@ def _thousands(value: float) -> str:
     return f"{value / 1000:.0f} k"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
