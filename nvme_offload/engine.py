@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import operator
 import os
 import sys
 import warnings
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union
 from . import _aio
 from ._aio import Memory as Memory  # for the pool: this module alone knows the extension
 from .config import AioConfig
-from .errors import OffloadError, UsageError
+from .errors import OffloadError, UsageError, whole_number
 
 if TYPE_CHECKING:
     import numpy
@@ -41,7 +40,7 @@ def allocate(nbytes: int) -> memoryview:
     Raises: MemoryError; UsageError when *nbytes* is negative.
     Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
     """
-    return memoryview(_aio.Memory(_count("nbytes", nbytes)))
+    return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
 
 def release_buffers() -> None:
@@ -231,7 +230,7 @@ class Engine:
         if mode == "r" and size is not None:
             raise UsageError('a file that is opened with mode "r" cannot be given a size')
         self._core.require_live()
-        return File(_aio.File.open(_path(path), _ACCESS[mode], _DIRECT[self.config.direct], _count("size", size or 0)))
+        return File(_aio.File.open(_path(path), _ACCESS[mode], _DIRECT[self.config.direct], whole_number("size", size or 0)))
 
     def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
         """Open a file without a name on the drive of *directory*, for reading and writing, with *size* bytes allocated.
@@ -240,7 +239,7 @@ class Engine:
         Raises: as `open`. Source: open(2) for O_TMPFILE.
         """
         self._core.require_live()
-        return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], _count("size", size)))
+        return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], whole_number("size", size)))
 
     def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int = False) -> Ticket:
         """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds.
@@ -313,9 +312,9 @@ class Engine:
 
     def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool, expected: int | None) -> Ticket:
         # In this order, so that what is refused has created no file.
-        offset = _count("offset", offset)
+        offset = whole_number("offset", offset)
         memory = _buffer(buffer, writable=not write)
-        _count("the end of the range", offset + memory.nbytes)
+        whole_number("the end of the range", offset + memory.nbytes)
         opened = file if isinstance(file, File) else self.open(file, "w" if write else "r")
         return Ticket(self._core.submit(write, memory, opened._live(), offset, checksum, expected))
 
@@ -325,16 +324,6 @@ def _path(path: StrPath) -> bytes:
     if b"\0" in encoded:
         raise UsageError(f"a path cannot have a null byte in it: {path!r}")
     return encoded
-
-
-def _count(name: str, value: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name} must be a whole number of bytes, not {value!r}") from None
-    if not 0 <= count < 1 << 63:
-        raise UsageError(f"{name} must be a number of bytes from 0 to 2**63 - 1, not {count}")
-    return count
 
 
 def _buffer(buffer: Any, writable: bool) -> _aio.Buffer:

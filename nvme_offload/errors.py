@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from .units import format_bytes
 
 
@@ -43,11 +45,18 @@ class _TransferError(OffloadError):
         place = f"{format_bytes(self.nbytes)} at {format_bytes(self.offset)} in {self.path}"
         return f"{self.operation} of {place}: {self.reason} ({format_bytes(self.done)} done)"
 
+    def __repr__(self) -> str:
+        fields = [f"{name}={value!r}" for name, value in self._fields().items()]
+        return f"{type(self).__name__}({', '.join([*map(repr, self._positional()), *fields])})"
+
+    def _positional(self) -> tuple[object, ...]:
+        return (self.reason,)
+
     def _fields(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("operation", "path", "offset", "nbytes", "done")}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), (self.reason,), self._fields())
+        return _rebuild, (type(self), self._positional(), self._fields())
 
 
 class TruncatedError(_TransferError):
@@ -67,8 +76,8 @@ class IOFailure(_TransferError, OSError):
         self.strerror = reason
         self.filename = path
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), (self.errno, self.reason), self._fields())
+    def _positional(self) -> tuple[object, ...]:
+        return self.errno, self.reason
 
 
 class NoSpaceError(IOFailure):
@@ -77,3 +86,14 @@ class NoSpaceError(IOFailure):
 
 def _rebuild(kind: type[_TransferError], positional: tuple[object, ...], fields: dict[str, object]) -> _TransferError:
     return kind(*positional, **fields)  # type: ignore[arg-type]
+
+
+def whole_number(name: str, value: int) -> int:
+    """*value* as an int that a size or a place in a file can be. Raises: UsageError, which calls it *name*."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} must be a whole number, not {value!r}") from None
+    if not 0 <= count < 1 << 63:
+        raise UsageError(f"{name} must be from 0 to 2**63 - 1, not {count}")
+    return count

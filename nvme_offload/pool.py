@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import queue
 import resource
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .engine import Memory, release_buffers
-from .errors import UnsupportedError, UsageError, WaitTimeout
+from .errors import UnsupportedError, UsageError, WaitTimeout, whole_number
 from .extents import Extents
 from .units import format_bytes
 
@@ -86,7 +85,7 @@ class PinnedPool:
     def __init__(self, nbytes: int, pin: bool | Literal["auto"] = "auto") -> None:
         if not (isinstance(pin, bool) or pin == "auto"):
             raise UsageError(f"pin must be true, false or 'auto', not {pin!r}")
-        count = _whole_number("nbytes", nbytes)
+        count = whole_number("nbytes", nbytes)
         if count == 0:
             raise UsageError("a pool needs at least 1 byte")
         self.nbytes = -(-count // _GRANULE_BYTES) * _GRANULE_BYTES
@@ -138,7 +137,7 @@ class PinnedPool:
         import torch
 
         memory = self.memory
-        numel = _whole_number("numel", numel)
+        numel = whole_number("numel", numel)
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
             raise UsageError(f"dtype must be a torch.dtype that is not quantized, not {dtype!r}")
         if numel == 0:
@@ -274,16 +273,6 @@ def _clear_cuda_error() -> None:
 
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
-
-
-def _whole_number(name: str, value: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name} must be a whole number, not {value!r}") from None
-    if not 0 <= count < 1 << 63:
-        raise UsageError(f"{name} must be from 0 to 2**63 - 1, not {count}")
-    return count
 
 
 def _left(deadline: float | None) -> float | None:

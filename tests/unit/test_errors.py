@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+import re
 
+import numpy as np
 import pytest
 
-from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout
+from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout, whole_number
 
 FIELDS = {"operation": "write", "path": "/local_nvme/rank0.slab", "offset": 3 << 29, "nbytes": 4 << 20, "done": 1258291}
 TRANSFER_ERRORS = [
@@ -38,6 +40,30 @@ def test_every_error_is_an_offload_error_and_the_builtin_that_callers_expect(kin
 
 def test_a_transfer_error_says_what_where_and_how_far() -> None:
     assert str(TRANSFER_ERRORS[1]) == "write of 4 MiB at 1.5 GiB in /local_nvme/rank0.slab: No space left on device (1.2 MiB done)"
+
+
+@pytest.mark.parametrize("error", TRANSFER_ERRORS, ids=lambda error: type(error).__name__)
+def test_the_repr_of_a_transfer_error_makes_it_again(error: IOFailure) -> None:
+    again = eval(repr(error))
+    assert type(again) is type(error)
+    assert {**vars(again), "errno": getattr(again, "errno", None)} == {**vars(error), "errno": getattr(error, "errno", None)}
+    assert again.reason in repr(error)
+
+
+def test_the_repr_of_an_io_failure_begins_as_that_of_an_os_error() -> None:
+    assert repr(TRANSFER_ERRORS[0]).startswith("IOFailure(5, 'Input/output error', operation='write', path='/local_nvme/rank0.slab', offset=1610612736, ")
+
+
+@pytest.mark.parametrize("value", [0, 1, (1 << 63) - 1, np.int64(7), True])
+def test_a_whole_number_is_an_int(value: int) -> None:
+    assert whole_number("size", value) == int(value)
+    assert type(whole_number("size", value)) in (int, bool)
+
+
+@pytest.mark.parametrize(("value", "said"), [(-1, "from 0"), (1 << 63, "from 0"), (1.0, "whole number"), ("1", "whole number"), (None, "whole number")])
+def test_what_no_size_can_be_is_refused_by_name(value: object, said: str) -> None:
+    with pytest.raises(UsageError, match=rf"^size must be (a )?{said}.*{re.escape(repr(value))}$"):
+        whole_number("size", value)  # type: ignore[arg-type]
 
 
 def test_a_truncated_file_is_no_kernel_failure() -> None:
