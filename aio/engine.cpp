@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <limits>
 #include <system_error>
@@ -21,6 +23,7 @@ Engine::Engine(Settings settings) : settings_(std::move(settings)), page_size_(s
   for (std::uint32_t i = 0; i < settings_.thread_count; ++i) {
     workers_.push_back(std::make_unique<Worker>(*this, script));
   }
+  hungry_.reserve(workers_.size());
   try {
     for (auto& worker : workers_) worker->start();
   } catch (const std::system_error& error) {
@@ -57,7 +60,7 @@ std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<Fil
   if (operation == Operation::write && (offset % page != 0 || nbytes % page != 0)) (void)file->buffered_descriptor();
 
   auto request = std::make_shared<Request>(operation, std::move(file), data, nbytes, offset, checksum, owner);
-  std::vector<Worker*> to_wake;
+  Worker* to_wake = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (refusing_) throw Misuse("the engine is closed");
@@ -71,34 +74,48 @@ std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<Fil
       request->place = unfinished_.insert(unfinished_.end(), request);
       queues_[direction].push_back(request.get());
       queued_bytes_ += nbytes;
-      to_wake = hungry_workers();
+      to_wake = take_hungry();
     }
   }
   if (nbytes == 0) request->finish();
-  for (Worker* worker : to_wake) worker->wake();
+  if (to_wake != nullptr) to_wake->wake();
   return request;
 }
 
-/// As many workers as there are blocks for, of those that wait for work; each is returned once.
-std::vector<Worker*> Engine::hungry_workers() {
-  std::vector<Worker*> found;
-  const std::uint64_t blocks = queued_blocks();
-  for (auto& worker : workers_) {
-    if (found.size() >= blocks) break;
-    if (worker->hungry) {
-      worker->hungry = false;
-      found.push_back(worker.get());
-    }
-  }
-  return found;
+/// A worker to wake where there is work for it: the last that went to sleep, whose memory is the likeliest to be in a cache. One at a time: a worker
+/// that has taken its share wakes the next, so that a caller does not pay for waking them all.
+Worker* Engine::take_hungry() noexcept {
+  if (queued_bytes_ == 0 || hungry_.empty()) return nullptr;
+  Worker* const worker = hungry_.back();
+  hungry_.pop_back();
+  worker->hungry = false;
+  return worker;
 }
 
 std::uint64_t Engine::queued_blocks() const { return (queued_bytes_ + settings_.block_size - 1) / settings_.block_size; }
 
-/// What a worker does between two visits to its kernel queue, in one critical section: gives back what is through and takes what fits.
-/// Returns false when the worker is to end.
+/// What a worker does between two visits to its kernel queue: gives back what is through and takes what fits. Returns false when the worker is
+/// to end.
 bool Engine::exchange(Worker& worker) {
-  const std::lock_guard lock(mutex_);
+  Worker* next = nullptr;
+  bool stopping = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (worker.hungry) hungry_.erase(std::find(hungry_.begin(), hungry_.end(), &worker));
+    give_back(worker);
+    worker.registered_bytes += std::exchange(worker.newly_registered, 0);
+    worker.memory.insert(worker.memory.end(), memory_.begin() + static_cast<std::ptrdiff_t>(worker.memory.size()), memory_.end());
+    take_blocks(worker);
+    worker.hungry = worker.may_sleep = queued_bytes_ == 0 && worker.room() > 0;
+    if (worker.hungry) hungry_.push_back(&worker);
+    next = take_hungry();
+    stopping = stopping_;
+  }
+  if (next != nullptr) next->wake();
+  return !stopping;
+}
+
+void Engine::give_back(Worker& worker) {
   for (Slot* slot : worker.retired) {
     Request& request = *slot->block.request;
     DirectionStats& stats = stats_[static_cast<std::size_t>(request.operation)];
@@ -119,20 +136,11 @@ bool Engine::exchange(Worker& worker) {
     if (request->reserved) {
       queues_[static_cast<std::size_t>(request->operation)].push_front(request);
       queued_bytes_ += request->nbytes;
-      for (Worker* other : hungry_workers()) other->wake();
     } else {
       fail(*request, Failure{Failure::Kind::system, worker.reservation_error});
       finish_if_exhausted(*request, worker.finished);
     }
   }
-
-  worker.registered_bytes += std::exchange(worker.newly_registered, 0);
-  worker.memory.insert(worker.memory.end(), memory_.begin() + static_cast<std::ptrdiff_t>(worker.memory.size()), memory_.end());
-
-  take_blocks(worker);
-  worker.may_sleep = queued_bytes_ == 0 && worker.room() > 0;
-  worker.hungry = worker.may_sleep;
-  return !stopping_;
 }
 
 void Engine::take_blocks(Worker& worker) {

@@ -1,15 +1,15 @@
 #pragma once
 
 #include <array>
-#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -82,10 +82,11 @@ class Engine {
   using Requests = std::vector<std::shared_ptr<Request>>;
 
   bool exchange(Worker& worker);
+  void give_back(Worker& worker);
   void take_blocks(Worker& worker);
   void fail(Request& request, Failure failure);
   void finish_if_exhausted(Request& request, Requests& finished);
-  std::vector<Worker*> hungry_workers();
+  [[nodiscard]] Worker* take_hungry() noexcept;
   [[nodiscard]] std::uint64_t queued_blocks() const;
   void stop_workers();
 
@@ -102,6 +103,7 @@ class Engine {
   Requests failures_;
   std::vector<std::pair<std::byte*, std::size_t>> memory_;  // registered, in order
   std::vector<void*> released_owners_;
+  std::vector<Worker*> hungry_;  // that wait for work, the last to begin at the end; nobody woke them since
   bool refusing_ = false;
   bool stopping_ = false;
   std::condition_variable idle_;

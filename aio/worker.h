@@ -62,7 +62,7 @@ class Worker {
   Request* reserving = nullptr;                            // a write whose file must reach its end before it is cut
   int reservation_error = 0;                               // what came of that, an errno
   bool may_sleep = false;                                  // found no work though it had room
-  bool hungry = false;                                     // likewise, and nobody woke it since; also changed by submitters
+  bool hungry = false;                                     // stands in the engine's list of those that nobody woke since
   std::vector<std::pair<std::byte*, std::size_t>> memory;  // to be registered with the kernel queue, in order
   std::uint64_t newly_registered = 0;                      // bytes that the kernel took since the last exchange
   std::uint64_t registered_bytes = 0;                      // that it took in all

@@ -396,6 +396,24 @@ def test_a_wait_lets_other_threads_run(engine: Engine, stalling_directory: Path,
     assert_array_equal(on_disk(path), data)
 
 
+def test_every_thread_gets_to_work_though_the_first_is_stuck(stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+    threads = 4
+    path = stalling_directory / "data"
+    data = random_bytes(threads << 20)
+
+    def stuck() -> int:
+        statuses = [task.read_text() for task in Path("/proc/self/task").glob("*/status")]
+        return sum(status.startswith("Name:\tnvme-offload\n") and "\nState:\tD" in status for status in statuses)
+
+    config = AioConfig(block_size=1 << 20, thread_count=threads, backend="posix")
+    with Engine(config) as engine, engine.open(path, "rw", size=data.size) as file, stall() as let_go:
+        ticket = engine.write(data, file)
+        assert eventually(lambda: stuck() == threads)
+        let_go()
+        ticket.wait(SECONDS)
+    assert_array_equal(on_disk(path), data)
+
+
 def test_signals_reach_the_threads_of_python(engine: Engine, directory: Path) -> None:
     """The workers block them all: a signal that one of them took would be handled only when Python happens to look."""
     masks = [line for task in Path("/proc/self/task").iterdir() for line in (task / "status").read_text().splitlines() if line.startswith("SigBlk")]
