@@ -1,6 +1,5 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
@@ -13,6 +12,7 @@
 #include "engine.h"
 #include "failure.h"
 #include "file.h"
+#include "fork.h"
 #include "memory.h"
 
 namespace py = pybind11;
@@ -80,9 +80,9 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
 /// Memory lent by Python, and what keeps it alive: the exporter of a buffer, locked while the buffer is, or any object.
 class Buffer {
  public:
-  /// *use* is the least that the buffer must allow: PyBUF_SIMPLE or PyBUF_WRITABLE. Throws what the exporter raises, Misuse.
-  Buffer(const py::object& exporter, int use) {
-    if (PyObject_GetBuffer(exporter.ptr(), &view_, use | PyBUF_FORMAT | PyBUF_ND) != 0) throw py::error_already_set();
+  /// *writable* where the exporter's memory is to be changed. Throws Misuse for what has no such memory, and what else the exporter raises.
+  Buffer(const py::object& exporter, bool writable) {
+    if (PyObject_GetBuffer(exporter.ptr(), &view_, (writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) | PyBUF_FORMAT | PyBUF_ND) != 0) refuse(writable);
     if (holds_objects()) {
       PyBuffer_Release(&view_);
       throw Misuse("the elements of the buffer are Python objects, whose bytes mean nothing on a drive");
@@ -102,6 +102,13 @@ class Buffer {
   std::uint64_t nbytes = 0;
 
  private:
+  [[noreturn]] static void refuse(bool writable) {
+    py::error_already_set error;
+    if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError)) throw error;
+    throw Misuse(std::string("a buffer must be a tensor on the CPU or have the buffer protocol, contiguous") + (writable ? " and writable: " : ": ") +
+                 py::cast<std::string>(py::str(error.value())));
+  }
+
   /// An "O" in the format, but for the names of fields, which stand between colons.
   [[nodiscard]] bool holds_objects() const {
     bool in_name = false;
@@ -116,6 +123,19 @@ class Buffer {
   py::object owner_;
 };
 
+/// What Python asks for: False, True, or the sum that the bytes read must have.
+Checksum asked_checksum(const py::handle& asked) {
+  if (asked.ptr() == Py_False) return {};
+  if (asked.ptr() == Py_True) return {true, std::nullopt};
+  const py::int_ sum = py::reinterpret_steal<py::int_>(PyNumber_Index(asked.ptr()));
+  const std::uint64_t expected = sum ? PyLong_AsUnsignedLongLong(sum.ptr()) : 0;
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw Misuse("checksum must be true, false, or a number from 0 to 2**64 - 1, not " + py::cast<std::string>(py::repr(asked)));
+  }
+  return {true, expected};
+}
+
 class PyRequest;
 
 /// The engine as Python holds it: who may call it, and when what Python lent it is given back.
@@ -128,10 +148,10 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   ~PyEngine() {
     if (engine_ == nullptr) return;
-    if (process_ != ::getpid()) {
+    if (process_ != process_generation()) {
       // A forked child has a copy of the memory but none of the threads: nothing can be waited for, and a lock may be held for ever.
       new std::shared_ptr<Engine>(std::move(engine_));
-      new std::vector<std::shared_ptr<Buffer>>(std::move(registered_));
+      new std::vector<std::unique_ptr<Buffer>>(std::move(registered_));
       return;
     }
     engine_->refuse_requests();
@@ -144,21 +164,29 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
-  std::unique_ptr<PyRequest> submit(bool write, std::shared_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset, bool checksum,
-                                    std::optional<std::uint64_t> expected);
-
-  /// Lets the kernel queues pin *buffer* once; it is held until the engine is closed.
-  void register_memory(std::shared_ptr<Buffer> buffer) {
-    live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
-    registered_.push_back(std::move(buffer));
+  /// Reads into the memory of *exporter*, or writes it.
+  std::unique_ptr<PyRequest> submit(bool write, const py::object& exporter, const std::shared_ptr<File>& file, std::uint64_t offset,
+                                    const py::handle& checksum) {
+    return submit(write, std::make_unique<Buffer>(exporter, !write), file, offset, checksum);
   }
 
+  /// Likewise the memory at *address*, which is there as long as *owner* is.
+  std::unique_ptr<PyRequest> submit_at(bool write, std::uintptr_t address, std::uint64_t nbytes, py::object owner, const std::shared_ptr<File>& file,
+                                       std::uint64_t offset, const py::handle& checksum) {
+    return submit(write, std::make_unique<Buffer>(address, nbytes, std::move(owner)), file, offset, checksum);
+  }
+
+  /// Lets the kernel queues pin memory once; it is held until the engine is closed.
+  void register_memory(const py::object& exporter) { register_memory(std::make_unique<Buffer>(exporter, true)); }
+  void register_memory_at(std::uintptr_t address, std::uint64_t nbytes, py::object owner) {
+    register_memory(std::make_unique<Buffer>(address, nbytes, std::move(owner)));
+  }
   /// Throws Misuse where the engine cannot be used.
   void require_live() const { (void)live(); }
 
   /// Waits for every request and ends the threads; raises the first failure that nobody learned of. Does nothing in a forked child.
   void close() {
-    if (engine_ == nullptr || process_ != ::getpid()) return;
+    if (engine_ == nullptr || process_ != process_generation()) return;
     std::shared_ptr<Engine> engine = engine_;
     engine->refuse_requests();
     while (!without_gil([&] { return engine->wait_idle(kSignalInterval); })) {
@@ -191,23 +219,31 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   /// Lets go of the memory of finished requests.
   void release_owners() {
-    if (engine_ != nullptr && process_ == ::getpid()) release_owners(*engine_);
+    if (engine_ != nullptr && process_ == process_generation()) release_owners(*engine_);
   }
 
  private:
   static void release_owners(Engine& engine) {
-    for (void* owner : engine.take_released_owners()) delete static_cast<std::shared_ptr<Buffer>*>(owner);
+    for (void* owner : engine.take_released_owners()) delete static_cast<Buffer*>(owner);
+  }
+
+  std::unique_ptr<PyRequest> submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
+                                    const py::handle& checksum);
+
+  void register_memory(std::unique_ptr<Buffer> buffer) {
+    live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
+    registered_.push_back(std::move(buffer));
   }
 
   std::shared_ptr<Engine> live() const {
-    if (process_ != ::getpid()) throw Misuse("the engine belongs to the process that this one was forked from: make one here");
+    if (process_ != process_generation()) throw Misuse("the engine belongs to the process that this one was forked from: make one here");
     if (engine_ == nullptr) throw Misuse("the engine is closed");
     return engine_;
   }
 
   std::shared_ptr<Engine> engine_;  // every call holds its own reference: another thread may close meanwhile
-  std::vector<std::shared_ptr<Buffer>> registered_;
-  const pid_t process_ = ::getpid();
+  std::vector<std::unique_ptr<Buffer>> registered_;
+  const std::uint32_t process_ = process_generation();
 };
 
 class PyRequest {
@@ -262,15 +298,14 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
-std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::shared_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset, bool checksum,
-                                            std::optional<std::uint64_t> expected) {
+std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
+                                            const py::handle& checksum) {
   const std::shared_ptr<Engine> engine = live();
   release_owners(*engine);
   if (write ? !file->writable() : !file->readable()) throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
-  auto owner = std::make_unique<std::shared_ptr<Buffer>>(std::move(buffer));
-  const Buffer& lent = **owner;
-  auto request = engine->submit(write ? Operation::write : Operation::read, file, lent.data, lent.nbytes, offset, Checksum{checksum, expected}, owner.get());
-  (void)owner.release();
+  const Operation operation = write ? Operation::write : Operation::read;
+  auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset, asked_checksum(checksum), buffer.get());
+  (void)buffer.release();
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
 
@@ -295,6 +330,7 @@ PYBIND11_MODULE(_aio, module) {
   using py::literals::operator""_a;
   module.doc() = "The C++ core. Its interface is private: use nvme_offload.engine.";
   py::register_exception_translator(translate);
+  watch_forks();
 
   py::class_<Memory>(module, "Memory", py::buffer_protocol())
       .def(py::init([](std::size_t nbytes, bool in_child) {
@@ -314,16 +350,11 @@ PYBIND11_MODULE(_aio, module) {
       .value("REFUSE", Fault::Kind::refuse)
       .value("DELAY", Fault::Kind::delay);
   py::class_<Fault>(module, "Fault")
-      .def(py::init([](std::uint64_t transfer, std::uint64_t count, Fault::Kind kind, std::uint64_t value) {
-             return Fault{transfer, count, kind, value};
-           }),
+      .def(py::init([](std::uint64_t transfer, std::uint64_t count, Fault::Kind kind, std::uint64_t value) { return Fault{transfer, count, kind, value}; }),
            "transfer"_a, "count"_a, "kind"_a, "value"_a);
 
-  py::class_<Buffer, std::shared_ptr<Buffer>>(module, "Buffer")
-      .def(py::init([](const py::object& exporter, bool writable) { return std::make_shared<Buffer>(exporter, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE); }),
-           "exporter"_a, "writable"_a)
-      .def(py::init<std::uintptr_t, std::uint64_t, py::object>(), "address"_a, "nbytes"_a, "owner"_a)
-      .def_readonly("nbytes", &Buffer::nbytes);
+  // Bytes of the memory that *exporter* would lend to a request.
+  module.def("buffer_nbytes", [](const py::object& exporter, bool writable) { return Buffer(exporter, writable).nbytes; }, "exporter"_a, "writable"_a);
 
   py::class_<File, std::shared_ptr<File>>(module, "File")
       .def_static(
@@ -354,10 +385,13 @@ PYBIND11_MODULE(_aio, module) {
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
            "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
-      .def("submit", &PyEngine::submit, "write"_a, "buffer"_a, "file"_a, "offset"_a, "checksum"_a, "expected"_a)
+      .def("submit", py::overload_cast<bool, const py::object&, const std::shared_ptr<File>&, std::uint64_t, const py::handle&>(&PyEngine::submit), "write"_a,
+           "exporter"_a, "file"_a, "offset"_a, "checksum"_a)
+      .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a, "file"_a, "offset"_a, "checksum"_a)
       .def("require_live", &PyEngine::require_live)
       .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
-      .def("register", &PyEngine::register_memory, "buffer"_a)
+      .def("register", py::overload_cast<const py::object&>(&PyEngine::register_memory), "exporter"_a)
+      .def("register_at", &PyEngine::register_memory_at, "address"_a, "nbytes"_a, "owner"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);

@@ -1,20 +1,18 @@
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
 #include "file.h"
+#include "fork.h"
+#include "latch.h"
 
 namespace nvme_offload {
 
@@ -72,35 +70,26 @@ class Request {
   /// Nothing more will happen to it.
   [[nodiscard]] bool exhausted() const noexcept { return outstanding == 0 && (cut == nbytes || failure); }
 
+  /// The caller holds a reference until this returns.
   void finish() {
     file.reset();
-    {
-      const std::lock_guard lock(mutex_);
-      finished_.store(true, std::memory_order_release);
-    }
-    changed_.notify_all();
+    finished_.raise();
   }
 
-  [[nodiscard]] bool finished() const noexcept { return finished_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool finished() const noexcept { return finished_.raised(); }
 
-  /// Waits until it is finished, *limit* at the most. Returns whether it is.
-  bool wait_for(std::chrono::nanoseconds limit) {
-    if (finished()) return true;
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, limit, [this] { return finished(); });
-  }
+  /// Waits until it is finished, *limit* at the most and no longer than until a signal arrives. Returns whether it is.
+  bool wait_for(std::chrono::nanoseconds limit) { return finished_.wait_for(limit); }
 
   /// Set when somebody learned of the failure, so that close() need not report it.
   std::atomic<bool> observed{false};
 
   /// A forked child has the memory of a request but not the threads that would finish it.
-  [[nodiscard]] bool of_this_process() const noexcept { return process_ == ::getpid(); }
+  [[nodiscard]] bool of_this_process() const noexcept { return process_ == process_generation(); }
 
  private:
-  const pid_t process_ = ::getpid();
-  std::atomic<bool> finished_{false};
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  const std::uint32_t process_ = process_generation();
+  Latch finished_;
 };
 
 /// How a block reaches the file.

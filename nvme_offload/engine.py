@@ -252,7 +252,7 @@ class Engine:
         `Ticket.wait` IOFailure, TruncatedError where the file ends too early, and CorruptionError where the checksum differs.
         Source: io_submit(2).
         """
-        return self._submit(False, buffer, file, offset, checksum is not False, None if isinstance(checksum, bool) else checksum)
+        return self._submit(False, buffer, file, offset, checksum)
 
     def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool = False) -> Ticket:
         """Start writing *buffer* to *file*, from *offset* bytes into it; other bytes of the file stay as they are.
@@ -265,7 +265,7 @@ class Engine:
         Raises: as `read`; from `Ticket.wait` also NoSpaceError.
         Source: io_submit(2).
         """
-        return self._submit(True, buffer, file, offset, checksum, None)
+        return self._submit(True, buffer, file, offset, bool(checksum))
 
     def register(self, buffer: WriteableBuffer) -> None:
         """Let the kernel pin *buffer* once rather than at every transfer to and from it; only io_uring can, other backends take no notice.
@@ -274,8 +274,14 @@ class Engine:
         `EngineStats.registered_bytes`. Raises: UsageError.
         Source: io_uring_register(2).
         """
-        if self.config.backend == "io_uring":
-            self._core.register(_buffer(buffer, writable=True))
+        if self.config.backend != "io_uring":
+            return
+        torch = sys.modules.get("torch")  # there where there is a tensor
+        if torch is not None and isinstance(buffer, torch.Tensor):
+            _require_plain(buffer, torch.strided)
+            self._core.register_at(buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage())
+        else:
+            self._core.register(buffer)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made; cheap enough to poll. Raises: UsageError when the engine is closed."""
@@ -310,13 +316,21 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
 
-    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool, expected: int | None) -> Ticket:
-        # In this order, so that what is refused has created no file.
+    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool | int) -> Ticket:
         offset = whole_number("offset", offset)
-        memory = _buffer(buffer, writable=not write)
-        whole_number("the end of the range", offset + memory.nbytes)
-        opened = file if isinstance(file, File) else self.open(file, "w" if write else "r")
-        return Ticket(self._core.submit(write, memory, opened._live(), offset, checksum, expected))
+        torch = sys.modules.get("torch")  # there where there is a tensor
+        if torch is not None and isinstance(buffer, torch.Tensor):
+            _require_plain(buffer, torch.strided)
+            nbytes = buffer.nbytes
+            opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
+            # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
+            return Ticket(self._core.submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, checksum))
+        opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
+        return Ticket(self._core.submit(write, buffer, opened, offset, checksum))
+
+    def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> _aio.File:
+        whole_number("the end of the range", offset + nbytes)  # what is refused has created no file
+        return self.open(path, "w" if write else "r")._live()
 
 
 def _path(path: StrPath) -> bytes:
@@ -326,28 +340,14 @@ def _path(path: StrPath) -> bytes:
     return encoded
 
 
-def _buffer(buffer: Any, writable: bool) -> _aio.Buffer:
-    torch = sys.modules.get("torch")  # there where there is a tensor
-    if torch is not None and isinstance(buffer, torch.Tensor):
-        return _tensor_buffer(buffer, torch.strided)
-    try:
-        return _aio.Buffer(buffer, writable)
-    except (BufferError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        use = "contiguous and writable" if writable else "contiguous"
-        raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol, {use}: {error}") from None
-
-
-def _tensor_buffer(tensor: torch.Tensor, strided: torch.layout) -> _aio.Buffer:
+def _require_plain(tensor: torch.Tensor, strided: torch.layout) -> None:
+    """Raises: UsageError where the bytes at *tensor*'s address are not its elements, one after the other."""
     if not tensor.is_cpu:
         raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
     if tensor.layout is not strided or not tensor.is_contiguous():
         raise UsageError("the tensor is not contiguous: pass tensor.contiguous(), or read into a contiguous one and copy")
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError("the tensor is a conjugate or negative view, whose memory holds other numbers: pass tensor.resolve_conj().resolve_neg()")
-    # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
-    return _aio.Buffer(tensor.data_ptr(), tensor.nbytes, tensor.untyped_storage())
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

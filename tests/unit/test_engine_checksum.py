@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nvme_offload import AioConfig, CorruptionError, Engine, UnsupportedError
+from nvme_offload import AioConfig, CorruptionError, Engine, UnsupportedError, UsageError
 from nvme_offload.config import BACKENDS
 from nvme_offload.engine import allocate
 
@@ -91,6 +92,18 @@ def test_blocks_that_changed_places_are_found(tmp_path: Path) -> None:
     swapped.tofile(path)
     with Engine(config) as engine, pytest.raises(CorruptionError):
         engine.read(np.zeros_like(payload), path, checksum=expected).wait()
+
+
+@pytest.mark.parametrize("asked", [-1, 1 << 64, 1.5, "sum", None])
+def test_what_no_sum_can_be_is_refused(tmp_path: Path, payload: np.ndarray, asked: object) -> None:
+    path = tmp_path / "data"
+    payload.tofile(path)
+    target = np.zeros_like(payload)
+    with Engine(AioConfig(direct="auto")) as engine:
+        with pytest.raises(UsageError, match=rf"2\*\*64 - 1, not {re.escape(repr(asked))}"):
+            engine.read(target, path, checksum=asked)  # type: ignore[arg-type]
+        assert engine.stats().read.requests == 0
+    assert not target.any()
 
 
 def test_no_sum_unless_asked_for(tmp_path: Path, payload: np.ndarray) -> None:
