@@ -158,7 +158,7 @@ class UringBackend final : public Backend {
       if (wait && !armed_) arm();
       note(wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_));
     }
-    if (broken_ != 0) give_up(completions, wait);
+    const int error = broken_ != 0 ? give_up(completions, wait) : 0;
     unsigned head = 0;
     unsigned seen = 0;
     io_uring_cqe* entry = nullptr;
@@ -172,7 +172,7 @@ class UringBackend final : public Backend {
       }
     }
     ::io_uring_cq_advance(&ring_, seen);
-    return broken_;
+    return error;
   }
 
   std::size_t register_memory(std::byte* data, std::size_t nbytes) override {
@@ -227,8 +227,10 @@ class UringBackend final : public Backend {
     if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) broken_ = -result;
   }
 
-  /// Fails the transfers that the kernel has not taken, which it will never see now, and waits for those that it has.
-  void give_up(std::vector<Completion>& completions, bool wait) {
+  /// Fails the transfers that the kernel has not taken, which it will never see now. Where there were none, *wait* is for those that it has, or
+  /// else for new ones, which will fail too. Returns 0 or an errno.
+  int give_up(std::vector<Completion>& completions, bool wait) {
+    const std::size_t known = completions.size();
     const unsigned mask = *ring_.sq.kring_mask;
     for (unsigned place = *ring_.sq.khead; place != ring_.sq.sqe_tail; ++place) {
       io_uring_sqe& entry = ring_.sq.sqes[place & mask];
@@ -236,8 +238,13 @@ class UringBackend final : public Backend {
       finish(completions, entry.user_data, -broken_);
       entry.user_data = kWake;
     }
+    if (!wait || completions.size() > known) return 0;
+    if (in_flight_ == 0) {
+      wake_.wait();
+      return 0;
+    }
     io_uring_cqe* entry = nullptr;
-    if (wait && in_flight_ > 0) ::io_uring_wait_cqe(&ring_, &entry);
+    return -::io_uring_wait_cqe(&ring_, &entry);
   }
 
   void finish(std::vector<Completion>& completions, std::uint64_t slot, int result) {
