@@ -65,7 +65,7 @@ int open_or_create(const std::string& path, Access access, bool& created) {
     descriptor = restarted([&] { return ::open(path.c_str(), flags | O_CREAT | O_EXCL, 0600); });
     created = descriptor >= 0;
     if (descriptor >= 0 || errno != EEXIST) return descriptor;
-    struct stat found {};
+    struct stat found{};
     if (::lstat(path.c_str(), &found) == 0 && S_ISLNK(found.st_mode)) {  // a dangling link: neither there nor creatable
       errno = ELOOP;
       return -1;
@@ -74,7 +74,7 @@ int open_or_create(const std::string& path, Access access, bool& created) {
 }
 
 bool is_memory_filesystem(int descriptor) {
-  struct statfs filesystem {};
+  struct statfs filesystem{};
   if (::fstatfs(descriptor, &filesystem) != 0) return false;
   return filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == RAMFS_MAGIC;
 }
@@ -113,7 +113,7 @@ std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct 
 
 /// Settles what the descriptor is and how it may be used, and allocates.
 void File::settle(Direct direct, std::uint64_t nbytes) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(descriptor_, &status) != 0) throw SystemFailure("open", path(), errno);
   if (S_ISDIR(status.st_mode)) throw SystemFailure("open", path(), EISDIR);
   if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) throw Misuse(path() + " is neither a regular file nor a block device");
@@ -166,13 +166,13 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   const std::lock_guard lock(mutex_);
   if (nbytes == 0 || known_size_ == kUnlimited) return 0;
   const std::uint64_t end = offset + nbytes;
-  struct stat status {};
-  struct statfs filesystem {};
+  struct stat status{};
+  struct statfs filesystem{};
   if (::fstat(descriptor_, &status) != 0 || ::fstatfs(descriptor_, &filesystem) != 0) return errno;
   const auto size = static_cast<std::uint64_t>(status.st_size);
   // Asked first: a failed allocation keeps what it got, out of sight behind the file's end, and fills the drive with it.
   const auto free_blocks = static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
-  struct rlimit largest {};
+  struct rlimit largest{};
   if (end > size && ::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) return EFBIG;
   const std::uint64_t beyond = end > size ? end - std::max(offset, size) : 0;
   if (filesystem.f_blocks > 0 && beyond / static_cast<std::uint64_t>(filesystem.f_bsize) > free_blocks) return ENOSPC;

@@ -43,7 +43,7 @@ std::uint64_t checksum(const Slot& slot) {
 
 /// Whether the file ends where a read got no further.
 bool ends_before(const Slot& slot) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(slot.transfer.descriptor, &status) != 0 || !S_ISREG(status.st_mode)) return true;
   return static_cast<std::uint64_t>(status.st_size) <= slot.file_offset + slot.progress;
 }
