@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .stats import StepStats
+    from .step_stats import StepStats
 
 _log = logging.getLogger(__name__)
 _handler = logging.StreamHandler()
@@ -69,7 +69,7 @@ def stats(engine: Any) -> StepStats:
 
     Raises: UsageError when the engine has no optimizer states on a drive behind this package.
     """
-    from .stats import last_step
+    from .step_stats import last_step
 
     return last_step(engine)
 

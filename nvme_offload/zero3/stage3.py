@@ -22,7 +22,7 @@ from ..pool import PinnedPool
 from ..units import format_bytes
 from .optimizer_swapper import OptimizerSwapper, state_bytes
 from .settings import Settings
-from .stats import StepClock, StepStats
+from .step_stats import StepClock, StepStats
 from .tier import Tier
 
 _IN_FLIGHT = 4  # sub-groups that the budget should hold: one in use, two read ahead, one written back
