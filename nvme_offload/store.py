@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,6 @@ import numpy as np
 
 from .config import AioConfig
 from .engine import Engine, StrPath
-from .engine import _buffer as _checked_buffer  # what a buffer must be is the engine's to say
 from .errors import NoSpaceError, OffloadError, UsageError
 from .slabs import Stripes
 from .snapshot import Snapshot
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .engine import Buffer
 
 _STEPS_REMEMBERED = 1000
+_FIELD_NAME = re.compile(":[^:]*:")  # in the format of a buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class TensorStore:
         `StoreTicket.wait` IOFailure and NoSpaceError.
         Source: io_submit(2).
         """
-        nbytes = _checked_buffer(tensor, writable=False).nbytes
+        nbytes = _checked_nbytes(tensor, writable=False)
         while True:
             with self._values.using():
                 under_way = self._values.conflicts(name, nbytes)
@@ -121,7 +122,7 @@ class TensorStore:
         TruncatedError, and CorruptionError where the store keeps checksums.
         Source: io_submit(2).
         """
-        nbytes = _checked_buffer(out, writable=True).nbytes
+        nbytes = _checked_nbytes(out, writable=True)
         while True:
             with self._values.using():
                 under_way = self._values.conflicts(name)
@@ -310,8 +311,26 @@ class TensorStore:
         return ticket
 
 
+def _checked_nbytes(buffer: Any, writable: bool) -> int:
+    """Bytes of what the engine would take. It is asked before there is anything to undo, and a part of it alone says less than the whole does."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        if not (buffer.is_cpu and buffer.layout is torch.strided and buffer.is_contiguous()) or buffer.is_conj() or buffer.is_neg():
+            raise UsageError("a tensor must be contiguous and on the CPU, and no conjugate or negative view: pass tensor.cpu().contiguous() or the like")
+        return int(buffer.nbytes)
+    try:
+        view = memoryview(buffer)
+    except (BufferError, TypeError, ValueError) as error:
+        raise UsageError(f"a buffer must be a tensor on the CPU or have the buffer protocol: {error}") from None
+    if not view.c_contiguous or (writable and view.readonly):
+        raise UsageError(f"a buffer must be contiguous{' and writable' if writable else ''}")
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise UsageError("the elements of the buffer are Python objects, whose bytes mean nothing on a drive")
+    return view.nbytes
+
+
 def _flat(buffer: Any) -> Any:
-    """The bytes of a buffer that the engine takes, in one dimension, so that it can be cut."""
+    """The bytes of such a buffer in one dimension, so that it can be cut."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         storage = buffer.untyped_storage()
