@@ -59,7 +59,7 @@ def compare(a: Profile, b: Profile, names: tuple[str, str] = ("A", "B")) -> Comp
 
 def _verdict(a: Profile, b: Profile, names: tuple[str, str]) -> str:
     first, second = a.performance.get("mixed"), b.performance.get("mixed")
-    if first is None or second is None:
+    if first is None or second is None or not first.gb_per_s:
         return f"There is no speed at reading and writing at once in {names[0] if first is None else names[1]}, so the two cannot be told apart."
     ratio = second.gb_per_s / first.gb_per_s
     said = f"{names[1]} moves {wording.ratio(ratio)} what {names[0]} does at reading and writing at once, each with its own setting"
@@ -84,12 +84,16 @@ def _speeds(a: Profile, b: Profile, names: tuple[str, str]) -> Table:
         if before is None or after is None:
             continue
         speeds = before.gb_per_s, after.gb_per_s
-        controls = speeds[0] / before.relative, speeds[1] / after.relative
+        controls = summary.control_gb_per_s(a, phase) or 0.0, summary.control_gb_per_s(b, phase) or 0.0
         gains = wording.interval(before), wording.interval(after)
-        rows.append((PHASE_NAMES[phase], "chosen", *map(wording.speed, speeds), wording.ratio(speeds[1] / speeds[0]), *gains))
-        rows.append((PHASE_NAMES[phase], "defaults", *map(wording.speed, controls), wording.ratio(controls[1] / controls[0]), NONE, NONE))
+        rows.append((PHASE_NAMES[phase], "chosen", *map(wording.speed, speeds), _over(speeds[1], speeds[0]), *gains))
+        rows.append((PHASE_NAMES[phase], "defaults", *map(wording.speed, controls), _over(controls[1], controls[0]), NONE, NONE))
     columns = ["Load", "Setting", *(f"{name},\nGB/s" for name in names), f"{names[1]} over\n{names[0]}", *(f"{name} over\nits defaults" for name in names)]
     return Table("speeds", "Speeds", tuple(columns), tuple(rows), words=frozenset({0, 1}))
+
+
+def _over(one: float, other: float) -> str:
+    return wording.ratio(one / other) if other else NONE
 
 
 def _settings(a: Profile, b: Profile, names: tuple[str, str]) -> Table:

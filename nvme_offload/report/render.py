@@ -147,7 +147,7 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "by_deepspeed": profile.engine.get("name") == "deepspeed",
         "phases": [phase for phase in PHASES if phase in profile.performance],
         "phase_names": wording.PHASE_NAMES,
-        "control_gb_per_s": {phase: summary.control_gb_per_s(profile, phase) for phase in PHASES},
+        "control_gb_per_s": {phase: summary.control_gb_per_s(profile, phase) or 0.0 for phase in PHASES},
         "judgements": {phase: _judgement(best, chosen) for phase, best in profile.performance.items()},
         "fio": summary.beside(profile, "fio"),
         "fio_version": next((f"fio {other.version.removeprefix('fio-')}".strip() for other in profile.beside if other.name == "fio"), ""),
@@ -205,7 +205,7 @@ def _judgement(best: Best, chosen: Setting) -> str:
 
 def _backends_judgement(profile: Profile) -> str:
     """What the comparison of kernel interfaces says, in a sentence; "" where there was none."""
-    other = next((other for other in profile.beside if other.name != "fio" and other.phase == "mixed"), None)
+    other = next((other for other in profile.beside if other.name != "fio" and other.phase == "mixed" and other.relative_low > 0), None)
     if other is None:
         return ""
     beside = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"

@@ -62,7 +62,7 @@ def decisive(profile: Profile) -> list[Trial]:
 def control_gb_per_s(profile: Profile, phase: str) -> float | None:
     """The speed of the control setting: what it ran at when the chosen one was judged, or else the median of all its runs."""
     reached = profile.performance.get(phase)
-    if reached is not None:
+    if reached is not None and reached.relative > 0:
         return reached.gb_per_s / reached.relative
     runs = [trial.gb_per_s for trial in sound(profile.trials) if trial.control and trial.phase == phase]
     return statistics.median(runs) if runs else None
@@ -70,7 +70,8 @@ def control_gb_per_s(profile: Profile, phase: str) -> float | None:
 
 def interval_gb_per_s(best: Best) -> tuple[float, float]:
     """The 90 % interval of the ratio, as a speed."""
-    return best.gb_per_s * best.relative_low / best.relative, best.gb_per_s * best.relative_high / best.relative
+    control = best.gb_per_s / best.relative if best.relative else 0.0
+    return control * best.relative_low, control * best.relative_high
 
 
 def control_runs(profile: Profile, phase: str) -> list[tuple[float, float]]:
@@ -106,13 +107,15 @@ def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
 
 
 def beside(profile: Profile, name: str) -> dict[str, Beside]:
-    """By phase: what *name* reached at the chosen setting."""
-    return {other.phase: other for phase in PHASES for other in profile.beside if (other.name, other.phase) == (name, phase)}
+    """By phase: what *name* reached at the chosen setting, unless nothing moved."""
+    moved = [other for other in profile.beside if other.name == name and 0 < other.relative_low <= other.relative_high]
+    return {other.phase: other for phase in PHASES for other in moved if other.phase == phase}
 
 
 def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
-    """By phase: how long the requests of *setting* took."""
-    return {each.phase: each for phase in PHASES for each in profile.latencies if (each.setting, each.phase) == (setting, phase)}
+    """By phase: how long the requests of *setting* took, where there were any."""
+    timed = [each for each in profile.latencies if each.setting == setting and 0 < each.p50_ms <= each.p99_ms <= each.max_ms]
+    return {each.phase: each for phase in PHASES for each in timed if each.phase == phase}
 
 
 class Finalist(NamedTuple):

@@ -115,7 +115,9 @@ def limits(profile: Profile) -> Table:
             row.append(wording.speed(reached.gb_per_s))
         if link:
             # Each direction has its own lanes.
-            busiest = max(directions) / sum(directions) if phase == "mixed" and directions else 0.5 if phase == "mixed" else 1
+            busiest = 1.0
+            if phase == "mixed":
+                busiest = max(directions) / sum(directions) if directions and sum(directions) else 0.5
             row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]

@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 def chosen_speeds(profile: Profile) -> dict[str, float]:
     """GB/s of the chosen setting by phase; {} unless all phases were measured."""
-    speeds = {phase: best.gb_per_s for phase, best in profile.performance.items()}
+    speeds = {phase: best.gb_per_s for phase, best in profile.performance.items() if best.gb_per_s > 0}
     return speeds if set(speeds) >= set(PHASES) else {}
 
 
@@ -94,7 +94,7 @@ def steps(profile: Profile, load: Load = GRADIENTS, models: Sequence[float] = MO
 
 def stripe_speeds(profile: Profile) -> dict[str, float]:
     """GB/s of all paths together by phase; {} for one path, or unless all phases were measured."""
-    if not profile.stripe or any(phase not in path.together for path in profile.stripe for phase in PHASES):
+    if not profile.stripe or any(path.together.get(phase, 0.0) <= 0 for path in profile.stripe for phase in PHASES):
         return {}
     return {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
 

@@ -192,6 +192,23 @@ def minimal() -> Profile:
     return profile(trials=tuple(few), best={phase: best(CHOSEN, phase) for phase in PHASES}, steady=False)
 
 
+def stalling(standing_still: bool = False) -> Profile:
+    """A drive that moved nothing during every third trial, or in all of them."""
+    trials = []
+    for index, trial in enumerate(brief().trials):
+        flat = tuple((seconds, 0 if seconds < 0.5 else count) for seconds, count in trial.samples)
+        trial = dataclasses.replace(trial, samples=flat)
+        if index % 3 == 0 or standing_still:
+            nothing = {"bytes": 0, "gb_per_s": 0.0, "read_gb_per_s": 0.0, "write_gb_per_s": 0.0, "relative": 0.0}
+            trial = dataclasses.replace(trial, **nothing, samples=tuple((seconds, 0) for seconds, _ in flat))
+        trials.append(trial)
+    reached = {phase: best(CHOSEN, phase) for phase in PHASES}
+    if standing_still:
+        reached = {phase: dataclasses.replace(each, gb_per_s=0.0, relative=0.0, relative_low=0.0, relative_high=0.0) for phase, each in reached.items()}
+    latencies = tuple(Latency(phase, CHOSEN, 0, 0.0, 0.0, 0.0, 0.0) for phase in PHASES)
+    return profile(trials=tuple(trials), performance=reached, best=reached, latencies=latencies)
+
+
 def only(keep: Callable[[Trial], bool], **changes: Any) -> Profile:
     whole = profile(**changes)
     return dataclasses.replace(whole, trials=tuple(trial for trial in whole.trials if keep(trial)))
@@ -217,6 +234,8 @@ SHAPES: dict[str, Callable[[], Profile]] = {
     "DeepSpeed's op": by_deepspeed,
     "ten seconds, not steady": minimal,
     "everything": everything,
+    "stalling": stalling,
+    "standing still": lambda: stalling(standing_still=True),
     "no trials": lambda: profile(trials=(), best={}, performance={}, warnings=(), reasons=()),
     "aborted": lambda: only(lambda t: t.stage == "screen" and t.started_seconds < 2, best={}, performance={}),
     "one stage": lambda: only(lambda t: t.stage == "final"),

@@ -32,6 +32,8 @@ each_shape = pytest.mark.parametrize(
         "DeepSpeed's op",
         "ten seconds, not steady",
         "everything",
+        "stalling",
+        "standing still",
         "no trials",
         "aborted",
         "one stage",

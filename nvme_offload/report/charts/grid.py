@@ -25,6 +25,7 @@ def heat_map(profile: Profile) -> Chart | None:
     phases = summary.phases_tried(profile.trials)
     if not phases:
         return None
+    slowest = 1e-3  # a trial that stood still has a place in the colours too
     cells: dict[tuple[int, int], tuple[float, int]] = {}
     for setting, reached in summary.medians(profile.trials, phases[0]).items():
         place = (setting.block_size, setting.queue_depth)
@@ -41,8 +42,8 @@ def heat_map(profile: Profile) -> Chart | None:
         for (block, depth), (relative, threads) in cells.items():
             x, y = depths.index(depth), blocks.index(block)
             # Pale below a quarter more or less, so that noise alone does not look like a result.
-            extreme = max(math.log(1.25), abs(math.log(cells[best if relative >= 1 else worst][0])))
-            strength = min(1.0, 0.07 + 0.93 * abs(math.log(relative)) / extreme)
+            extreme = max(math.log(1.25), abs(math.log(max(cells[best if relative >= 1 else worst][0], slowest))))
+            strength = min(1.0, 0.07 + 0.93 * abs(math.log(max(relative, slowest))) / extreme)
             chosen = (block, depth) == (profile.chosen.block_size, profile.chosen.queue_depth)
             default = (block, depth) == (DEEPSPEED_DEFAULTS.block_size, DEEPSPEED_DEFAULTS.queue_depth)
             box: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.09", "mutation_aspect": wide / 36}

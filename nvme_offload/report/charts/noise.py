@@ -34,7 +34,7 @@ def trials(profile: Profile) -> Chart | None:
             axes.plot([t.started_seconds for t in counted], [t.gb_per_s for t in counted], marker="o", alpha=0.45, markeredgewidth=0, **look)
             axes.plot([t.started_seconds for t in left_out], [t.gb_per_s for t in left_out], marker="x", alpha=0.8, markeredgewidth=1.1, **look)
             axes.plot(*zip(*control, strict=True), color=palette.phase(phase), marker="o", markersize=3.6, linewidth=1.4)
-            axes.set_ylim(0, 1.12 * top)
+            axes.set_ylim(0, 1.12 * top or 1)
             axes.margins(x=0.015)
             few_ticks(axes)
             axes.set_title(f"{wording.PHASE_NAMES[phase]}, GB/s", loc="left", fontsize=SMALL, color=palette.phase(phase), pad=3)
@@ -84,7 +84,7 @@ def ranking(profile: Profile) -> Chart | None:
     kept = [row for index, row in enumerate(rows) if index < 8 or row[0] == profile.chosen]
     # By definition the control is 1; what shows its noise is each run against its neighbours in time.
     speeds = [speed for _, speed in summary.control_runs(profile, phase)]
-    own = [2 * middle / (before + after) for before, middle, after in zip(speeds, speeds[1:], speeds[2:], strict=False)]
+    own = [2 * middle / (before + after) for before, middle, after in zip(speeds, speeds[1:], speeds[2:], strict=False) if before + after > 0]
     if own and controls:
         kept.append((controls[0].setting, own))
     best = profile.performance.get(phase)
@@ -120,10 +120,10 @@ def ranking(profile: Profile) -> Chart | None:
         frameless(axes)
         return figure
 
-    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(max(values) / min(values) - 1 for _, values in rows))} (median)"
+    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(_range(values) for _, values in rows))} of their median"
     if len(rows) > 1:
         first, second = (statistics.median(values) for _, values in rows[:2])
-        finding += f"; the two fastest of {len(rows)} are {wording.percent(first / second - 1)} apart"
+        finding += f"; the two fastest of {len(rows)} are {wording.percent((first - second) / first if first else 0.0)} apart"
     return Chart(
         "ranking",
         "How sure the ranking is",
@@ -143,3 +143,8 @@ def ranking(profile: Profile) -> Chart | None:
         ),
         draw,
     )
+
+
+def _range(values: list[float]) -> float:
+    middle = statistics.median(values)
+    return (max(values) - min(values)) / middle if middle else 0.0

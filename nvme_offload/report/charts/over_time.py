@@ -40,7 +40,7 @@ def within_trials(profile: Profile) -> Chart | None:
             for role, look in looks.items():
                 for _, points in (line for line in lines[phase] if line[0] == role):
                     axes.plot(*zip(*points, strict=True), **look)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * max(speed for _, points in lines[phase] for _, speed in points) or 1)
             axes.margins(x=0.015)
             few_ticks(axes)
             axes.set_title(f"{wording.PHASE_NAMES[phase]}, GB/s", loc="left", fontsize=SMALL, color=palette.phase(phase), pad=3)
@@ -53,7 +53,8 @@ def within_trials(profile: Profile) -> Chart | None:
         for points in (points for each, points in lines[phase] if each == role and len(points) >= 3):
             speeds = [speed for _, speed in points]
             third = len(speeds) // 3
-            ratios.append(statistics.fmean(speeds[-third:]) / statistics.fmean(speeds[:third]) - 1)
+            if (first := statistics.fmean(speeds[:third])) > 0:
+                ratios.append(statistics.fmean(speeds[-third:]) / first - 1)
         return statistics.median(ratios) if ratios else None
 
     count = sum(map(len, lines.values()))
@@ -92,8 +93,8 @@ def sustained(profile: Profile) -> Chart | None:
     def draw(palette: Palette) -> Figure:
         figure, axes = plot(236, top=22, bottom=42, left=34)
         axes.plot(written, [speed for _, speed in points], color=palette.write, linewidth=1.8)
-        axes.set_ylim(0, 1.15 * max(speed for _, speed in points))
-        axes.set_xlim(0, run.bytes / 1e9)
+        axes.set_ylim(0, 1.15 * max(speed for _, speed in points) or 1)
+        axes.set_xlim(0, run.bytes / 1e9 or 1)
         axes.plot([0.72 * run.bytes / 1e9, run.bytes / 1e9], [run.steady_gb_per_s] * 2, color=palette.ink, linewidth=1, linestyle=DASHED)
         end = (run.bytes / 1e9, run.steady_gb_per_s)
         note(axes, f"{wording.speed(run.steady_gb_per_s)} in the end", end, (0, 6), palette.ink, ha="right")

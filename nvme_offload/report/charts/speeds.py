@@ -60,7 +60,7 @@ def comparison(profile: Profile) -> Chart | None:
             y += 0.8
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", labelcolor=palette.ink, labelsize=TEXT)
-        axes.set(xlim=(0, max(room * 1.36, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
+        axes.set(xlim=(0, max(room * 1.36 or 1, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
         frameless(axes)
         if top_space > 4:
             axes.axvline(link, color=palette.ink, linewidth=1, linestyle=DASHED)
@@ -128,7 +128,7 @@ def trade_off(profile: Profile) -> Chart | None:
         # The better one of the two has its words above it, the other below, on the left where there is room for them.
         named = ([(reached[control], "defaults", palette.soft)] if control else []) + [((read, write), "chosen", palette.mixed)]
         named.sort(key=lambda item: -sum(item[0]))
-        top = 1.12 * max([*(max(point) for point in reached.values()), *(speed for speed in alone if speed)])
+        top = 1.12 * max([*(max(point) for point in reached.values()), *(speed for speed in alone if speed)]) or 1.0
         for (r, w), name, colour in named:
             low: dict[str, Any] = {"offset": (-8, -13), "ha": "right"} if w > 0.45 * top else {"offset": (8, -11)}
             look = low if (r, w) != named[0][0] else {"offset": (8, 6)}
@@ -139,7 +139,7 @@ def trade_off(profile: Profile) -> Chart | None:
 
     together = wording.speed(read + write)
     finding = f"At the same time the chosen setting reads {wording.speed(read)} and writes {wording.speed(write)}{wording.SPACE}GB/s, {together} together"
-    if alone[0] and alone[1]:
+    if alone[0] and alone[1] and read + write > 0:
         # As much of each alone, by turns, in the proportion that was moved.
         by_turns = (read + write) / (read / alone[0] + write / alone[1])
         change = (read + write) / by_turns - 1
