@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvme_offload.profile import Profile, Setting
 
@@ -14,6 +14,7 @@ from .canvas import DASHED, SMALL, Chart, few_ticks, frameless, note, panels, pl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_ROWS = 8
 _PANEL, _GAP = 74, 24
 
 
@@ -68,62 +69,63 @@ def trials(profile: Profile) -> Chart | None:
     )
 
 
+class _Row(NamedTuple):
+    name: str
+    ratios: list[float]
+    chosen: bool = False
+    control: bool = False
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def range(self) -> float:
+        """As a share of the median."""
+        return (max(self.ratios) - min(self.ratios)) / self.median if self.median else 0.0
+
+
 def ranking(profile: Profile) -> Chart | None:
     """The finalists under the load that decides: every trial a dot, the median of each, and the interval of the chosen one."""
     phase = next(iter(summary.phases_tried(summary.decisive(profile))), "")
-    dots: dict[Setting, list[float]] = {}
-    controls = []
-    for trial in summary.decisive(profile):
-        if trial.phase == phase and not trial.control:
-            dots.setdefault(trial.setting, []).append(trial.relative)
-        elif trial.phase == phase:
-            controls.append(trial)
-    rows = sorted(dots.items(), key=lambda item: -statistics.median(item[1]))
-    if not rows or max(len(values) for values in dots.values()) < 2:
+    finalists = _finalists(profile, phase)
+    if not any(len(row.ratios) > 1 for row in finalists):
         return None
-    kept = [row for index, row in enumerate(rows) if index < 8 or row[0] == profile.chosen]
-    # By definition the control is 1; what shows its noise is each run against its neighbours in time.
-    speeds = [speed for _, speed in summary.control_runs(profile, phase)]
-    own = [2 * middle / (before + after) for before, middle, after in zip(speeds, speeds[1:], speeds[2:], strict=False) if before + after > 0]
-    if own and controls:
-        kept.append((controls[0].setting, own))
+    rows = [row for index, row in enumerate(finalists) if index < MOST_ROWS or row.chosen] + _control(profile, phase)
     best = profile.performance.get(phase)
 
     def draw(palette: Palette) -> Figure:
-        figure, axes = plot(26 * len(kept) + 56, left=112, right=46, top=14, bottom=42)
-        for y, (setting, values) in enumerate(kept):
-            control = bool(controls) and setting == controls[0].setting and values is own
-            colour = palette.soft if control else palette.phase(phase)
-            if setting == profile.chosen and best is not None and not control:
+        figure, axes = plot(26 * len(rows) + 56, left=112, right=46, top=14, bottom=42)
+        for y, row in enumerate(rows):
+            colour = palette.soft if row.control else palette.phase(phase)
+            if row.chosen and best is not None:
                 axes.barh(y, best.relative_high - best.relative_low, left=best.relative_low, height=0.62, color=colour, alpha=0.18, linewidth=0)
             # Dots of one row apart from each other, always in the same way.
-            lift = [y + 0.2 * (index % 3 - 1) for index in range(len(values))]
-            axes.plot(values, lift, linestyle="", marker="o", markersize=4.2, color=colour, alpha=0.55, markeredgewidth=0)
-            middle = statistics.median(values)
-            axes.plot([middle, middle], [y - 0.36, y + 0.36], color=palette.ink, linewidth=1.8)
-            colour = palette.ink if setting == profile.chosen else palette.soft
-            note(axes, wording.ratio(middle), (1, y), (6, 0), colour, xycoords=("axes fraction", "data"), va="center")
+            lift = [y + 0.2 * (index % 3 - 1) for index in range(len(row.ratios))]
+            axes.plot(row.ratios, lift, linestyle="", marker="o", markersize=4.2, color=colour, alpha=0.55, markeredgewidth=0)
+            axes.plot([row.median, row.median], [y - 0.36, y + 0.36], color=palette.ink, linewidth=1.8)
+            colour = palette.ink if row.chosen else palette.soft
+            note(axes, wording.ratio(row.median), (1, y), (6, 0), colour, xycoords=("axes fraction", "data"), va="center")
         axes.axvline(1, color=palette.soft, linewidth=1, linestyle=DASHED)
         # An interval that says nothing does not squeeze the dots.
-        low, high = min(1.0, *(min(values) for _, values in kept)), max(1.0, *(max(values) for _, values in kept))
-        span = high - low
+        low, high = min(1.0, *(min(row.ratios) for row in rows)), max(1.0, *(max(row.ratios) for row in rows))
+        span = high - low or 0.1
         ends = (best.relative_low, best.relative_high) if best is not None else (low, high)
         axes.set_xlim(max(min(low, ends[0]), low - 0.4 * span) - 0.05 * span, min(max(high, ends[1]), high + 0.4 * span) + 0.05 * span)
-        axes.set(ylim=(len(kept) - 0.4, -0.6), xlabel=f"{wording.PHASE_NAMES[phase]}, over the defaults at the same moment")
-        names = ["the defaults" if values is own else wording.setting(setting) for setting, values in kept]
-        axes.set_yticks(range(len(kept)), names)
-        for text, (setting, _) in zip(axes.get_yticklabels(), kept, strict=True):
-            if setting == profile.chosen:
+        axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"{wording.PHASE_NAMES[phase]}, over the defaults at the same moment")
+        axes.set_yticks(range(len(rows)), [row.name for row in rows])
+        for text, row in zip(axes.get_yticklabels(), rows, strict=True):
+            if row.chosen:
                 text.set(fontweight="bold", color=palette.ink)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}{wording.TIMES}")
         axes.locator_params(axis="x", nbins=5)
         frameless(axes)
         return figure
 
-    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(_range(values) for _, values in rows))} of their median"
-    if len(rows) > 1:
-        first, second = (statistics.median(values) for _, values in rows[:2])
-        finding += f"; the two fastest of {len(rows)} are {wording.percent((first - second) / first if first else 0.0)} apart"
+    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(row.range for row in finalists))} of their median"
+    if len(finalists) > 1:
+        first, second = (row.median for row in finalists[:2])
+        finding += f"; the two fastest of {len(finalists)} are {wording.percent((first - second) / first if first else 0.0)} apart"
     return Chart(
         "ranking",
         "How sure the ranking is",
@@ -131,20 +133,23 @@ def ranking(profile: Profile) -> Chart | None:
         f"Rows: block size {wording.TIMES} queue depth {wording.TIMES} threads, the chosen one bold. A dot for each trial, a bar for the median; "
         f"shaded: the 90{wording.SPACE}% interval of the chosen one. Last row: the defaults against their own neighbours in time.",
         ("Setting", "Trials", "Lowest", "Median", "Highest"),
-        tuple(
-            (
-                "the defaults" if values is own else wording.setting(setting),
-                str(len(values)),
-                wording.ratio(min(values)),
-                wording.ratio(statistics.median(values)),
-                wording.ratio(max(values)),
-            )
-            for setting, values in kept
-        ),
+        tuple((row.name, str(len(row.ratios)), *map(wording.ratio, (min(row.ratios), row.median, max(row.ratios)))) for row in rows),
         draw,
     )
 
 
-def _range(values: list[float]) -> float:
-    middle = statistics.median(values)
-    return (max(values) - min(values)) / middle if middle else 0.0
+def _finalists(profile: Profile, phase: str) -> list[_Row]:
+    """The settings of the deciding stage but the control, the fastest first."""
+    found: dict[Setting, list[float]] = {}
+    for trial in summary.decisive(profile):
+        if trial.phase == phase and not trial.control:
+            found.setdefault(trial.setting, []).append(trial.relative)
+    rows = [_Row(wording.setting(setting), ratios, chosen=setting == profile.chosen) for setting, ratios in found.items()]
+    return sorted(rows, key=lambda row: -row.median)
+
+
+def _control(profile: Profile, phase: str) -> list[_Row]:
+    """A row of the control, which by definition is 1: what shows its noise is each run against its neighbours in time."""
+    speeds = [speed for _, speed in summary.control_runs(profile, phase)]
+    ratios = [2 * middle / (before + after) for before, middle, after in zip(speeds, speeds[1:], speeds[2:], strict=False) if before + after > 0]
+    return [_Row("the defaults", ratios, control=True)] if ratios else []
