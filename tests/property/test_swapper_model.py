@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import random
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError, UsageError
 from nvme_offload.pool import PinnedPool
-from nvme_offload.store import TensorStore
+from nvme_offload.store import StoreTicket, TensorStore
 from nvme_offload.swapper import TensorSwapper
 
 PAGE = 4096
@@ -35,6 +37,44 @@ FAULTS = st.lists(
 )
 
 
+class LateTicket:
+    """A transfer that is carried out when it is waited for, or when chance says that it is done: as late as a drive may be."""
+
+    def __init__(self, transfer: Callable[[], StoreTicket], chance: random.Random) -> None:
+        self.transfer = transfer
+        self.chance = chance
+        self.ticket: StoreTicket | None = None
+
+    def done(self) -> bool:
+        if self.ticket is None and self.chance.random() < 0.05:
+            self.ticket = self.transfer()
+        return self.ticket is not None
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.ticket = self.ticket or self.transfer()
+        return self.ticket.wait(timeout)
+
+
+class LateStore:
+    """A store whose transfers are late."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self.store = store
+        self.chance = random.Random(4)
+
+    def put(self, name: str, tensor: torch.Tensor) -> LateTicket:
+        return LateTicket(partial(self.store.put, name, tensor), self.chance)
+
+    def get(self, name: str, out: torch.Tensor) -> LateTicket:
+        return LateTicket(partial(self.store.get, name, out), self.chance)
+
+    def delete(self, name: str) -> None:
+        self.store.delete(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.store
+
+
 class SwapperMachine(RuleBasedStateMachine):
     """A swapper, and what each value must be: its bytes, and how many of them count."""
 
@@ -47,16 +87,18 @@ class SwapperMachine(RuleBasedStateMachine):
         self.held: dict[str, tuple[torch.Tensor, bytes]] = {}
         self.generator = np.random.default_rng(3)
 
-    @initialize(pages=st.integers(5, 14), lookahead=st.none() | st.integers(0, 10 * PAGE), threads=st.integers(1, 2), faults=FAULTS, most=st.integers(1, 4))
-    def make(self, pages, lookahead, threads, faults, most):
-        config = AioConfig(block_size=2 * PAGE, queue_depth=3, thread_count=threads, backend="posix", direct="auto")
+    @initialize(pages=st.integers(5, 14), lookahead=st.none() | st.integers(0, 10 * PAGE), late=st.booleans(), faults=FAULTS, most=st.integers(1, 4))
+    def make(self, pages, lookahead, late, faults, most):
+        config = AioConfig(block_size=2 * PAGE, queue_depth=3, backend="posix", direct="auto")
         script = [(first, count, *fault) for first, count, fault in faults] if self.faulty else []
         self.directory = tempfile.TemporaryDirectory()
         self.engine = Engine(config, _faults=script)
         self.store = TensorStore(self.directory.name, engine=self.engine)
         self.pool = PinnedPool(pages * PAGE, pin=False)
-        self.swapper = TensorSwapper(self.store, self.pool, lookahead_bytes=lookahead)
+        self.swapper = TensorSwapper(LateStore(self.store) if late else self.store, self.pool, lookahead_bytes=lookahead)
         self.most = most
+        for name in "abcdefgh":  # more than fits, to begin with
+            self.swap_out(name, 2 * PAGE)
 
     def bytes_of(self, count: int) -> bytes:
         return self.generator.integers(0, 256, count, dtype=np.uint8).tobytes()
@@ -175,6 +217,15 @@ class SwapperMachine(RuleBasedStateMachine):
     def prefetch(self, names):
         self.swapper.prefetch(names)
 
+    @rule(name=NAMES, discard=st.booleans(), nbytes=SIZES)
+    def change_of_mind(self, name, discard, nbytes):
+        """What was asked for is not wanted after all."""
+        self.swapper.prefetch([name])
+        if discard:
+            self.discard(name)
+        else:
+            self.swap_out(name, nbytes)
+
     @rule()
     def step(self):
         self.swapper.step()
@@ -232,4 +283,4 @@ class FaultySwapperMachine(SwapperMachine):
 
 @pytest.mark.parametrize("machine", [SwapperMachine, FaultySwapperMachine], ids=["sound", "failing"])
 def test_the_swapper_is_a_dict_of_bytes(machine: type[SwapperMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)))
