@@ -12,6 +12,7 @@ from ..palette import Palette
 from .canvas import DASHED, TEXT, Chart, frameless, note, plot
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -29,40 +30,25 @@ def comparison(profile: Profile) -> Chart | None:
     link = (profile.drive.get("link_bytes_per_second") or 0) / 1e9
     fastest = max(bar.gb_per_s for bars in groups.values() for bar in bars)
     # An interval wider than that says that nothing is known, which it also says when it runs out of the drawing.
-    room = max(min(bar.interval[1] if bar.interval else 0.0, 1.3 * fastest) for bars in groups.values() for bar in bars)
-    room = max(room, fastest)
+    room = max(fastest, *(min(bar.interval[1], 1.3 * fastest) for bars in groups.values() for bar in bars if bar.interval))
+    link_in_sight = 0 < link < 1.5 * room
 
     def draw(palette: Palette) -> Figure:
         rows = sum(len(bars) for bars in groups.values())
-        top_space = 18 if link and link < 1.5 * room else 4
-        height = 17 * rows + 14 * len(groups)
-        figure, axes = plot(height + top_space + 40, left=84, right=12, top=top_space, bottom=40)
+        above, below = 18 if link_in_sight else 4, 40
+        figure, axes = plot(17 * rows + 14 * len(groups) + above + below, left=84, right=12, top=above, bottom=below)
         y, ticks = 0.0, []
         for phase, bars in groups.items():
             ticks.append((y + (len(bars) - 1) / 2, wording.PHASE_NAMES[phase]))
             for bar in bars:
-                solid = bar.name == "chosen"
-                look: dict[str, Any] = {"color": palette.phase(phase), "alpha": 1 if solid else 0.38}
-                if bar.name == "defaults":
-                    look = {"color": palette.soft, "alpha": 0.4}
-                if bar.name == "fio":
-                    look = {"facecolor": "none", "edgecolor": palette.phase(phase), "linewidth": 1.2}
-                axes.barh(y, bar.gb_per_s, height=0.74, **{"linewidth": 0, **look})
-                end = bar.gb_per_s
-                if bar.interval and bar.interval[1] > bar.interval[0]:
-                    end = min(max(end, bar.interval[1]), room)
-                    inside = [min(speed, 1.01 * room) for speed in bar.interval]
-                    ends = inside if bar.interval[1] <= 1.01 * room else inside[:1]
-                    axes.plot(inside, [y, y], color=palette.ink, linewidth=1.1)
-                    axes.plot(ends, [y] * len(ends), color=palette.ink, linestyle="", marker="|", markersize=6, markeredgewidth=1.1)
-                note(axes, f"{wording.speed(bar.gb_per_s)} {bar.name}", (end, y), (6, 0), palette.ink if solid else palette.soft, va="center")
+                _draw_bar(axes, y, bar, palette, palette.phase(phase), room)
                 y += 1
             y += 0.8
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", labelcolor=palette.ink, labelsize=TEXT)
-        axes.set(xlim=(0, max(room * 1.36 or 1, link * 1.02 if top_space > 4 else 0)), ylim=(y - 0.8 - 0.4, -0.6), xlabel="GB/s")
+        axes.set(xlim=(0, max(room * 1.36 or 1, link * 1.02 if link_in_sight else 0)), ylim=(y - 1.2, -0.6), xlabel="GB/s")
         frameless(axes)
-        if top_space > 4:
+        if link_in_sight:
             axes.axvline(link, color=palette.ink, linewidth=1, linestyle=DASHED)
             note(axes, f"the PCIe link, {wording.speed(link)}", (link, 1), (0, 3), palette.soft, xycoords=("data", "axes fraction"), ha="right")
         return figure
@@ -99,6 +85,23 @@ def _bars(profile: Profile, phase: str, reached: Best) -> list[_Bar]:
         # Brought to the moment at which the chosen setting was judged: both ran by turns, so their ratio is what is sure.
         bars.append(_Bar("fio", fio.relative * reached.gb_per_s, (fio.relative_low * reached.gb_per_s, fio.relative_high * reached.gb_per_s)))
     return bars
+
+
+def _draw_bar(axes: Axes, y: float, bar: _Bar, palette: Palette, colour: str, room: float) -> None:
+    looks: dict[str, dict[str, Any]] = {
+        "defaults": {"color": palette.soft, "alpha": 0.4},
+        "chosen": {"color": colour},
+        "best": {"color": colour, "alpha": 0.38},
+        "fio": {"facecolor": "none", "edgecolor": colour, "linewidth": 1.2},
+    }
+    axes.barh(y, bar.gb_per_s, height=0.74, **{"linewidth": 0, **looks[bar.name]})
+    low, high = bar.interval or (bar.gb_per_s, bar.gb_per_s)
+    if high > low:
+        axes.plot([min(low, room), min(high, room)], [y, y], color=palette.ink, linewidth=1.1)
+        ends = [end for end in (low, high) if end <= room]
+        axes.plot(ends, [y] * len(ends), color=palette.ink, linestyle="", marker="|", markersize=6, markeredgewidth=1.1)
+    place = (min(max(bar.gb_per_s, high), room), y)
+    note(axes, f"{wording.speed(bar.gb_per_s)} {bar.name}", place, (6, 0), palette.ink if bar.name == "chosen" else palette.soft, va="center")
 
 
 def trade_off(profile: Profile) -> Chart | None:
