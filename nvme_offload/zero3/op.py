@@ -11,8 +11,6 @@ Source: deepspeed/ops/csrc/aio/py_lib/py_ds_aio.cpp, deepspeed/ops/csrc/pin_memo
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import operator
 import os
@@ -21,13 +19,14 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import AioConfig
-from ..engine import Engine, File, Memory, Ticket
-from ..errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UsageError
+from ..engine import Engine
+from ..errors import IOFailure, OffloadError, UsageError
 from ..pool import PinnedPool
+from .locked_memory import forget, is_pinned, locked_memory, locked_tensor
+from .operation import OUT_OF_DESCRIPTORS, Operation, moves_as_it_is, open_descriptor, open_path, require_movable, write_to_descriptor
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     StrPath = str | bytes | os.PathLike[str]
 
 _DIRECT_ALIGNMENT_BYTES = 512  # for each thread; what deepspeed.io.FastFileWriter cuts its writes by
-_VALIDATION_BYTES = 64 << 20  # read back at a time
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ class aio_handle:
         except UsageError as error:
             raise UsageError(str(error).replace("thread_count", "intra_op_parallelism")) from None
         self._shared = _share_engine(self._config)
-        self._pending: list[_Operation] = []
+        self._pending: list[Operation] = []
         self._lock = threading.Lock()
 
     def get_block_size(self) -> int:
@@ -167,15 +164,15 @@ class aio_handle:
 
         Lifetime: the memory is given back when the tensor and its views are gone, whether it was freed or not.
         """
-        return _locked_tensor(num_elem, example_tenosr, lambda nbytes: PinnedPool(nbytes).memory)
+        return locked_tensor(_index("num_elem", num_elem), example_tenosr, lambda nbytes: PinnedPool(nbytes).memory)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Forget that *tensor* is pinned; False where it is not the whole of what `new_cpu_locked_tensor` returned."""
-        return _locked.pop(tensor.data_ptr(), None) is not None
+        return forget(tensor.data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of *buffer* is pinned, by torch or as a locked tensor or a view of one."""
-        return _is_pinned(buffer)
+        return is_pinned(buffer)
 
     def _queue(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, asynchronous: bool, file_offset: int) -> int:
         asynchronous = _flag("async", asynchronous)
@@ -191,8 +188,8 @@ class aio_handle:
             raise operation.failure
         return 0
 
-    def _start(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, file_offset: int) -> _Operation:
-        _require_movable(buffer)
+    def _start(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, file_offset: int) -> Operation:
+        require_movable(buffer)
         validate = _flag("validate", validate)
         offset = _index("file_offset", file_offset)
         if offset < 0:
@@ -204,23 +201,23 @@ class aio_handle:
         try:
             return self._submit(writing, buffer, where, validate, offset)
         except IOFailure as error:
-            if error.errno not in _OUT_OF_DESCRIPTORS or not self._pending:
+            if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
                 raise
         # Every operation holds a descriptor, and there may be more of them than a process may have.
         for pending in self._pending:
             pending.settle()
         return self._submit(writing, buffer, where, validate, offset)
 
-    def _submit(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, offset: int) -> _Operation:
+    def _submit(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, offset: int) -> Operation:
         import torch
 
         engine = self._shared.engine
-        place = _open_descriptor(engine, where, writing) if isinstance(where, int) else _open_path(engine, where, writing)
-        operation = _Operation(engine, writing, buffer, place, offset, validate)
+        place = open_descriptor(engine, where, writing) if isinstance(where, int) else open_path(engine, where, writing)
+        operation = Operation(engine, writing, buffer, place, offset, validate)
         for pending in self._pending:
             if pending.conflicts(operation):
                 pending.settle()
-        if not _moves_as_it_is(buffer):
+        if not moves_as_it_is(buffer):
             # Pinned memory comes from torch's own allocator, which keeps it for the next time.
             operation.staging = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
             if writing:
@@ -229,7 +226,7 @@ class aio_handle:
             operation.ticket = (engine.write if writing else engine.read)(operation.staging, place.file, offset)
         else:
             try:
-                _write_to_descriptor(operator.index(where), operation.staging, offset)  # type: ignore[arg-type]
+                write_to_descriptor(operator.index(where), operation.staging, offset)  # type: ignore[arg-type]
             except IOFailure as error:
                 operation.failure = error
         return operation
@@ -240,7 +237,7 @@ class pin_handle:
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of *num_elem* zeros with the example's dtype, page-aligned and locked in memory as far as the limit allows."""
-        return _locked_tensor(num_elem, example_tensor, _locked_memory)
+        return locked_tensor(_index("num_elem", num_elem), example_tensor, locked_memory)
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
         """As `aio_handle.free_cpu_locked_tensor`."""
@@ -248,11 +245,11 @@ class pin_handle:
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """The same for the tensor that starts at *address*."""
-        return _locked.pop(address, None) is not None
+        return forget(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """As `aio_handle.is_pinned`."""
-        return _is_pinned(buffer)
+        return is_pinned(buffer)
 
 
 def aio_read(buffer: torch.Tensor, filename: StrPath, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool) -> int:
@@ -354,223 +351,6 @@ def _keep(handle: aio_handle) -> aio_handle:
     global _kept
     _kept = handle
     return handle
-
-
-class _Place:
-    """An open file, how to call it and how to recognise it; *file* is None where the engine cannot open it."""
-
-    __slots__ = ("file", "identity", "path")
-
-    def __init__(self, file: File | None, path: str, status: os.stat_result) -> None:
-        self.file = file
-        self.path = path
-        self.identity = (status.st_dev, status.st_ino)
-
-
-class _Operation:
-    """A read or write of a handle: what it touches, and how it ended."""
-
-    __slots__ = ("begin", "buffer", "end", "engine", "failure", "memory", "memory_end", "place", "staging", "ticket", "validate", "writing")
-
-    def __init__(self, engine: Engine, writing: bool, buffer: torch.Tensor, place: _Place, offset: int, validate: bool) -> None:
-        self.engine = engine
-        self.writing = writing
-        self.buffer = buffer
-        self.staging = buffer  # what the engine moves
-        self.place = place
-        self.begin, self.end = offset, offset + buffer.nbytes
-        self.memory, self.memory_end = _extent(buffer)
-        self.validate = validate
-        self.ticket: Ticket | None = None  # while it is under way
-        self.failure: Exception | None = None
-
-    def conflicts(self, later: _Operation) -> bool:
-        """Whether *later* must not begin before this one has ended: they share bytes, in memory or in a file, that one of them changes."""
-        if self.ticket is None:
-            return False
-        if self.memory < later.memory_end and later.memory < self.memory_end and not (self.writing and later.writing):
-            return True
-        same_file = self.place.identity == later.place.identity
-        return same_file and self.begin < later.end and later.begin < self.end and (self.writing or later.writing)
-
-    def settle(self) -> None:
-        """Wait until it is finished, and keep what went wrong."""
-        if self.ticket is None:
-            return
-        try:
-            self.ticket.wait()
-            if self.validate:
-                self._compare()
-            if self.staging is not self.buffer and not self.writing:
-                self.buffer.copy_(self.staging)
-        except Exception as error:
-            self.failure = error
-        self.ticket = None
-        self.buffer = self.staging = self.buffer.new_empty(0)  # whoever holds the exception does not hold the memory
-        self.place.file = None
-
-    def _compare(self) -> None:
-        import torch
-
-        moved = _bytes_of(self.staging)
-        again = torch.empty(min(moved.numel(), _VALIDATION_BYTES), dtype=torch.uint8)
-        for start in range(0, moved.numel(), _VALIDATION_BYTES):
-            part = moved[start : start + _VALIDATION_BYTES]
-            self.engine.read(again[: part.numel()], self.place.path, self.begin + start).wait()
-            if not torch.equal(part, again[: part.numel()]):
-                raise CorruptionError(
-                    "the bytes that were read back differ",
-                    operation="write" if self.writing else "read",
-                    path=self.place.path,
-                    offset=self.begin,
-                    nbytes=moved.numel(),
-                    done=moved.numel(),
-                )
-
-
-def _open_path(engine: Engine, path: StrPath, writing: bool) -> _Place:
-    try:
-        name = os.fsdecode(path)
-    except TypeError:
-        raise UsageError(f"filename must be a path, not {path!r}") from None
-    file = engine.open(name, "w" if writing else "r")
-    place = _Place(file, name, Path(name).stat())
-    _tell_of_page_cache(place)
-    return place
-
-
-def _open_descriptor(engine: Engine, descriptor: int, writing: bool) -> _Place:
-    """Open the file of *descriptor* once more, for the engine.
-
-    By its name, if it still has it: the engine refuses links for writing, also those of /proc/self/fd.
-    """
-    if not writing:
-        raise UsageError(f"filename must be a path, not {descriptor}")
-    path = f"/proc/self/fd/{descriptor}"
-    try:
-        readable_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
-        status = os.fstat(descriptor)
-        name = str(Path(path).readlink())
-    except OSError as error:
-        raise _failure(error, path) from None
-    if readable_only:
-        raise _failure(OSError(errno.EBADF, "the descriptor is not open for writing"), path)
-    nameless = _Place(None, name, status)
-    try:
-        if not os.path.samestat(Path(name).stat(), status):
-            return nameless
-        place = _Place(engine.open(name, "w"), name, Path(name).stat())
-    except OSError as error:
-        if error.errno in _OUT_OF_DESCRIPTORS:
-            raise
-        return nameless
-    if place.identity != nameless.identity:  # replaced this moment
-        return nameless
-    _tell_of_page_cache(place)
-    return place
-
-
-def _write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> None:
-    """Write all of *staging* before this returns."""
-    path = f"/proc/self/fd/{descriptor}"
-    memory = memoryview(_bytes_of(staging).numpy())  # type: ignore[arg-type]  # until numpy 2 its arrays have no __buffer__
-    done = 0
-    try:
-        try:
-            own = os.open(path, os.O_WRONLY)  # without O_DIRECT, which would want everything aligned, and without O_APPEND
-        except PermissionError:
-            own = os.dup(descriptor)
-        try:
-            while done < len(memory):
-                done += os.pwrite(own, memory[done:], offset + done)
-        finally:
-            os.close(own)
-    except OSError as error:
-        raise _failure(error, path, offset, len(memory), done) from None
-
-
-def _failure(error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0) -> IOFailure:
-    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else IOFailure
-    return kind(error.errno or errno.EIO, error.strerror or str(error), operation="write", path=path, offset=offset, nbytes=nbytes, done=done)
-
-
-_told_of: set[int] = set()
-
-
-def _tell_of_page_cache(place: _Place) -> None:
-    device = place.identity[0]
-    if place.file is not None and not place.file.direct and device not in _told_of:
-        _told_of.add(device)
-        _log.warning("the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache", place.path)
-
-
-# Locked memory that is in use: first address -> bytes. Entries also go when the memory does, in the middle of anything, so iterate over a copy.
-_locked: dict[int, int] = {}
-
-
-def _locked_tensor(num_elem: int, example: torch.Tensor, lock: Callable[[int], memoryview]) -> torch.Tensor:
-    import numpy as np
-    import torch
-
-    count = _index("num_elem", num_elem)
-    if count < 0:
-        raise UsageError(f"num_elem must not be negative: {count}")
-    if example.is_quantized:
-        raise UsageError(f"a tensor of {example.dtype} has no fixed scale in memory")
-    if count == 0:
-        return torch.empty(0, dtype=example.dtype)
-    nbytes = count * example.dtype.itemsize
-    # The storage of a tensor made from an array holds that very array until it goes itself.
-    array = np.frombuffer(lock(nbytes), np.uint8, nbytes)
-    address = array.ctypes.data
-    _locked[address] = nbytes
-    weakref.finalize(array, _locked.pop, address, None).atexit = False
-    # Not a view of a tensor of bytes: deepspeed.utils.pin_memory takes the end of this very tensor for the end of all views of it.
-    return torch.empty(0, dtype=example.dtype).set_(torch.from_numpy(array).untyped_storage(), 0, (count,), (1,))
-
-
-def _locked_memory(nbytes: int) -> memoryview:
-    memory = Memory(nbytes)  # there in forked children too, as other memory is
-    if (count := memory.lock()) < nbytes:
-        _log.info("%d of %d bytes could be locked in memory; the rest may be swapped out", count, nbytes)
-    return memoryview(memory)
-
-
-def _is_pinned(buffer: torch.Tensor) -> bool:
-    if not buffer.is_cpu:
-        return False
-    begin, end = _extent(buffer)
-    if any(first <= begin and end <= first + nbytes for first, nbytes in _locked.copy().items()):
-        return True
-    return buffer.is_pinned()
-
-
-def _extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """The first address of *buffer* and the one behind its last byte. Addresses on GPUs are none of the CPU's."""
-    begin = buffer.data_ptr()
-    if buffer.is_contiguous():
-        return begin, begin + buffer.nbytes
-    last = sum((count - 1) * stride for count, stride in zip(buffer.shape, buffer.stride(), strict=True))
-    return begin, begin + (last + 1) * buffer.itemsize
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _moves_as_it_is(buffer: torch.Tensor) -> bool:
-    return buffer.is_cpu and buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
-
-
-def _require_movable(buffer: torch.Tensor) -> None:
-    import torch
-
-    if not isinstance(buffer, torch.Tensor):
-        raise UsageError(f"buffer must be a tensor, not {type(buffer).__name__}")
-    if buffer.layout is not torch.strided or buffer.is_meta or (buffer.is_quantized and not _moves_as_it_is(buffer)):
-        raise UsageError(f"buffer must be a dense tensor with memory of its own, not {buffer.layout} of {buffer.dtype} on {buffer.device}")
 
 
 def _index(name: str, value: int) -> int:

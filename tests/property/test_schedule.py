@@ -9,8 +9,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from nvme_offload.access_order import AccessOrder, Use
 from nvme_offload.errors import UsageError
-from nvme_offload.schedule import AccessOrder, Schedule, Transfer, Use
+from nvme_offload.schedule import Schedule, Transfer
 
 PAGE = 4096
 

@@ -15,24 +15,25 @@ PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
-PURE = {"config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "schedule", "units"}
+PURE = {"access_order", "config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "schedule", "units"}
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool", "store", "swapper"},
     **dict.fromkeys(PURE, PURE),
     "engine": PURE | {"_aio"},
     "pool": PURE | {"engine"},
     "slabs": PURE | {"engine"},
-    "snapshot": PURE | {"engine", "slabs", "store"},
-    "store": PURE | {"engine", "slabs", "snapshot"},
-    "swapper": PURE | {"engine", "pool", "store"},
-    "zero3": PURE | {"engine", "pool", "store", "snapshot", "swapper"},
+    "snapshot": PURE | {"engine", "slabs"},
+    "values": PURE | {"engine", "slabs", "snapshot"},
+    "store": PURE | {"engine", "slabs", "snapshot", "values"},
+    "swapper": PURE | {"pool", "store"},
+    "zero3": PURE | {"engine", "pool", "store", "swapper"},
     "report": PURE,
     "sweep": PURE | {"engine", "report"},
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
 LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of DeepSpeed and are themselves imported by `enable()` alone.
-BEHIND_ENABLE = {"zero3/checkpoint.py", "zero3/op.py", "zero3/optimizer_swapper.py", "zero3/param_swapper.py", "zero3/stage3.py"}
+BEHIND_ENABLE = {f"zero3/{name}.py" for name in ("archive", "checkpoint", "op", "optimizer_swapper", "param_swapper", "stage3", "states")}
 
 
 @dataclasses.dataclass(frozen=True)

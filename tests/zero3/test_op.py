@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from nvme_offload import CorruptionError, IOFailure, NoSpaceError, TruncatedError, UsageError
-from nvme_offload.zero3 import op
+from nvme_offload.zero3 import op, operation
 
 Limit = Callable[[int, int], AbstractContextManager[None]]
 Mount = Callable[[str], Path]
@@ -405,7 +405,7 @@ def test_there_may_be_more_operations_than_descriptors(handle, tmp_path, limit: 
 
 def test_what_goes_through_the_page_cache_is_said_once(mounted: Mount, caplog):
     directory = mounted("tmpfs")
-    op._told_of.discard(directory.stat().st_dev)
+    operation._told_of.discard(directory.stat().st_dev)
     handle = op.aio_handle()
     for name in ("one", "two"):
         handle.sync_pwrite(random(8), directory / name)

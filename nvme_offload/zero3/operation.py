@@ -1,0 +1,194 @@
+"""`Operation`: one read or write of an `aio_handle`, and the file that it is of."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..engine import Engine, File, Ticket
+from ..errors import CorruptionError, IOFailure, NoSpaceError, UsageError
+from .locked_memory import extent
+
+if TYPE_CHECKING:
+    import torch
+
+    StrPath = str | bytes | os.PathLike[str]
+
+_VALIDATION_BYTES = 64 << 20  # read back at a time
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+_log = logging.getLogger(__name__)
+
+
+class Place:
+    """An open file, how to call it and how to recognise it; *file* is None where the engine cannot open it."""
+
+    __slots__ = ("file", "identity", "path")
+
+    def __init__(self, file: File | None, path: str, status: os.stat_result) -> None:
+        self.file = file
+        self.path = path
+        self.identity = (status.st_dev, status.st_ino)
+
+
+class Operation:
+    """A read or write of a handle: what it touches, and how it ended."""
+
+    __slots__ = ("begin", "buffer", "end", "engine", "failure", "memory", "memory_end", "place", "staging", "ticket", "validate", "writing")
+
+    def __init__(self, engine: Engine, writing: bool, buffer: torch.Tensor, place: Place, offset: int, validate: bool) -> None:
+        self.engine = engine
+        self.writing = writing
+        self.buffer = buffer
+        self.staging = buffer  # what the engine moves
+        self.place = place
+        self.begin, self.end = offset, offset + buffer.nbytes
+        self.memory, self.memory_end = extent(buffer)
+        self.validate = validate
+        self.ticket: Ticket | None = None  # while it is under way
+        self.failure: Exception | None = None
+
+    def conflicts(self, later: Operation) -> bool:
+        """Whether *later* must not begin before this one has ended: they share bytes, in memory or in a file, that one of them changes."""
+        if self.ticket is None:
+            return False
+        if self.memory < later.memory_end and later.memory < self.memory_end and not (self.writing and later.writing):
+            return True
+        same_file = self.place.identity == later.place.identity
+        return same_file and self.begin < later.end and later.begin < self.end and (self.writing or later.writing)
+
+    def settle(self) -> None:
+        """Wait until it is finished, and keep what went wrong."""
+        if self.ticket is None:
+            return
+        try:
+            self.ticket.wait()
+            if self.validate:
+                self._compare()
+            if self.staging is not self.buffer and not self.writing:
+                self.buffer.copy_(self.staging)
+        except Exception as error:
+            self.failure = error
+        self.ticket = None
+        self.buffer = self.staging = self.buffer.new_empty(0)  # whoever holds the exception does not hold the memory
+        self.place.file = None
+
+    def _compare(self) -> None:
+        import torch
+
+        moved = _bytes_of(self.staging)
+        again = torch.empty(min(moved.numel(), _VALIDATION_BYTES), dtype=torch.uint8)
+        for start in range(0, moved.numel(), _VALIDATION_BYTES):
+            part = moved[start : start + _VALIDATION_BYTES]
+            self.engine.read(again[: part.numel()], self.place.path, self.begin + start).wait()
+            if not torch.equal(part, again[: part.numel()]):
+                raise CorruptionError(
+                    "the bytes that were read back differ",
+                    operation="write" if self.writing else "read",
+                    path=self.place.path,
+                    offset=self.begin,
+                    nbytes=moved.numel(),
+                    done=moved.numel(),
+                )
+
+
+def open_path(engine: Engine, path: StrPath, writing: bool) -> Place:
+    """Open the file *path* for the engine. Raises: UsageError, IOFailure."""
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"filename must be a path, not {path!r}") from None
+    file = engine.open(name, "w" if writing else "r")
+    place = Place(file, name, Path(name).stat())
+    _tell_of_page_cache(place)
+    return place
+
+
+def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
+    """Open the file of *descriptor* once more, for the engine.
+
+    By its name, if it still has it: the engine refuses links for writing, also those of /proc/self/fd.
+    """
+    if not writing:
+        raise UsageError(f"filename must be a path, not {descriptor}")
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        readable_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        status = os.fstat(descriptor)
+        name = str(Path(path).readlink())
+    except OSError as error:
+        raise _failure(error, path) from None
+    if readable_only:
+        raise _failure(OSError(errno.EBADF, "the descriptor is not open for writing"), path)
+    nameless = Place(None, name, status)
+    try:
+        if not os.path.samestat(Path(name).stat(), status):
+            return nameless
+        place = Place(engine.open(name, "w"), name, Path(name).stat())
+    except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
+        return nameless
+    if place.identity != nameless.identity:  # replaced this moment
+        return nameless
+    _tell_of_page_cache(place)
+    return place
+
+
+def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> None:
+    """Write all of *staging* before this returns."""
+    path = f"/proc/self/fd/{descriptor}"
+    memory = memoryview(_bytes_of(staging).numpy())  # type: ignore[arg-type]  # until numpy 2 its arrays have no __buffer__
+    done = 0
+    try:
+        try:
+            own = os.open(path, os.O_WRONLY)  # without O_DIRECT, which would want everything aligned, and without O_APPEND
+        except PermissionError:
+            own = os.dup(descriptor)
+        try:
+            while done < len(memory):
+                done += os.pwrite(own, memory[done:], offset + done)
+        finally:
+            os.close(own)
+    except OSError as error:
+        raise _failure(error, path, offset, len(memory), done) from None
+
+
+def _failure(error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0) -> IOFailure:
+    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else IOFailure
+    return kind(error.errno or errno.EIO, error.strerror or str(error), operation="write", path=path, offset=offset, nbytes=nbytes, done=done)
+
+
+_told_of: set[int] = set()
+
+
+def _tell_of_page_cache(place: Place) -> None:
+    device = place.identity[0]
+    if place.file is not None and not place.file.direct and device not in _told_of:
+        _told_of.add(device)
+        _log.warning("the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache", place.path)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def moves_as_it_is(buffer: torch.Tensor) -> bool:
+    """Whether the engine can move *buffer* without a copy."""
+    return buffer.is_cpu and buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
+
+
+def require_movable(buffer: torch.Tensor) -> None:
+    """Refuse what has no bytes to move. Raises: UsageError."""
+    import torch
+
+    if not isinstance(buffer, torch.Tensor):
+        raise UsageError(f"buffer must be a tensor, not {type(buffer).__name__}")
+    if buffer.layout is not torch.strided or buffer.is_meta or (buffer.is_quantized and not moves_as_it_is(buffer)):
+        raise UsageError(f"buffer must be a dense tensor with memory of its own, not {buffer.layout} of {buffer.dtype} on {buffer.device}")
