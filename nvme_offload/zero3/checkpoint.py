@@ -1,14 +1,35 @@
-"""Checkpoints of an engine whose parameters or optimizer states are in a tier."""
+"""Checkpoints of an engine whose parameters or optimizer states are in a tier: `save_checkpoint` and `load_checkpoint`, in DeepSpeed's own format.
+
+Every rank writes its files aside, has them on the drive to stay, agrees with the others that all have, and then renames them; so that what goes
+wrong before leaves the last checkpoint, also one of the same name, whole. What does go wrong is raised on every rank, and training can go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.utils import is_optimized_parameter
 
+from .. import engine as io
+from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
+from . import archive, states
 from .param_swapper import ParameterSwapper
 from .stage3 import Stage3
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BYTES = 1 << 20  # a drive with less is full: DeepSpeed and torch do not always tell why they could not write
+
+_log = logging.getLogger(__name__)
 
 
 def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
@@ -19,14 +40,277 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         # True has the engine copy a directory of swap files beside the checkpoint.
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             return False
-        offloads: bool = original_offload(self)
+        offloads: bool = before["zero_nvme_offload_optimizer"](self)
         return offloads
 
-    def _get_param_fragment_func(self: Any, param: Any) -> torch.Tensor:
-        if isinstance(param.nvme_swapper, ParameterSwapper) and param.nvme_swapper.is_away(param):
-            return param.nvme_swapper.partition(param)
-        fragment: torch.Tensor = original_fragment(self, param)
-        return fragment
+    def save_checkpoint(
+        self: Any,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        if not _streams(self):
+            saved: bool = before["save_checkpoint"](self, *arguments)
+            return saved
+        return _save(self, before["save_checkpoint"], *arguments)
 
-    original_offload, original_fragment = original.zero_nvme_offload_optimizer, original._get_param_fragment_func
-    return {"zero_nvme_offload_optimizer": zero_nvme_offload_optimizer, "_get_param_fragment_func": _get_param_fragment_func}
+    def _save_checkpoint(self: Any, *args: Any, **named: Any) -> None:
+        with _failures_kept(self):
+            before["_save_checkpoint"](self, *args, **named)
+
+    def _save_zero_checkpoint(self: Any, *args: Any, **named: Any) -> None:
+        with _failures_kept(self):
+            before["_save_zero_checkpoint"](self, *args, **named)
+
+    def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
+        if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
+            _refuse_swap_files(load_dir, tag)
+        return before["load_checkpoint"](self, load_dir, tag, *args, **named)
+
+    def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
+        with _reading(self):
+            loaded: bool = before["_load_zero_checkpoint"](self, *args, **named)
+            return loaded
+
+    def _get_zero_param_shapes(self: Any) -> Any:
+        with states.in_users_groups(self.optimizer) if isinstance(self.optimizer, Stage3) else contextlib.nullcontext():
+            return before["_get_zero_param_shapes"](self)
+
+    def _get_param_fragment_func(self: Any, param: Any) -> torch.Tensor:
+        if not _is_away(param):
+            fragment: torch.Tensor = before["_get_param_fragment_func"](self, param)
+            return fragment
+        if not isinstance(self.checkpoint_engine, _Aside):
+            partition: torch.Tensor = param.nvme_swapper.partition(param)
+            return partition
+        param.nvme_swapper.swap_in([param], async_op=True)
+        return archive.away(param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_loan(param), "", 0)])
+
+    def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any) -> None:
+        frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
+        if any(_is_away(param) for param in self.module.parameters() if not is_optimized_parameter(param)):
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
+            _load_frozen(self, frozen)
+        before["load_module_state_dict"](self, checkpoint, *args, **named)
+
+    methods = {name: method for name, method in locals().items() if callable(method) and name not in ("engine", "original")}
+    before = {name: getattr(original, name) for name in methods}
+    return methods
+
+
+class _Aside:
+    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved: files appear when every rank has all of its own."""
+
+    def __init__(self, engine: Any, original: Any, place: Path) -> None:
+        self.original = original
+        self.place = place
+        self.failure: Exception | None = None
+        self._device = engine.device
+        self._io = _engine_of(engine)
+        self._files: list[tuple[Path, Path]] = []  # written aside, and where they belong
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write the file aside."""
+        final = Path(path)
+        aside = final.with_name(f".{final.name}.partial")
+        aside.unlink(missing_ok=True)  # of a save that was killed
+        self._files.append((aside, final))
+        try:
+            if archive.has_away(state_dict):
+                archive.write(str(aside), state_dict, self._io)
+            else:
+                self.original.save(state_dict, str(aside))
+                with self._io.open(aside, "rw") as file:
+                    file.sync()
+        except (RuntimeError, OSError) as error:
+            raise _typed(error, final) from error
+
+    def commit(self, info: Any) -> bool:
+        """Let the files appear, if every rank has written all of its own. Raises: what went wrong."""
+        if _any_rank(self.failure is not None, self._device):
+            raise self.failure or OffloadError(f"the checkpoint {info.tag} was not saved, because another rank could not: it says why")
+        folders = set()
+        for aside, final in self._files:
+            aside.replace(final)
+            folders |= {final.parent, final.parent.parent}
+        self._files.clear()
+        for folder in folders:
+            _sync_folder(folder)
+        committed: bool = self.original.commit(info)
+        return committed
+
+    def discard(self) -> None:
+        """Delete what did not appear."""
+        for aside, _ in self._files:
+            aside.unlink(missing_ok=True)
+
+
+class _Reader:
+    """Stands for *original*, the TorchCheckpointEngine of *engine*, while optimizer states are loaded: their tensors stay in the file."""
+
+    def __init__(self, engine: Any, original: Any) -> None:
+        self.original = original
+        self._io = _engine_of(engine)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The contents of the file."""
+        return archive.read(path, self._io)
+
+
+def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude_frozen: bool) -> bool:
+    tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = aside = _Aside(engine, original, Path(save_dir))
+    engine.optimizer.leaves_states_away = True
+    try:
+        save(engine, save_dir, tag, client_state, False, exclude_frozen)
+    finally:
+        engine.optimizer.leaves_states_away = False
+        engine.checkpoint_engine = original
+        aside.discard()
+    if save_latest:
+        try:
+            if engine.global_rank == 0:
+                _point_to(Path(save_dir), tag)
+        finally:
+            dist.barrier()
+    return True
+
+
+def _point_to(save_dir: Path, tag: str) -> None:
+    """Have the file "latest" name *tag*; DeepSpeed empties it first, so that a crash leaves no name at all."""
+    aside = save_dir / ".latest.partial"
+    try:
+        with aside.open("w") as file:
+            file.write(tag)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(save_dir / "latest")
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise _typed(error, save_dir / "latest") from error
+    _sync_folder(save_dir)
+
+
+@contextlib.contextmanager
+def _failures_kept(engine: Any) -> Iterator[None]:
+    """Keep a failure until the ranks agree on it: they have more to do together, and one that is missing there would have the others wait for it."""
+    aside = engine.checkpoint_engine
+    if not isinstance(aside, _Aside):
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        aside.failure = aside.failure or _typed(error, aside.place)
+
+
+@contextlib.contextmanager
+def _reading(engine: Any) -> Iterator[None]:
+    original = engine.checkpoint_engine
+    if _streams(engine) and not engine.load_universal_checkpoint():
+        engine.checkpoint_engine = _Reader(engine, original)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = original
+
+
+def _streams(engine: Any) -> bool:
+    """Whether states are away, and DeepSpeed would use the plain torch.save and torch.load."""
+    if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away):
+        return False
+    checkpoint_engine = engine.checkpoint_engine
+    if type(checkpoint_engine) is TorchCheckpointEngine and checkpoint_engine.zipfile_serialization:
+        return True
+    if not getattr(engine, "told_of_checkpoint_memory", False):
+        engine.told_of_checkpoint_memory = True
+        _log.warning(
+            "checkpoints are written by %s, which wants the states of a rank in memory all at once; "
+            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are written from the drive',
+            type(checkpoint_engine).__name__,
+        )
+    return False
+
+
+def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
+    latest = Path(load_dir) / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is not None and (Path(load_dir) / str(tag) / "offloaded_tensors").is_dir():
+        raise UnsupportedError(
+            f'{Path(load_dir) / str(tag)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "offloaded_tensors"), which lack '
+            "moments and steps and fit only the run that made them; to go on from its weights, load it with "
+            '"nvme_offload": {"swappers": "deepspeed"}, write them with engine.save_16bit_model, and start from those'
+        )
+
+
+def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
+    for param in engine.module.parameters():
+        if is_optimized_parameter(param) or not fragments:
+            continue
+        fragment = fragments[engine.param_names[param]]
+        if not _is_away(param):
+            (param.ds_tensor if hasattr(param, "ds_id") else param).data.copy_(fragment.data)
+            continue
+        param.ds_tensor.data = fragment.data.to(param.ds_tensor.dtype)
+        param.nvme_swapper.swap_out_and_release([param])
+
+
+def _loan(param: Any) -> archive.Loan:
+    @contextlib.contextmanager
+    def lend() -> Iterator[dict[str, torch.Tensor]]:
+        yield {"": param.nvme_swapper.partition(param)}
+
+    return lend
+
+
+def _is_away(param: Any) -> bool:
+    return isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper) and param.nvme_swapper.is_away(param)
+
+
+def _engine_of(engine: Any) -> io.Engine:
+    """The engine of a tier that *engine* uses."""
+    if engine.optimizer.swaps_natively:
+        tier = engine.optimizer.optimizer_swapper.tier
+    else:
+        tier = next(param.nvme_swapper.tier for param in engine.module.parameters() if isinstance(param.nvme_swapper, ParameterSwapper))
+    found: io.Engine = tier.store.engine
+    return found
+
+
+def _any_rank(mine: bool, device: Any) -> bool:
+    flag = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _typed(error: Exception, path: Path) -> Exception:
+    """*error* as one of this package's, where it is about a file."""
+    if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
+        return error
+    folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
+    status = os.statvfs(folder)
+    code = (getattr(error, "errno", None) or errno.EIO) if isinstance(error, OSError) else None
+    full = code in _FULL or status.f_bavail * status.f_frsize < _FULL_BYTES
+    fields: dict[str, Any] = {"operation": "write", "path": str(path), "offset": 0, "nbytes": 0, "done": 0}
+    if full:
+        return NoSpaceError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; the checkpoint before it is untouched", **fields)
+    return error if code is None else IOFailure(code, os.strerror(code), **fields)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,23 @@ class OptimizerSwapper:
         else:
             self.release_swap_buffers(parameter)
 
+    def states(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """The optimizer states of *parameter* that travel with it, by key."""
+        return {key: dtype for key, (_, dtype) in self._sub_groups[id(parameter)].slots.items() if key != _MASTER}
+
+    def renew(self, parameter: torch.Tensor, states: Mapping[str, torch.dtype]) -> None:
+        """Make room in memory for *parameter* and for *states* of it, and put these into the optimizer's state: for the caller to fill.
+
+        What *parameter* had is forgotten without a look. It is in use, until `swap_out_optimizer_state`.
+        """
+        sub_group = self._sub_groups[id(parameter)]
+        sub_group.slots = self._layout(sub_group, states)
+        sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.used_bytes)
+        sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
+        if states:
+            self._optimizer().state[parameter].update({key: torch.empty(0, dtype=dtype) for key, dtype in states.items()})
+        self._bind(parameter, sub_group)
+
     def purge_state(self) -> None:
         """Forget the optimizer's states; the master weights stay."""
         for sub_group in self._sub_groups.values():
@@ -161,11 +178,8 @@ class OptimizerSwapper:
         sub_group = self._sub_groups[id(parameter)]
         state = self._optimizer().state.get(parameter, {})
         travelling = {key: value for key, value in state.items() if _travels(value, parameter)}
-        slots = {_MASTER: sub_group.slots[_MASTER]}
-        end = sub_group.end(_MASTER)
-        for key, value in travelling.items():
-            slots[key] = (-(-end // _SLOT_BYTES) * _SLOT_BYTES, value.dtype)
-            end = slots[key][0] + value.numel() * value.dtype.itemsize
+        slots = self._layout(sub_group, {key: value.dtype for key, value in travelling.items()})
+        end = max(offset + sub_group.numel * dtype.itemsize for offset, dtype in slots.values())
         if end > sub_group.capacity_bytes:
             self._enlarge(parameter, sub_group, end)
         moved = {key: value.clone() for key, value in travelling.items() if sub_group.slots.get(key, slots[key]) != slots[key]}
@@ -176,13 +190,21 @@ class OptimizerSwapper:
                 place.copy_(moved.get(key, value))
                 value.data = place
 
+    def _layout(self, sub_group: _SubGroup, states: Mapping[str, torch.dtype]) -> dict[str, tuple[int, torch.dtype]]:
+        slots = {_MASTER: sub_group.slots[_MASTER]}
+        end = sub_group.end(_MASTER)
+        for key, dtype in states.items():
+            slots[key] = (-(-end // _SLOT_BYTES) * _SLOT_BYTES, dtype)
+            end = slots[key][0] + sub_group.numel * dtype.itemsize
+        return slots
+
     def _enlarge(self, parameter: torch.Tensor, sub_group: _SubGroup, nbytes: int) -> None:
         """Move the sub-group to a place of *nbytes*: the optimizer keeps more for each element than was foreseen."""
-        assert sub_group.buffer is not None
         state = self._optimizer().state.get(parameter, {})
-        kept = {key: sub_group.view(key).clone() for key in sub_group.slots}
-        for key, value in kept.items():
-            (parameter if key == _MASTER else state[key]).data = value
+        for key in sub_group.slots:
+            tensor = parameter if key == _MASTER else state.get(key)
+            if torch.is_tensor(tensor) and tensor.data_ptr() == sub_group.view(key).data_ptr():  # not one that the optimizer has put in its place
+                tensor.data = tensor.data.clone()
         self.tier.swapper.discard(sub_group.name)
         sub_group.capacity_bytes = nbytes
         sub_group.buffer = self.tier.swapper.create(sub_group.name, nbytes)
@@ -196,7 +218,9 @@ class OptimizerSwapper:
             return
         state = self._optimizer().state.get(parameter, {})
         for key, (_, dtype) in sub_group.slots.items():
-            (parameter if key == _MASTER else state[key]).data = torch.empty(0, dtype=dtype)
+            tensor = parameter if key == _MASTER else state.get(key)
+            if torch.is_tensor(tensor):
+                tensor.data = torch.empty(0, dtype=dtype)
         parameter.grad = None
         self._release(sub_group, changed)
 

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ..errors import UsageError
 from ..pool import PinnedPool
 from ..units import format_bytes
+from . import archive, states
 from .optimizer_swapper import OptimizerSwapper, state_bytes
 from .settings import Settings
 from .step_stats import StepClock, StepStats
@@ -27,6 +28,7 @@ from .tier import Tier
 
 _IN_FLIGHT = 4  # sub-groups that the budget should hold: one in use, two read ahead, one written back
 _LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
+_VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
 _WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 _SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
 
@@ -46,6 +48,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._kept_gradients: dict[int, torch.Tensor] = {}  # by sub-group: gradients that were set from outside, which 16 bit might not hold
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.last_step: StepStats | None = None
+        self.norm_for_param_grads: dict[int, Any] = {}  # which the base makes later than it asks for states
+        self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
         super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
 
     @property
@@ -76,17 +80,22 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         """
         sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
         self._state_bytes = state_bytes(self.optimizer, self.master_weights_and_grads_dtype)
+        self._elementwise = is_elementwise(self.optimizer)
         widened = self.master_weights_and_grads_dtype.itemsize
         swappers = {id(swapper): swapper for group in param_groups for param in group["params"] if (swapper := param.nvme_swapper)}
         self._tier = Tier.of(self._ds_config)
         streamed = sum(sizes) * (self._state_bytes + (self.dtype.itemsize if swappers else 0))
-        whole = streamed + (_LARGEST_SUB_GROUP + max(sizes)) * widened + (len(sizes) + 2) * _SLACK_BYTES
+        groups = [super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups]
+        uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
+        smallest = max(sizes if self._elementwise else uncut)  # that the largest sub-group can be made
+        whole = streamed + (min(_LARGEST_SUB_GROUP, sum(sizes)) + smallest) * widened + (len(sizes) + 2) * _SLACK_BYTES
         self._tier.require_memory(whole, sum(sizes) * self.gradient_accumulation_dtype.itemsize)
         cap = self._tier.cap_bytes
-        fewest = max(sizes) * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
+        fewest = smallest * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
         if cap < fewest:
+            largest = "parameter" if self._elementwise else "sub-group (sub_group_size says how large they are)"
             raise UsageError(
-                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest parameter, which has {max(sizes)} elements on '
+                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {smallest} elements on '
                 f"this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
         self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
@@ -97,7 +106,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         groups = super()._create_fp16_sub_groups(params_group)
         if not (self.native and self.swap_optimizer):
             return groups
-        cut = [_cut(group, self._largest_sub_group) for group in groups]
+        cut = [_cut(group, self._largest_sub_group) if self._elementwise else [group] for group in groups]
         self._logical_groups += cut
         return list(itertools.chain.from_iterable(cut))
 
@@ -165,10 +174,10 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         index = self._index_of(parameter)
         if index in self._kept_gradients:
             return self._kept_gradients[index]
+        if not self.norm_for_param_grads:
+            return None
         params = self.fp16_groups[index]
         reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
-        if not any(reduced):
-            return None
         source = self.grad_partitions_flat_buffer.narrow(0, self._first_element[index], self.fp16_partitioned_groups_flat_numel[index])
         gradient = source if source.dtype == parameter.dtype else self._widened.narrow(0, 0, source.numel()).copy_(source)
         for param, has_gradient in zip(params, reduced, strict=True):
@@ -230,6 +239,44 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             self._release_swap_buffers(index)
         return fragment, index
 
+    # Checkpoints.
+
+    @property
+    def user_sub_groups(self) -> list[list[int]]:
+        """The sub-groups that the user asked for, each a list of the numbers of ours."""
+        ends = list(itertools.accumulate((len(group) for group in self._logical_groups or [[group] for group in self.fp16_groups]), initial=0))
+        return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
+
+    @property
+    def holds_states_away(self) -> bool:
+        """Whether DeepSpeed's ways to save and load do not find everything in memory."""
+        return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        if not self.holds_states_away:
+            state_dict: dict[str, Any] = super()._rigid_state_dict()
+            return state_dict
+        tree = states.save(self, super()._rigid_state_dict)
+        return tree if self.leaves_states_away else archive.gather(tree)
+
+    def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        if self.holds_states_away:
+            states.load(self, state_dict, load_optimizer_states)
+        else:
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states)
+
+    def _restore_from_bit16_weights(self) -> None:
+        if self.holds_states_away:
+            states.take_masters_from_parameters(self)
+        else:
+            super()._restore_from_bit16_weights()
+
+    def _load_universal_checkpoint(self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+        if self.holds_states_away:
+            states.load_universal(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+        else:
+            super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:
     """*ds_config* as DeepSpeed is given it, a mapping or the path of a file, as a mapping."""
@@ -249,11 +296,28 @@ def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
             _log.info('%s in "%s": no longer needed; the one budget "host_memory" holds for all', ", ".join(unused), name)
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether *optimizer* is known to update every element by itself, so that it does not matter which are in a tensor together."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith(("torch.optim.", "deepspeed.ops.adam.", "deepspeed.ops.lion.", "deepspeed.ops.adagrad."))
+    return known and kind.__name__ not in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
 def _cut(params: list[Any], most: int) -> list[list[Any]]:
-    """*params* in consecutive lists of at most *most* elements each, or of one parameter."""
-    lists: list[list[Any]] = [[]]
-    for param in params:
-        if lists[-1] and sum(other.partition_numel() for other in lists[-1]) + param.partition_numel() > most:
-            lists.append([])
-        lists[-1].append(param)
+    """*params* in consecutive lists of at most *most* elements each, or of one parameter.
+
+    Lists end on whole vectors, counted from the first parameter, wherever one of the right size can: DeepSpeed's optimizers for the CPU round
+    differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
+    """
+    lists: list[list[Any]] = []
+    rest = list(params)
+    done = 0
+    while rest:
+        ends = list(itertools.accumulate(param.partition_numel() for param in rest))
+        fitting = max(sum(end <= most for end in ends), 1)
+        aligned = [count for count in range(1, fitting + 1) if (done + ends[count - 1]) % _VECTOR_ELEMENTS == 0 or count == len(rest)]
+        count = aligned[-1] if aligned else fitting
+        lists.append(rest[:count])
+        done += ends[count - 1]
+        rest = rest[count:]
     return lists

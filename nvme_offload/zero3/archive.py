@@ -1,0 +1,215 @@
+"""Files of `torch.save` written and read piece by piece, by the engine: a tensor of a file need not be in memory, nor even be in one piece.
+
+A tensor that is *away* holds no memory; it says of which parts it consists and how each is brought to memory for a moment. `write` has torch lay
+out the file with room for every tensor, and fills the room. The file is one like any other: torch.load reads it, also with mmap, except that it
+has no checksums of its tensors, which torch does not look at.
+
+Source: torch.serialization.skip_data, torch.utils.serialization.config for the alignment.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.serialization import config as serialization
+
+from ..engine import Engine, File, Ticket
+
+_ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly
+
+Loan = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]  # brings some tensors to memory, by name, for the time of the context
+
+
+class Part(NamedTuple):
+    """What *loan* has under *key*, which has its place from element *start* of a tensor."""
+
+    loan: Loan
+    key: str
+    start: int
+
+
+def away(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
+    """A tensor of one dimension that holds no memory, and consists of *parts*."""
+    with FakeTensorMode():
+        tensor = torch.empty(numel, dtype=dtype)
+    tensor.parts = tuple(parts)  # type: ignore[attr-defined]
+    return tensor
+
+
+def has_away(tree: Any) -> bool:
+    """Whether a tensor of *tree* is away."""
+    return any(True for _ in _away(tree))
+
+
+def gather(tree: Any) -> Any:
+    """*tree* with every tensor in memory."""
+    gathered = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _away(tree)}
+    for loan, lent in _by_loan((gathered[id(tensor)], tensor.parts) for tensor in _away(tree)).items():
+        with loan() as values:
+            for key, tensor, start in lent:
+                tensor[start : start + values[key].numel()].copy_(values[key])
+    return _replaced(tree, gathered)
+
+
+def write(path: str, tree: Any, engine: Engine) -> None:
+    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to stay.
+
+    Raises: NoSpaceError before anything but the layout is written, where the drive is full; IOFailure; what a loan raises. The file is then
+    of no use, and for the caller to delete.
+    """
+    storages = _lay_out(path, tree)
+    parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _away(tree)}
+    reader: Any = torch._C.PyTorchFileReader(path)
+    places: list[tuple[Any, tuple[Part, ...]]] = []
+    resident: list[tuple[torch.UntypedStorage, int]] = []
+    for key, storage in storages.items():
+        offset = reader.get_record_offset(f"data/{key}")
+        if storage._cdata in parts:
+            dtype, of = parts[storage._cdata]
+            places.append(((offset, dtype.itemsize), of))
+        elif storage.nbytes():
+            resident.append((storage, offset))
+    del reader
+    with engine.open(path, "rw", size=Path(path).stat().st_size) as file:
+        for storage, offset in resident:
+            engine.write(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu(), file, offset).wait()
+        for loan, lent in _by_loan(places).items():
+            with loan() as values:
+                tickets = [engine.write(values[key], file, offset + start * itemsize) for key, (offset, itemsize), start in lent]
+                wait_all(tickets)
+        file.sync()
+
+
+def read(path: str, engine: Engine) -> Any:
+    """What torch.load would make of *path*, with its tensors left in the file: `fetch` and `whole` get them.
+
+    Tensors that are attributes of objects are in memory; a file in the format before PyTorch 1.6 is as a whole.
+    Raises: what torch.load raises; IOFailure, TruncatedError.
+    """
+    if not zipfile.is_zipfile(path):
+        return torch.load(path, map_location="cpu", weights_only=False)
+    with FakeTensorMode():
+        tree = torch.load(path, map_location="cpu", weights_only=False)
+    stored = _Stored(engine, engine.open(path, "r"))
+    for leaf in _leaves(tree):
+        if isinstance(leaf, FakeTensor):
+            leaf.stored = stored  # type: ignore[attr-defined]
+        for name, attribute in list(getattr(leaf, "__dict__", {}).items()):
+            if isinstance(attribute, FakeTensor):
+                attribute.stored = stored  # type: ignore[attr-defined]
+                setattr(leaf, name, whole(attribute))
+    return tree
+
+
+def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
+    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when the tickets are done.
+
+    Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises: IOFailure, TruncatedError, here and from the tickets.
+    """
+    if not hasattr(tensor, "stored"):
+        into.copy_(tensor.detach()[start : start + into.numel()])
+        return []
+    if tensor.dtype == into.dtype and into.is_cpu:
+        return [tensor.stored.read(into, tensor, start + int(tensor.storage_offset()))]
+    passing = torch.empty(into.numel(), dtype=tensor.dtype)
+    wait_all(fetch(tensor, start, passing))
+    into.copy_(passing)
+    return []
+
+
+def whole(value: Any) -> Any:
+    """*value*, in memory if it is a tensor in a file."""
+    if not hasattr(value, "stored"):
+        return value
+    buffer = torch.empty(value.untyped_storage().nbytes() // value.dtype.itemsize, dtype=value.dtype)
+    value.stored.read(buffer, value, 0).wait()
+    return buffer.as_strided(value.shape, value.stride(), value.storage_offset()).clone()
+
+
+class _Stored(NamedTuple):
+    engine: Engine
+    file: File
+
+    def read(self, into: torch.Tensor, tensor: torch.Tensor, start: int) -> Ticket:
+        """Start reading elements of the storage that *tensor* is a view of."""
+        offset = tensor.untyped_storage()._checkpoint_offset
+        assert offset is not None
+        return self.engine.read(into, self.file, offset + start * tensor.dtype.itemsize)
+
+
+def wait_all(tickets: Sequence[Ticket]) -> None:
+    """Wait for every one of *tickets*. Raises: the first failure, once all are finished."""
+    failure = None
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
+    """Write *path* with room for the bytes of all tensors; the storages, by the name that torch gives each in the file."""
+    storages: dict[str, torch.UntypedStorage] = {}
+
+    class Pickler(pickle.Pickler):
+        # torch.save derives a class from this and gives it the method by which it names storages.
+        def __init_subclass__(cls) -> None:
+            name_storage = cls.persistent_id
+
+            def persistent_id(self: Any, item: Any) -> Any:
+                name = name_storage(self, item)
+                if name is not None:
+                    storages[name[2]] = item._untyped_storage if isinstance(item, torch.TypedStorage) else item
+                return name
+
+            cls.persistent_id = persistent_id  # type: ignore[method-assign]
+
+    module = types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
+    patched: Any = serialization
+    with patched.patch({"save.storage_alignment": _ALIGNMENT_BYTES}), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tree, path, pickle_module=module)
+    return storages
+
+
+def _by_loan(places: Any) -> dict[Loan, list[tuple[str, Any, int]]]:
+    """For each loan, in the order of its first use, what is to be done with it: key, the place of the whole tensor, and where in it."""
+    found: dict[Loan, list[tuple[str, Any, int]]] = {}
+    for place, parts in places:
+        for part in parts:
+            found.setdefault(part.loan, []).append((part.key, place, part.start))
+    return found
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _away(tree: Any) -> Iterator[Any]:
+    return (leaf for leaf in _leaves(tree) if hasattr(leaf, "parts") and isinstance(leaf, FakeTensor))
+
+
+def _replaced(tree: Any, by_id: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return by_id[id(tree)].requires_grad_(tree.requires_grad) if id(tree) in by_id else tree
+    if type(tree) is dict:
+        return {key: _replaced(value, by_id) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_replaced(value, by_id) for value in tree)
+    return tree

@@ -1,0 +1,292 @@
+"""The states of a `Stage3` as DeepSpeed's checkpoints have them, and back.
+
+A checkpoint knows the sub-groups that the user asked for, of which ours are pieces. So it does not show what wrote it: a run with the states in
+memory loads it, and the tools for checkpoints read it. Coming back, the sub-groups may be cut in another way: they never cross a parameter group and
+are always in the same order, so that each parameter group is one stream of elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
+
+from ..engine import Ticket
+from ..errors import UsageError
+from .archive import Loan, Part, away, fetch, wait_all, whole
+
+if TYPE_CHECKING:
+    from .stage3 import Stage3
+
+_MASTER = ""  # the key of the master weights, beside those of the optimizer's states
+
+
+@contextlib.contextmanager
+def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
+    """Let *stage3* have the user's sub-groups for the time of the context, with *masters*: for code of DeepSpeed's that counts sub-groups."""
+    groups = stage3.user_sub_groups
+    first = [group[0] for group in groups]
+    shown = {
+        "fp16_groups": [list(itertools.chain.from_iterable(stage3.fp16_groups[index] for index in group)) for group in groups],
+        "sub_group_to_group_id": {number: stage3.sub_group_to_group_id[index] for number, index in enumerate(first)},
+        "sub_group_process_groups": [stage3.sub_group_process_groups[index] for index in first],
+        "sub_group_partition_counts": [stage3.sub_group_partition_counts[index] for index in first],
+    }
+    if masters is not None:
+        shown["fp32_partitioned_groups_flat"] = masters
+    kept = {name: getattr(stage3, name) for name in shown}
+    try:
+        for name, value in shown.items():
+            setattr(stage3, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(stage3, name, value)
+
+
+def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and tensors that are away."""
+    masters: list[torch.Tensor] = []
+    states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    every = stage3.optimizer.state
+    for group in stage3.user_sub_groups:
+        parameters = [stage3.fp32_partitioned_groups_flat[index] for index in group]
+        sizes = [stage3.fp16_partitioned_groups_flat_numel[index] for index in group]
+        loans = [_loan(stage3, index) for index in group]
+        starts = list(itertools.accumulate(sizes, initial=0))
+
+        def shown(key: str, dtype: torch.dtype, loans: list[Loan] = loans, starts: list[int] = starts) -> torch.Tensor:
+            return away(starts[-1], dtype, [Part(loan, key, start) for loan, start in zip(loans, starts, strict=False)])
+
+        master = shown(_MASTER, parameters[0].dtype).requires_grad_()
+        masters.append(master)
+        if parameters[0] in every:
+            cut = _cut_states(stage3, group[0])
+            states[master] = {key: shown(key, cut[key]) if key in cut else value for key, value in every[parameters[0]].items()}
+    stage3.optimizer.state = states
+    try:
+        with in_users_groups(stage3, masters):
+            return base()
+    finally:
+        stage3.optimizer.state = every
+        stage3._clear_fp32_optimizer_param_groups()
+
+
+def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> None:
+    """Give *stage3* what *state_dict* has, whose tensors may still be in a file; its parameters follow.
+
+    Raises: UsageError when the states are those of another model, before anything is changed.
+    """
+    masters, saved = state_dict[FP32_FLAT_GROUPS], state_dict[OPTIMIZER_STATE_DICT]
+    spans = _spans(stage3, masters, saved["param_groups"])
+    with in_users_groups(stage3):
+        placement = stage3._zero3_partition_group_metadata()
+    if state_dict.get("ds_zero_partition_groups") not in (None, placement):
+        raise UsageError("the checkpoint's expert parameters are on other ranks than this model's: load it with the placement that it was saved with")
+    loaded = _load_optimizer(stage3, saved, masters) if load_optimizer_states else None
+    stage3.loss_scaler = state_dict[LOSS_SCALER]
+    stage3.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+    stage3.overflow = state_dict["overflow"]
+    identifiers = list(itertools.chain.from_iterable(group["params"] for group in saved["param_groups"]))
+    for index, sources in enumerate(spans):
+
+        def fill(key: str, into: torch.Tensor, sources: list[_Span] = sources) -> list[Ticket]:
+            tickets = []
+            for span in sources:
+                tensor = masters[span.group] if key == _MASTER else saved["state"][identifiers[span.group]][key]
+                tickets += fetch(tensor, span.start, into[span.offset : span.offset + span.numel])
+            return tickets
+
+        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[sources[0].group]), fill)
+
+
+def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: Callable[[str, torch.Tensor], list[Ticket]]) -> None:
+    """Have *fill* write the master weights of sub-group *index*, whose key is "", and all of *states*, and let the parameters follow.
+
+    It is given room for each, and says what is to be waited for.
+
+    *states* replace those that the optimizer has; a tensor without elements among them stands for one of the sub-group's size, of its type. None
+    keeps what the optimizer has.
+    """
+    parameter = stage3.fp32_partitioned_groups_flat[index]
+    swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+    cut: dict[str, torch.dtype] = {}
+    if states is not None:
+        cut = {key: value.dtype for key, value in states.items() if _stands_for_whole(value)}
+        rest = {key: value for key, value in states.items() if key not in cut}
+        stage3.optimizer.state.pop(parameter, None)
+        if states:
+            stage3.optimizer.state[parameter] = rest
+        if swapped:
+            stage3.optimizer_swapper.renew(parameter, cut)
+        else:
+            places = {key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device) for key, dtype in cut.items()}
+            stage3.optimizer.state[parameter].update(places)
+    elif swapped:
+        stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
+    try:
+        wait_all(fill(_MASTER, parameter.data) + [ticket for key in cut for ticket in fill(key, stage3.optimizer.state[parameter][key].data)])
+        stage3._reassign_or_swap_out_partitioned_parameters(index)
+    finally:
+        if swapped:
+            stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+
+def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+    """Give *stage3* what the universal checkpoint in *directory* has, parameter by parameter."""
+    root = Path(directory) / "zero"
+    states: dict[str, Any] | None = None
+    if load_optimizer_states:
+        shared = torch.load(root / "optimizer_state.pt", weights_only=False, map_location="cpu")
+        stage3._load_global_state_stage3(shared)
+        placeholder = torch.empty(0, dtype=stage3.master_weights_and_grads_dtype)
+        states = {"step": shared[OPTIMIZER_STATE_DICT]["state"][0]["step"], "exp_avg": placeholder, "exp_avg_sq": placeholder}
+        # The file has one set of them for all groups, as DeepSpeed wrote it and reads it.
+        hyperparameters = {key: value for key, value in shared[OPTIMIZER_STATE_DICT]["param_groups"][0].items() if key != "params"}
+        for group in stage3.optimizer.param_groups:
+            group.update(copy.deepcopy(hyperparameters))
+        del shared
+    for index, params in enumerate(stage3.fp16_groups):
+
+        def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> list[Ticket]:
+            offset = 0
+            for param in params:
+                partition = stage3.load_hp_checkpoint_state(str(root / stage3.param_names[param]), key or "fp32", param=param)
+                if not (load_optimizer_states or load_from_fp32_weights):
+                    partition = partition.to(stage3.dtype)
+                into[offset : offset + partition.numel()].copy_(partition)
+                offset += partition.numel()
+            return []
+
+        refill(stage3, index, copy.deepcopy(states), fill)
+
+
+def take_masters_from_parameters(stage3: Stage3) -> None:
+    """Make the master weights of all sub-groups from the 16-bit parameters; the optimizer's states stay."""
+    for index, parameter in enumerate(stage3.fp32_partitioned_groups_flat):
+        swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+        if swapped:
+            stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
+        try:
+            if stage3.fp16_partitioned_groups_flat[index] is None:
+                stage3._swap_in_sub_group_to_flat_buffer(parameter.data, index)
+            else:
+                parameter.data.copy_(stage3.fp16_partitioned_groups_flat[index].data)
+        finally:
+            if swapped:
+                stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """*numel* elements of the saved sub-group *group*, from *start* on, which are those of one of ours from *offset* on."""
+
+    group: int
+    start: int
+    offset: int
+    numel: int
+
+
+def _spans(stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mapping[str, Any]]) -> list[list[_Span]]:
+    """For each of our sub-groups, what it consists of."""
+    ours: dict[int, list[int]] = defaultdict(list)
+    for index in range(len(stage3.fp16_groups)):
+        ours[stage3.sub_group_to_group_id[index]].append(index)
+    spans: list[list[_Span]] = [[] for _ in stage3.fp16_groups]
+    following = 0
+    for number, saved_group in enumerate(saved_groups):
+        saved = list(range(following, following + len(saved_group["params"])))
+        following += len(saved)
+        sizes = [masters[group].numel() for group in saved]
+        wanted = [stage3.fp16_partitioned_groups_flat_numel[index] for index in ours[number]]
+        if sum(sizes) != sum(wanted):
+            raise UsageError(
+                f"the checkpoint has {sum(sizes)} elements of parameter group {number} for this rank, and the model has {sum(wanted)}: "
+                "it is of another model, of other groups of parameters, or of another number of ranks"
+            )
+        for index, offset, group, start, numel in _overlaps(ours[number], wanted, saved, sizes):
+            spans[index].append(_Span(group, start, offset, numel))
+    if following != len(masters) or not all(spans):
+        raise UsageError(f"the checkpoint has {len(saved_groups)} parameter groups, and the optimizer has {len(stage3.optimizer.param_groups)}")
+    return spans
+
+
+def _overlaps(ours: list[int], our_sizes: list[int], theirs: list[int], their_sizes: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Where two ways to cut one stream meet: which of ours and where in it, which of theirs and where in it, how many elements."""
+    our_ends, their_ends = list(itertools.accumulate(our_sizes)), list(itertools.accumulate(their_sizes))
+    edges = sorted({0, *our_ends, *their_ends})
+    mine = other = 0
+    for start, end in itertools.pairwise(edges):
+        while our_ends[mine] <= start:
+            mine += 1
+        while their_ends[other] <= start:
+            other += 1
+        yield ours[mine], start - (our_ends[mine] - our_sizes[mine]), theirs[other], start - (their_ends[other] - their_sizes[other]), end - start
+
+
+def _load_optimizer(stage3: Stage3, saved: Mapping[str, Any], masters: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Let the optimizer load its hyper-parameters; the states that it makes of the saved ones, by saved sub-group, as `refill` takes them."""
+    optimizer = stage3.optimizer
+    parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in masters]
+    kept = optimizer.state
+    states = {}
+    following = iter(zip(parameters, masters, strict=True))
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group["params"] = []
+        for identifier in saved_group["params"]:
+            parameter, master = next(following)
+            group["params"].append(parameter)
+            state = saved["state"].get(identifier, {})
+            states[identifier] = {key: torch.empty(0, dtype=value.dtype) if _is_whole(value, master) else whole(value) for key, value in state.items()}
+    try:
+        optimizer.load_state_dict({**saved, "state": {**{key: whole(value) for key, value in saved["state"].items() if key not in states}, **states}})
+        loaded = optimizer.state
+        return [dict(loaded.get(parameter, {})) for parameter in parameters]
+    finally:
+        ours = set(map(id, parameters))
+        others = {key: value for key, value in optimizer.state.items() if id(key) not in ours}
+        optimizer.state = kept
+        optimizer.state.update(others)
+        stage3._clear_fp32_optimizer_param_groups()
+
+
+def _loan(stage3: Stage3, index: int) -> Loan:
+    parameter = stage3.fp32_partitioned_groups_flat[index]
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[Mapping[str, torch.Tensor]]:
+        swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+        if swapped:
+            stage3.optimizer_swapper.swap_in_optimizer_state(parameter, async_parameter=stage3.next_swappable_fp32_partitioned_groups[index])
+        try:
+            state = stage3.optimizer.state.get(parameter, {})
+            yield {_MASTER: parameter.data.cpu(), **{key: state[key].detach().cpu() for key in _cut_states(stage3, index)}}
+        finally:
+            if swapped:
+                stage3.optimizer_swapper.release_swap_buffers(parameter)
+
+    return lend
+
+
+def _cut_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
+    """The states of sub-group *index* that have a value for each of its elements."""
+    parameter = stage3.fp32_partitioned_groups_flat[index]
+    if stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index):
+        return stage3.optimizer_swapper.states(parameter)
+    return {key: value.dtype for key, value in stage3.optimizer.state.get(parameter, {}).items() if _is_whole(value, parameter)}
+
+
+def _is_whole(value: Any, parameter: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == parameter.shape
+
+
+def _stands_for_whole(value: Any) -> bool:
+    return torch.is_tensor(value) and value.shape == (0,)
