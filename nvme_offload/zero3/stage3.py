@@ -170,11 +170,11 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             self._kept_gradients[index].narrow(0, offset, grad_buffer.numel()).copy_(grad_buffer)
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a sub-group, in the optimizer's type; parameters that got none since the last step have zeros."""
+        """The gradient of a sub-group, in the optimizer's type: zeros for parameters that got none since the last step; None before the first pass."""
         index = self._index_of(parameter)
         if index in self._kept_gradients:
             return self._kept_gradients[index]
-        if not self.norm_for_param_grads:
+        if getattr(self, "grad_partitions_flat_buffer", None) is None:
             return None
         params = self.fp16_groups[index]
         reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
@@ -189,6 +189,12 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     def _keep_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         self._kept_gradients[self._index_of(parameter)] = parameter.grad.clone()
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
+        clips = self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
+        if not self.swaps_natively or clips or self.loss_scale != 1.0:
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
 
     def reset_cpu_buffers(self) -> None:
         """Forget the gradients of the step that is over, as the base does."""
