@@ -1,0 +1,124 @@
+"""`Settings` and `aio_config`: what a ds_config says of offload to drives."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from nvme_offload import AioConfig, UsageError
+from nvme_offload.zero3.settings import Settings, aio_config
+
+
+def of(**section: object) -> Settings:
+    return Settings.of({"nvme_offload": section})
+
+
+def test_everything_may_be_left_out():
+    assert Settings.of({}) == of() == Settings("native", "auto", "libaio", (), (), False)
+
+
+def test_every_key_is_read():
+    section = {
+        "swappers": "deepspeed",
+        "host_memory": 4096,
+        "backend": "posix",
+        "paths": ["/a", "/b"],
+        "weights": [1, 2.5],
+        "checksum": True,
+    }
+    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True)
+    assert of(**json.loads(json.dumps(section))) == of(**section)
+
+
+def test_equal_settings_are_one_key_of_a_dict():
+    assert len({of(paths=["/a"], host_memory="1KiB"), of(paths=("/a",), host_memory=1024)}) == 1
+
+
+@pytest.mark.parametrize(("written", "nbytes"), [("8GB", 8 * 10**9), ("8GiB", 8 << 30), ("1.5 KiB", 1536), ("4096", 4096), (1, 1), (1 << 40, 1 << 40)])
+def test_host_memory_is_bytes_or_a_size(written, nbytes):
+    assert of(host_memory=written).host_memory == nbytes
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "", "much", "-8GB", "0GB", "0.5", [], {}])
+def test_another_host_memory_is_refused(wrong):
+    with pytest.raises(UsageError, match=r'"host_memory" in "nvme_offload" must be "auto", bytes, or a size such as "8GB", not '):
+        of(host_memory=wrong)
+
+
+@pytest.mark.parametrize("key", ["host_memroy", "nvme_path", "device", "thread_count", ""])
+def test_an_unknown_key_is_refused_with_those_that_are_known(key):
+    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, paths, swappers, weights$") as refusal:
+        of(**{key: 1})
+    assert repr(key) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "possible"),
+    [
+        ("swappers", "ours", '"native", "deepspeed"'),
+        ("swappers", None, '"native", "deepspeed"'),
+        ("swappers", [], '"native", "deepspeed"'),
+        ("backend", "aio", '"libaio", "io_uring", "posix"'),
+        ("backend", True, '"libaio", "io_uring", "posix"'),
+        ("checksum", "true", "true, false"),
+        ("checksum", 1, "true, false"),
+        ("checksum", None, "true, false"),
+    ],
+)
+def test_another_value_is_refused_with_those_that_are_possible(key, wrong, possible):
+    with pytest.raises(UsageError) as refusal:
+        of(**{key: wrong})
+    assert str(refusal.value) == f'"{key}" in "nvme_offload" must be one of {possible}, not {wrong!r}'
+
+
+@pytest.mark.parametrize("wrong", ["/local_nvme", [], [1], None, {"/a": 1}, ["/a", None]])
+def test_paths_are_a_list_of_directories(wrong):
+    with pytest.raises(UsageError, match='"paths" in "nvme_offload" must be a list of directories'):
+        of(paths=wrong)
+
+
+@pytest.mark.parametrize("wrong", [[1], [1, 2, 3], [1, 0], [1, -1], [1, True], [1, "2"], 2, None])
+def test_weights_are_a_number_for_each_path(wrong):
+    with pytest.raises(UsageError, match='"weights" in "nvme_offload" must have a number above 0 for each of the 2 "paths"'):
+        of(paths=["/a", "/b"], weights=wrong)
+
+
+def test_weights_without_paths_are_refused():
+    with pytest.raises(UsageError, match="for each of the 0"):
+        of(weights=[1])
+
+
+@pytest.mark.parametrize("section", [None, [], "native", 1, True])
+def test_the_section_is_a_section(section):
+    with pytest.raises(UsageError, match=r'"nvme_offload" in the DeepSpeed configuration must be a section, \{\.\.\.\}'):
+        Settings.of({"nvme_offload": section})
+
+
+def test_the_engine_is_made_as_the_section_aio_says():
+    aio = {"block_size": 1 << 16, "queue_depth": 7, "single_submit": True, "overlap_events": False, "intra_op_parallelism": 3, "use_gds": False}
+    expected = AioConfig(block_size=1 << 16, queue_depth=7, single_submit=True, overlap_events=False, thread_count=3, backend="posix", direct="auto")
+    assert aio_config({"aio": aio}, of(backend="posix"), "/nowhere") == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "thread_count"),
+    [({}, AioConfig().thread_count), ({"thread_count": 2}, 2), ({"intra_op_parallelism": 3}, 3), ({"intra_op_parallelism": 3, "thread_count": 2}, 3)],
+)
+def test_deepspeeds_key_for_threads_is_the_one_that_counts(threads, thread_count):
+    assert aio_config({"aio": threads}, Settings(), "/nowhere").thread_count == thread_count
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 1000}, {"queue_depth": 0}, {"intra_op_parallelism": "two"}])
+def test_a_setting_that_the_engine_refuses_is_named(wrong):
+    with pytest.raises(UsageError) as refusal:
+        aio_config({"aio": wrong}, Settings(), "/nowhere")
+    assert "thread_count" in str(refusal.value) if "intra_op_parallelism" in wrong else next(iter(wrong)) in str(refusal.value)
+
+
+def test_without_the_section_and_a_profile_the_defaults_hold_and_say_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    with caplog.at_level(logging.INFO, "nvme_offload"):
+        assert aio_config({}, of(backend="posix"), str(tmp_path)) == AioConfig(backend="posix", direct="auto")
+    assert f"no tuned settings for {tmp_path}" in caplog.text
