@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +70,7 @@ class OptimizerSwapper:
         self._sub_groups: dict[int, _SubGroup] = {}  # by the parameter's id, in the order of the step
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
-        weakref.finalize(self, _discard, tier, self._names)
+        tier.abandon_with(self, self._names)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the budget for *numel* elements of *dtype*. Lifetime: this swapper's."""
@@ -246,8 +245,3 @@ def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
 
 def _travels(value: Any, parameter: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == parameter.shape and value.is_cpu and getattr(value, "swappable", True)
-
-
-def _discard(tier: Tier, names: list[str]) -> None:
-    for name in names:
-        tier.swapper.discard(name)

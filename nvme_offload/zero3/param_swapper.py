@@ -8,7 +8,6 @@ alive, the budget cannot run out.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ class ParameterSwapper:
         self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away
         self._names: set[str] = set()
         self._bytes = 0  # of all partitions
-        weakref.finalize(self, _discard, self.tier, self._names)
+        self.tier.abandon_with(self, self._names)
 
     # While parameters are partitioned for the first time, or have been changed by their owner.
 
@@ -144,8 +143,3 @@ def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         return (ParameterSwapper if native else original)(ds_config, model_dtype)
 
     return make
-
-
-def _discard(tier: Tier, names: set[str]) -> None:
-    for name in names:
-        tier.swapper.discard(name)

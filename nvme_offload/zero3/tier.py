@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Tier:
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
+        self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
         automatic = settings.host_memory == "auto"
         self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if automatic else int(settings.host_memory)
         weakref.finalize(self, _close, self._resources)
@@ -67,7 +69,16 @@ class Tier:
         """The swapper. Raises: UsageError before the first `require`."""
         if self._swapper is None:
             raise UsageError("no memory was asked for yet")
+        while self._abandoned:
+            for name in self._abandoned.popleft():
+                if name in self._swapper:
+                    self._swapper.discard(name)
         return self._swapper
+
+    def abandon_with(self, owner: object, names: Collection[str]) -> None:
+        """Forget the values *names*, whatever they are by then, when *owner* is gone."""
+        # Not at once: the garbage collector may find that out in the middle of any line, also of the swapper's and the store's own.
+        weakref.finalize(owner, self._abandoned.append, names).atexit = False
 
     def require(self, nbytes: int) -> TensorSwapper:
         """See that the host memory holds *nbytes*, or as many of them as the cap allows."""
@@ -75,7 +86,7 @@ class Tier:
         if self._swapper is None:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
-        elif wanted > self._pool.nbytes and not self._swapper.in_use():
+        elif wanted > self._pool.nbytes and not self.swapper.in_use():
             # Twice as much, since all values go to the drive and come back at every change.
             self._swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
         return self._swapper
