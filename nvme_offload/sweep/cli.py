@@ -139,6 +139,8 @@ def command(
         require_apart(drives)
     places = [preflight.config_file(config) for config in configs]
     preflight.check_report_directory(report_dir)
+    if engine == "deepspeed":  # torch builds it under a lock, which a build that was killed leaves behind
+        _progress.show("engine", "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions")
     preflight.check_engine(engine, backend)
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import importlib.metadata
+import logging
 import os
 import resource
 import sys
@@ -160,6 +161,7 @@ def load() -> DeepSpeedOp:
         raise UnsupportedError(f"DeepSpeed is not installed here ({error}): pip install deepspeed, or leave out --engine deepspeed") from None
     except (RuntimeError, OSError, AssertionError, SystemExit) as error:  # no compiler, no ninja, no libaio
         raise UnsupportedError(f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` says what is missing") from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its warning of wear at the first write goes to standard output as well
     return DeepSpeedOp(module, sys.modules["torch"])  # which DeepSpeed has loaded
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nvme_offload import ds_config
 from nvme_offload.config import AioConfig
-from nvme_offload.ds_config import aio_section, apply, edit, parse, read_aio, zero_infinity
+from nvme_offload.ds_config import aio_section, apply, edit, locate, parse, read_aio, zero_infinity
 from nvme_offload.errors import UsageError
 from nvme_offload.profile import Setting
 
@@ -500,3 +500,46 @@ def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Pat
     for path, answer in zip(paths[len(refused) :], answers[len(refused) :], strict=True):
         defaults = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True, "use_gds": False}
         assert answer["aio"] == {**defaults, **read_aio(path)}
+
+
+# Accelerate's YAML
+
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  deepspeed_config_file: {}\n  zero3_init_flag: true\ndistributed_type: DEEPSPEED\n"
+
+
+@pytest.mark.parametrize("written", ["ds.json", "'ds.json'", '"ds.json"', "ds.json  # tuned", "{tmp}/ds.json"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_accelerates_yaml_leads_to_the_config_that_it_names(tmp_path: Path, written: str, newline: str) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    yaml = tmp_path / "accelerate.yaml"
+    yaml.write_bytes(ACCELERATE.format(written.format(tmp=tmp_path)).replace("\n", newline).encode())
+    assert locate(yaml) == tmp_path / "ds.json"
+    assert locate(tmp_path / "ds.json") == tmp_path / "ds.json"
+
+
+def test_a_name_is_looked_for_in_the_working_directory_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("work", "yaml"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "ds.json").write_text("{}")
+    (tmp_path / "yaml/accelerate.yml").write_text(ACCELERATE.format("ds.json"))
+    monkeypatch.chdir(tmp_path / "work")
+    assert locate(tmp_path / "yaml/accelerate.yml").resolve() == tmp_path / "work/ds.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ACCELERATE.format("absent.json"), "names the DeepSpeed config absent.json, which does not exist"),
+        ("deepspeed_config:\n  zero_stage: 3\n", "names no DeepSpeed config"),
+        ("deepspeed_config: {}\nother:\n  deepspeed_config_file: ds.json\n", "names no DeepSpeed config"),
+        ("", "names no DeepSpeed config"),
+    ],
+)
+def test_a_yaml_that_leads_nowhere_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "accelerate.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        locate(tmp_path / "accelerate.yaml")
+    with pytest.raises(UsageError, match="does not exist"):
+        locate(tmp_path / "none.yaml")

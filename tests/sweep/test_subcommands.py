@@ -1,0 +1,223 @@
+"""`nvme-sweep show`, `compare` and `check`: on profiles that are kept, in reports, and beside a drive that is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvme_offload import AioConfig
+from nvme_offload.errors import UsageError
+from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile, Setting, Trial
+from nvme_offload.profile_shelf import find, keep
+from nvme_offload.sweep import check, compare
+
+SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
+CHOSEN = Setting(1 << 20, 16, 2)
+
+
+def run(*arguments: str | Path, cwd: Path | None = None, **others: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **others}
+    return subprocess.run([*SWEEP, *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment, cwd=cwd)
+
+
+def made_up(speed: float = 2.0, scatter: float = 0.02, chosen: Setting = CHOSEN, runs: int = 8, **drive: str) -> Profile:
+    chance = random.Random(4)
+    best = {phase: Best(**dataclasses.asdict(chosen), gb_per_s=speed, relative=1.5, relative_low=1.4, relative_high=1.6) for phase in PHASES}
+    trials = []
+    for index in range(runs):
+        for phase in PHASES:
+            now = speed * chance.gauss(1, scatter)
+            fields = {"phase": phase, **dataclasses.asdict(chosen), "bytes": int(now * 1e9), "seconds": 1.0, "gb_per_s": now, "stage": "final"}
+            moved = {"read_gb_per_s": now, "write_gb_per_s": 0.0, "control": False, "relative": 1.5, "started_seconds": float(index)}
+            trials.append(Trial(**fields, **moved))  # type: ignore[arg-type]
+    return Profile(
+        tool_version="0.1.0",
+        created="2025-01-02T03:04:05+00:00",
+        command="nvme-sweep /local_nvme",
+        drive={"path": "/local_nvme", "model": "Made-Up Drive", "filesystem": "ext4", "device": "/dev/nvme0n1", "identity": "0" * 32, **drive},
+        workload={"ranks": 1},
+        engine={"name": "native", "version": "0.1.0", "backend": "libaio", "kernel": "6.1.0", "direct": True},
+        trials=tuple(trials),
+        best=best,
+        chosen=chosen,
+        performance=best,
+        reasons=("a reason",),
+        steady=True,
+        warnings=(),
+    )
+
+
+@pytest.fixture(scope="module")
+def swept(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a short sweep of `disk`, whose profile is kept."""
+    reports = tmp_path_factory.mktemp("reports")
+    result = run(disk, "--report-dir", reports, "--seconds", "1.5", "--size", "256MiB")
+    assert result.returncode == 0, result.stderr
+    (report,) = reports.iterdir()
+    return report
+
+
+# After a sweep
+
+
+def test_a_sweep_is_found_again_by_path(swept: Path, disk: Path) -> None:
+    profile = Profile.load(swept / "profile.json")
+    assert find(disk) == profile
+    assert AioConfig.for_path(disk) == profile.chosen.config()
+
+
+def test_show_lists_what_was_swept_and_prints_one(swept: Path, disk: Path) -> None:
+    profile = Profile.load(swept / "profile.json")
+    listed = run("show")
+    assert listed.returncode == 0, listed.stderr
+    assert f"{disk}: {profile.drive['device']}, ext4, {profile.created[:10]}: " in listed.stdout
+    shown = [run("show", place).stdout for place in (disk, swept, swept / "profile.json")]
+    assert shown[0] == shown[1] == shown[2]
+    assert f"block_size {profile.chosen.block_size} (" in shown[0]
+    assert shown[0].startswith(f"Swept {profile.created}, kernel {profile.engine['kernel']}, nvme-sweep {disk} ")
+
+
+def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(disk: Path, tmp_path: Path) -> None:
+    """A user whom the machine does not know, as containers have them."""
+    script = "import pwd, sys\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
+    command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path / "reports"), "--seconds", "1", "--size", "128MiB"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environment, "MPLCONFIGDIR": str(tmp_path)})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("Not kept for AioConfig.for_path: this user has no home directory; set XDG_CONFIG_HOME")
+    assert len(list((tmp_path / "reports").iterdir())) == 1
+
+
+# Refusals
+
+
+def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"aio": {"queue_depth": "auto"}}')
+    (tmp_path / "huge.json").write_text('{"aio": {"queue_depth": 4096, "block_size": 67108864}}')
+    (tmp_path / "odd.json").write_text('{"a": 1}')
+    cases: list[tuple[list[str | Path], str]] = [
+        (["show", tmp_path / "none"], "none does not exist: give a profile.json"),
+        (["show", "/proc"], "no profile of the drive of /proc is kept"),
+        (["compare", tmp_path / "odd.json", tmp_path / "none"], "odd.json is not a drive profile"),
+        (["compare", tmp_path], "Missing argument 'B'"),
+        (["check", disk], "Missing option '--config'"),
+        (["check", disk, "--config", tmp_path / "none"], "none does not exist"),
+        (["check", disk, "--config", tmp_path / "ds.json"], "aio.queue_depth must be a whole number"),
+        (["check", disk, "--config", tmp_path / "odd.json", "--seconds", "0"], "--seconds must be from 1"),
+        (["check", tmp_path / "none", "--config", tmp_path / "ds.json"], "none does not exist"),
+    ]
+    keep(made_up(identity=json.loads(json.dumps(find_identity(disk)))))
+    for arguments, message in cases:
+        result = run(*arguments)
+        assert (result.returncode, result.stdout) == (2, ""), (arguments, result)
+        assert message in result.stderr, (arguments, result.stderr)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def find_identity(place: Path) -> str:
+    from nvme_offload.drive import describe
+
+    return describe(place).identity
+
+
+def test_a_directory_named_like_a_command_is_reached_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "show").mkdir()
+    (tmp_path / "show").chmod(0o755)
+    result = run("./show", "--size", "1MiB", cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert result.returncode == 2
+    assert "--size must be at least" in result.stderr or "cannot be measured" in result.stderr
+
+
+# Comparing
+
+
+def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
+    for phase, change in zip(PHASES, compare.changes(made_up(2.0), made_up(3.0)), strict=True):
+        assert change.phase == phase
+        assert change.low < 1.5 < change.high
+        assert change.low > 1.3
+    said = compare.lines(made_up(2.0), made_up(2.01, identity="1" * 32), ("a", "b"))
+    assert sum("cannot be told apart" in line for line in said) == 3
+    assert said[-1] == "These are different drives."
+    assert sum(line.endswith("slower") for line in compare.lines(made_up(2.0), made_up(1.0), ("a", "b"))) == 3
+    assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
+
+
+def test_compare_prints_both_sides(tmp_path: Path) -> None:
+    for name, profile in (("a.json", made_up(2.0)), ("b.json", made_up(3.0, model="Other Drive", chosen=Setting(1 << 20, 4, 1)))):
+        (tmp_path / name).write_text(profile.to_json())
+    result = run("compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert result.returncode == 0, result.stderr
+    lines = {line.split("  ")[0]: line for line in result.stdout.splitlines()}
+    assert lines["drive"].endswith(" Other Drive")
+    assert "Made-Up Drive" in lines["drive"]
+    assert lines["setting"].endswith("1 MiB x 4")
+    assert "faster" in lines["read"]
+
+
+def test_a_report_of_the_first_schema_can_still_be_compared() -> None:
+    old = Path(__file__).parents[2] / "reports/h200-vda-2026-11-21"
+    profile = compare.load(old)
+    assert profile.chosen == Setting(1 << 20, 8, 4)
+    assert len(compare.changes(profile, profile)) == 3
+
+
+def test_a_drive_that_was_never_swept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run `nvme-sweep /proc` first"):
+        compare.load(Path("/proc"))
+
+
+# Checking
+
+
+def rounds(factor: float, scatter: float = 0.02, count: int = 6, seed: int = 8) -> list[dict[tuple[Setting, str], float]]:
+    """A drive on which `CHOSEN` does 2 GB/s and the config *factor* times as much, and which drifts from round to round."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        drift = chance.uniform(0.5, 1.5)
+        speeds = {CHOSEN: 2e9, DEEPSPEED_DEFAULTS: 1.5e9, Setting(1 << 20, 2, 1): 2e9 * factor}
+        found.append({(setting, phase): drift * speed * chance.gauss(1, scatter) for setting, speed in speeds.items() for phase in PHASES})
+    return found
+
+
+@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.3, True), (0.98, True), (0.8, False), (0.3, False)])
+def test_settings_hold_until_a_step_takes_longer(factor: float, holds: bool) -> None:
+    config = Setting(1 << 20, 2, 1)
+    checked = check.judged(config, rounds(factor))
+    assert checked.holds == holds
+    assert checked.better == (None if holds else CHOSEN)
+    assert checked.loss_low <= checked.loss <= checked.loss_high
+    assert checked.loss == pytest.approx(max(0, 1 / factor - 1), abs=0.05)
+    said = check.lines(checked, config, made_up())
+    assert said[-1].startswith("The settings hold" if holds else "The settings no longer hold")
+
+
+def test_noise_is_seldom_a_reason() -> None:
+    alarms = [not check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds for seed in range(100)]
+    assert sum(alarms) <= 10
+
+
+def test_check_measures_and_its_status_is_for_scripts(swept: Path, disk: Path, tmp_path: Path) -> None:
+    keep(Profile.load(swept / "profile.json"))
+    chosen = Profile.load(swept / "profile.json").chosen
+    good = {"aio": {"block_size": chosen.block_size, "queue_depth": chosen.queue_depth, "intra_op_parallelism": chosen.thread_count}}
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    (tmp_path / "accelerate.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: bad.json\n")
+    (tmp_path / "bad.json").write_text('{"aio": {"block_size": 4096, "queue_depth": 1}, "a": "auto"}')
+    held = run("check", disk, "--config", tmp_path / "good.json", "--seconds", "1")
+    assert held.returncode in (0, 3), held.stderr
+    assert ("The settings hold" in held.stdout) == (held.returncode == 0)
+    assert "in the config, and chosen by the sweep" in held.stdout or chosen == DEEPSPEED_DEFAULTS
+    lost = run("check", disk, "--config", tmp_path / "accelerate.yaml", "--seconds", "1")
+    assert lost.returncode == 3, lost.stdout
+    assert "4 KiB x 1: in the config" in lost.stdout
+    assert lost.stdout.splitlines()[-1].startswith("The settings no longer hold: a step takes +")
+    assert list(disk.iterdir()) == []
