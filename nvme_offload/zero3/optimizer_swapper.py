@@ -77,6 +77,13 @@ class OptimizerSwapper:
         self._names.append(f"{self._prefix}/scratch")
         return self.tier.swapper.create(self._names[-1], numel * dtype.itemsize).view(dtype)
 
+    def close(self) -> None:
+        """Forget everything; a second call does nothing."""
+        for name in self._names:
+            if name in self.tier.swapper:
+                self.tier.swapper.discard(name)
+        self._names.clear()
+
     # What stage 3 calls.
 
     def is_swappable_tensor(self, tensor: torch.Tensor | None = None, numel: int | None = None) -> bool:

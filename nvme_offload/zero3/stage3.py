@@ -139,6 +139,12 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, start, requires_grad=False)}
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
 
+    def destroy(self) -> None:
+        """Give up the states, as the base does its hooks."""
+        super().destroy()
+        if self.swaps_natively:
+            self.optimizer_swapper.close()
+
     # Gradients.
 
     def _setup_for_real_optimizer(self) -> None:
