@@ -1,0 +1,179 @@
+"""Runs of `training.py`: `Case`, which says what to train, and `train`, which has processes of their own do it, one for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nvme_offload
+
+SCRIPT = Path(__file__).with_name("training.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training run; every field has the plainest value unless given.
+
+    parameters, states: the device of parameters and of optimizer states, "none", "cpu" or "nvme"; a run on stock DeepSpeed has "cpu" for "nvme".
+    overflow_step: the step whose loss is too large for 16 bit. groups: parameter groups, which differ in learning rate and weight decay.
+    persistence: elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes without gradients after each step.
+    fragments: get and set what DeepSpeed's fragment functions can. engines: how many train by turns. lives: how often the engine is made and destroyed.
+    zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only read by this package) and of the whole configuration.
+    """
+
+    name: str = ""
+    model: str = "odd"
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    parameters: str = "none"
+    states: str = "nvme"
+    steps: int = 3
+    groups: int = 1
+    accumulation: int = 1
+    clipping: float = 0.0
+    sub_group_size: int = 1_000_000_000
+    persistence: int = 0
+    zero_init: bool = False
+    overflow_step: int | None = None
+    evaluate: bool = False
+    fragments: bool = False
+    engines: int = 1
+    lives: int = 1
+    zero: dict[str, Any] = dataclasses.field(default_factory=dict)
+    section: dict[str, Any] = dataclasses.field(default_factory=dict)
+    top: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Case:
+        """This case with *changes*."""
+        return dataclasses.replace(self, **changes)
+
+
+class Failed(Exception):
+    """A rank ended badly, or not in time; the text is the end of what it said."""
+
+
+@dataclasses.dataclass
+class Rank:
+    """What one rank told: a result for each case it finished, its exit status (None: killed when time was up) and the end of its complaints."""
+
+    results: list[dict[str, Any]]
+    status: int | None
+    complaints: str
+
+
+def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[dict[str, Any]]:
+    """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
+
+    Raises: Failed unless every rank finishes every case; what goes wrong inside a case is in its result, as "error".
+    """
+    every = run(cases, directory, ours=ours, ranks=ranks, timeout=timeout, **request)
+    for number, rank in enumerate(every):
+        if rank.status != 0 or len(rank.results) != len(cases):
+            raise Failed(f"rank {number} of {ranks} ended with {rank.status} after {len(rank.results)} of {len(cases)} cases:\n{rank.complaints}")
+    for number, result in enumerate(every[0].results):
+        result["ranks"] = [rank.results[number] for rank in every[1:]]
+    return every[0].results
+
+
+def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[Rank]:
+    """What each rank made of *cases*."""
+    with contextlib.ExitStack() as stack:
+        started = stack.enter_context(start(cases, directory, ours=ours, ranks=ranks, **request))
+        return [finish(process, timeout) for process in started]
+
+
+@contextlib.contextmanager
+def start(
+    cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, script: Path = SCRIPT, **request: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each rank, killed at the end of the context if it has not ended by then."""
+    text = json.dumps({"cases": [dataclasses.asdict(case) for case in cases], "directory": str(directory), "ours": ours, **request})
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1]),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(ranks):
+            complaints = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore::FutureWarning", str(script), text],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+            )
+            process.complaints = complaints  # type: ignore[attr-defined]
+            stack.callback(_end, process)
+            processes.append(process)
+        yield processes
+
+
+def finish(process: subprocess.Popen[str], timeout: float) -> Rank:
+    """What *process* told by its end; it is killed when it takes longer than *timeout* seconds."""
+    try:
+        told, _ = process.communicate(timeout=timeout)
+        status: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        told, _ = process.communicate()
+        status = None
+    complaints = process.complaints  # type: ignore[attr-defined]
+    complaints.seek(0)
+    return Rank([json.loads(line) for line in told.splitlines()], status, complaints.read()[-4000:])
+
+
+COMPARED = ("losses", "norms", "scales", "skipped", "weights", "masters", "states", "scalars", "observed")
+
+
+def differences(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """What is not the same in both, to the bit, on any rank; empty when all is."""
+    for one, other in (("result", result), ("reference", reference)):
+        if "error" in other:
+            return [f"{one}: {other['error']}: {other['message']}"]
+    found = []
+    for rank, (mine, theirs) in enumerate(zip([result, *result["ranks"]], [reference, *reference["ranks"]], strict=True)):
+        if "error" in mine or "error" in theirs:
+            found.append(f"rank {rank}: {mine.get('message')} / {theirs.get('message')}")
+            continue
+        for key in COMPARED:
+            found += [f"rank {rank}: {key} {at}" for at in _unlike(mine[key], theirs[key])]
+    return found
+
+
+def _unlike(mine: Any, theirs: Any) -> list[Any]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return [key for key in [*mine, *(theirs.keys() - mine.keys())] if key not in mine or key not in theirs or mine[key] != theirs[key]]
+    if len(mine) != len(theirs):
+        return [f"{len(mine)} != {len(theirs)}"]
+    return [f"{index}: {one} != {other}" for index, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

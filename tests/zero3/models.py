@@ -1,0 +1,198 @@
+"""The models that `training.py` trains, small ones with what has gone wrong before, and their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Chain(nn.Module):
+    """Layers one after another, each with a residual where its shape allows; *features* are those of the input."""
+
+    def __init__(self, *layers: nn.Module, features: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.features = features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = self.call(layer, x)
+            x = torch.tanh(y) + x if y.shape == x.shape else torch.tanh(y)
+        return x
+
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    def inputs(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(2, self.features, generator=generator)
+
+
+class Scale(nn.Module):
+    """One parameter of one element, and one without dimensions' worth beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+class Bias(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.pad(self.shift, (0, x.shape[-1] - self.shift.numel()))
+
+
+class Checkpointed(Chain):
+    def __init__(self, *layers: nn.Module, features: int, reentrant: bool) -> None:
+        super().__init__(*layers, features=features)
+        self.reentrant = reentrant
+
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant and not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()
+        return checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+class Words(nn.Module):
+    """An embedding larger than everything behind it, used again for the output where it is *tied*."""
+
+    def __init__(self, words: int, features: int, tied: bool) -> None:
+        super().__init__()
+        self.words = words
+        self.embedding = nn.Embedding(words, features)
+        self.hidden = nn.Linear(features, features)
+        self.output = nn.Linear(features, words if tied else 3, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(torch.tanh(self.hidden(self.embedding(x))))
+
+    def inputs(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, self.words, (2, 5), generator=generator)
+
+
+class Sometimes(Chain):
+    """Layers of which the second rests in every other forward pass: its parameters then get no gradient."""
+
+    passes = 0
+
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if layer is self.layers[1]:
+            self.passes += torch.is_grad_enabled()
+            if self.passes % 2 == 0:
+                return torch.zeros_like(x)
+        return layer(x)
+
+
+def odd() -> nn.Module:
+    return Chain(nn.Linear(33, 17), nn.Linear(17, 71), nn.LayerNorm(71), nn.Linear(71, 3), Scale(), features=33)
+
+
+def misaligned() -> nn.Module:
+    return Chain(Bias(1000), nn.Linear(2048, 2048, bias=False), nn.Linear(2048, 1024, bias=False), features=2048)
+
+
+def blocks() -> nn.Module:
+    return Chain(*(layer for _ in range(4) for layer in (nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64))), features=64)
+
+
+def frozen() -> nn.Module:
+    model = Chain(nn.Linear(33, 40), nn.Linear(40, 40), nn.Linear(40, 41), nn.Linear(41, 3), features=33)
+    model.layers[1].requires_grad_(False)
+    model.layers[2].bias.requires_grad_(False)
+    return model
+
+
+def checkpointed() -> nn.Module:
+    return Checkpointed(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=False)
+
+
+def reentrant() -> nn.Module:
+    return Checkpointed(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=True)
+
+
+def embedding() -> nn.Module:
+    return Words(5001, 64, tied=False)
+
+
+def tied() -> nn.Module:
+    return Words(301, 24, tied=True)
+
+
+def sometimes() -> nn.Module:
+    return Sometimes(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 5), features=32)
+
+
+MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, checkpointed, reentrant, embedding, tied, sometimes)}
+
+
+class Sign(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023), with what no optimizer of torch has: a state in 16 bit, one that comes at the third step, one that is no tensor."""
+
+    def __init__(self, params: Iterator[nn.Parameter], lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = 0
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state["count"] += 1
+                if state["count"] == 3:
+                    state["late"] = parameter.clone()
+                direction = state["momentum"].to(parameter.dtype).lerp(parameter.grad, 1 - group["beta"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.sign(), alpha=-group["lr"])
+                if "late" in state:
+                    parameter.lerp_(state["late"], 0.01)
+                state["momentum"] = direction.to(torch.bfloat16)  # another tensor at each step
+
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9, centered=True),
+    "sign": lambda groups: Sign(groups),
+}
+
+# What each keeps for an element, and what for a tensor. DeepSpeed's CPU Adam comes through the configuration.
+ELEMENTWISE = {
+    "cpu_adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "nadam": ("exp_avg", "exp_avg_sq"),
+    "radam": ("exp_avg", "exp_avg_sq"),
+    "rmsprop": ("square_avg", "momentum_buffer", "grad_avg"),
+    "sign": ("momentum", "late"),
+}
+SCALAR = {
+    "cpu_adam": ("step",),
+    "adamw": ("step",),
+    "amsgrad": ("step",),
+    "adagrad": ("step",),
+    "nadam": ("step", "mu_product"),
+    "radam": ("step",),
+    "rmsprop": ("step",),
+    "sign": ("count",),
+}

@@ -1,0 +1,122 @@
+"""Training with parameters and optimizer states on a drive gives what the same run on stock DeepSpeed with `device: "cpu"` gives, to the bit.
+
+Compared are losses, gradient norms, loss scales, skipped steps, the 16-bit weights, the fp32 master weights, every state of the optimizer, and what the
+fragment functions return. `parity.py` beside this goes through many more combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Case, differences, train
+
+SMALLEST = {"host_memory": "smallest"}
+Results = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+CASES = {
+    "plain": Case(),
+    "fp32": Case(dtype="fp32", clipping=1.0),
+    "fp16-overflow": Case(dtype="fp16", overflow_step=2, steps=5, accumulation=3, clipping=0.5, groups=2, model="blocks", section=SMALLEST),
+    "small-sub-groups": Case(sub_group_size=100, section=SMALLEST),
+    "1000-before-2048x2048": Case(model="misaligned", section=SMALLEST),
+    "both-on-the-drive": Case(model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True),
+    "parameters-on-the-drive": Case(parameters="nvme", states="cpu", model="embedding", section=SMALLEST),
+    "parameters-in-memory": Case(parameters="cpu", groups=2, clipping=1.0),
+    "no-budget-to-speak-of": Case(model="embedding", parameters="nvme", section=SMALLEST),
+    "everything-fits": Case(model="embedding", parameters="nvme", section={"host_memory": 64_000_000}),
+    "zero-init": Case(model="blocks", parameters="nvme", zero_init=True, section=SMALLEST),
+    "persistent-parameters": Case(parameters="nvme", persistence=100),
+    "tied": Case(model="tied", parameters="nvme", section=SMALLEST),
+    "frozen": Case(model="frozen", parameters="nvme", section=SMALLEST),
+    "checkpointed": Case(model="checkpointed", parameters="nvme", accumulation=2),
+    "checkpointed-reentrant": Case(model="reentrant", parameters="nvme"),
+    "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
+    "no-states": Case(optimizer="sgd"),
+    "scalar-states": Case(optimizer="nadam", model="blocks", groups=2, section=SMALLEST),
+    "gradients-in-fp32": Case(top={"data_types": {"grad_accum_dtype": "fp32"}}, accumulation=2, model="blocks", section=SMALLEST),
+    "checksums": Case(model="blocks", parameters="nvme", section={**SMALLEST, "checksum": True}),
+    "posix": Case(model="blocks", parameters="nvme", section={**SMALLEST, "backend": "posix"}),
+    "fragments": Case(fragments=True, model="blocks", clipping=1.0, section=SMALLEST, steps=4),
+    "fragments-fp16": Case(fragments=True, dtype="fp16", overflow_step=2, accumulation=2, steps=4),
+    "made-again": Case(lives=2, parameters="nvme"),
+    "inference": Case(optimizer="none", states="none", parameters="nvme", model="blocks", section=SMALLEST),
+    "documented-keys": Case(
+        parameters="nvme",
+        zero={
+            "offload_param": {"buffer_count": 5, "buffer_size": 1000, "max_in_cpu": 100, "pin_memory": True},
+            "offload_optimizer": {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True, "fast_init": True, "pin_memory": True},
+        },
+    ),
+}
+# Where the drive must have been used, or the test shows nothing; of most other models the smallest budget, which is rounded up to pages, holds all.
+STREAMED = {name for name, case in CASES.items() if case.model in ("blocks", "misaligned") and case.section.get("host_memory") == "smallest"}
+
+ON_TWO_RANKS = {
+    "plain": Case(),
+    "overflow": Case(dtype="fp16", overflow_step=1, accumulation=3, clipping=1.0, groups=2, model="blocks", parameters="nvme", section=SMALLEST),
+    "one-element-sub-groups": Case(sub_group_size=1, parameters="nvme"),
+    "fragments": Case(fragments=True, model="blocks", section=SMALLEST),
+    "inference": Case(optimizer="none", states="none", parameters="nvme"),
+}
+
+CPU_ADAM = {
+    "plain": Case(optimizer="cpu_adam", model="blocks", steps=4),
+    "streamed": Case(optimizer="cpu_adam", model="blocks", parameters="nvme", clipping=1.0, groups=2, steps=4, section=SMALLEST),
+    "sub-groups": Case(optimizer="cpu_adam", sub_group_size=500, steps=4),
+}
+
+
+def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
+    """The results of *cases* on this package and on stock DeepSpeed; both at once, each in its own processes."""
+    with ThreadPoolExecutor(2) as pool:
+        mine = pool.submit(train, list(cases.values()), directory, ranks=ranks)
+        reference = pool.submit(train, list(cases.values()), directory, ranks=ranks, ours=False)
+        return dict(zip(cases, zip(mine.result(), reference.result(), strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
+    """`pairs`, for each set of cases once."""
+    found: dict[tuple[str, ...], Results] = {}
+
+    def results(cases: dict[str, Case], ranks: int = 1) -> Results:
+        key = (*cases, str(ranks))
+        if key not in found:
+            found[key] = pairs(cases, tmp_path_factory.mktemp("drive"), ranks)
+        return found[key]
+
+    return results
+
+
+def moved(result: dict[str, Any]) -> int:
+    traffic: dict[str, int] = result["traffic"]
+    return traffic["bytes_read"] + traffic["bytes_written"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank(once, name):
+    mine, reference = once(CASES)[name]
+    assert differences(mine, reference) == []
+    assert not (name in STREAMED and moved(mine) == 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cap_on_memory_holds(once, name):
+    traffic = once(CASES)[name][0]["traffic"]
+    allowed = once(CASES)[name][0]["host_memory"]
+    assert all(peak <= memory for peak, memory in zip(traffic["peaks"], traffic["memory"], strict=True))
+    assert not isinstance(allowed, int) or max(traffic["memory"]) < allowed + 4096  # whole pages
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks(once, name):
+    assert differences(*once(ON_TWO_RANKS, ranks=2)[name]) == []
+
+
+@pytest.mark.parametrize("name", CPU_ADAM)
+def test_cpu_adam_of_deepspeed(once, name):
+    assert differences(*once(CPU_ADAM)[name]) == []

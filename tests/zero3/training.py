@@ -1,0 +1,305 @@
+"""Trains small models with DeepSpeed's ZeRO-3 on the CPU accelerator, and prints, one JSON object a line for each case, what came of it to the bit.
+
+The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive; "ours", whether `nvme_offload.zero3` is enabled;
+"faults", what is to go wrong in the engines, as `Engine` takes them, with the kind of fault by name. The ranks are what the environment says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+from launch import Case
+from models import ELEMENTWISE, MODELS, OPTIMIZERS, SCALAR
+
+SCALES = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32": {},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}},
+}
+TOO_LARGE = 1e6
+
+
+def main(request: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what DeepSpeed prints is not for the one who reads the answers
+    import deepspeed
+
+    watch = Watch()
+    if request["ours"]:
+        watch.enable(request.get("faults", []))
+    # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for number, fields in enumerate(request["cases"]):
+        place = os.path.join(request["directory"], str(number))  # so that no case finds the tier of another
+        began = time.monotonic()
+        case = Case(**fields)
+        try:
+            result = Training(case, place, request["ours"], watch).result()
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": type(error).__name__, "message": str(error)}
+        result |= {"name": case.name, "seconds": round(time.monotonic() - began, 2)}
+        print(json.dumps(result), file=answers, flush=True)
+        gc.collect()
+    deepspeed.comm.destroy_process_group()
+
+
+class Watch:
+    """Looks on at this package's tiers: the stores, pools and swappers that they make."""
+
+    def __init__(self) -> None:
+        self.stores: list[Any] = []
+        self.pools: list[Any] = []
+        self.swappers: list[Any] = []
+
+    def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
+        """Enable the package, with *faults* in every engine of a store."""
+        import nvme_offload.store
+        import nvme_offload.zero3.tier as tier
+        from nvme_offload import zero3
+        from nvme_offload._aio import FaultKind
+        from nvme_offload.engine import Engine
+
+        zero3.enable()
+        tier.TensorStore = self._kept(self.stores, tier.TensorStore)
+        tier.PinnedPool = self._kept(self.pools, tier.PinnedPool)
+        tier.TensorSwapper = self._kept(self.swappers, tier.TensorSwapper)
+        if faults:
+            nvme_offload.store.Engine = functools.partial(Engine, _faults=[(first, count, FaultKind[kind], value) for first, count, kind, value in faults])
+
+    def traffic(self) -> dict[str, Any]:
+        """What has moved, and how much memory was used, since the last call."""
+        found = {
+            "bytes_read": sum(swapper.stats().bytes_read for swapper in self.swappers),
+            "bytes_written": sum(swapper.stats().bytes_written for swapper in self.swappers),
+            "memory": [pool.nbytes for pool in self.pools],
+            "peaks": [swapper.stats().peak_bytes for swapper in self.swappers],
+            "retries": 0,
+        }
+        for store in self.stores:
+            with contextlib.suppress(ValueError):  # UsageError: it is closed
+                found["retries"] += sum(side.retries for side in (store.engine.stats().read, store.engine.stats().write))
+        self.stores.clear()
+        self.pools.clear()
+        self.swappers.clear()
+        return found
+
+    @staticmethod
+    def _kept(where: list[Any], kind: Any) -> Any:
+        @functools.wraps(kind)
+        def make(*args: Any, **named: Any) -> Any:
+            made = kind(*args, **named)
+            where.append(made)
+            return made
+
+        return make
+
+
+class Training:
+    """One case, from its beginning."""
+
+    def __init__(self, case: Case, directory: str, ours: bool, watch: Watch) -> None:
+        self.case = case
+        self.ours = ours
+        self.watch = watch
+        self.seeks = ours and case.section.get("host_memory") == "smallest"
+        self.config = self._config(directory)
+        self.told: dict[str, Any] = {key: [] for key in ("losses", "norms", "scales", "skipped", "observed")}
+
+    def result(self) -> dict[str, Any]:
+        """What the case comes to: floats in hexadecimal, tensors by their hash."""
+        finals: dict[str, Any] = {key: {} for key in ("weights", "masters", "states", "scalars")}
+        traffic = {}
+        for life in range(self.case.lives):
+            engines = [self._engine(10 * life + number) for number in range(self.case.engines)]
+            for step in range(self.case.steps):
+                for number, engine in enumerate(engines):
+                    self._step(engine, step, number)
+            for number, engine in enumerate(engines):
+                for key, values in self._final(engine).items():
+                    finals[key] |= {f"{life}.{number}.{name}": value for name, value in values.items()}
+            if self.ours:
+                traffic = self.watch.traffic()
+            while engines:
+                engines.pop().destroy()
+            del engine
+            gc.collect()
+        return {**self.told, **finals, "traffic": traffic, "host_memory": self.config.get("nvme_offload", {}).get("host_memory")}
+
+    def _config(self, directory: str) -> dict[str, Any]:
+        case = self.case
+        zero = {
+            "stage": 3,
+            "sub_group_size": case.sub_group_size,
+            "stage3_param_persistence_threshold": case.persistence,
+            "stage3_prefetch_bucket_size": 20_000,
+            "stage3_max_live_parameters": 50_000,
+            "stage3_max_reuse_distance": 50_000,
+            "reduce_bucket_size": 300_000,
+        }
+        for key, device in (("offload_param", case.parameters), ("offload_optimizer", case.states)):
+            if device == "nvme" and self.ours:
+                zero[key] = {"device": "nvme", "nvme_path": directory}
+            elif device != "none":
+                zero[key] = {"device": "cpu"}
+        for key, value in case.zero.items():
+            zero[key] = {**zero.get(key, {}), **value} if isinstance(value, dict) else value
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": case.accumulation,
+            "gradient_clipping": case.clipping,
+            "steps_per_print": 1_000_000,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "aio": {"block_size": 64 << 10, "queue_depth": 8, "thread_count": 1},
+            **SCALES[case.dtype],
+            **case.top,
+        }
+        if self.ours:
+            config["nvme_offload"] = {**case.section, **({"host_memory": 1} if self.seeks else {})}
+        if case.optimizer == "cpu_adam":
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+        return config
+
+    def _engine(self, seed: int) -> Any:
+        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there is none."""
+        while True:
+            try:
+                return self._try_engine(seed)
+            except ValueError as refusal:  # UsageError is one
+                named = re.search(r"at least (\d+)", str(refusal))
+                if not self.seeks or named is None or int(named[1]) <= self.config["nvme_offload"]["host_memory"]:
+                    raise
+            self.config["nvme_offload"]["host_memory"] = int(named[1])
+
+    def _try_engine(self, seed: int) -> Any:
+        import deepspeed
+
+        torch.manual_seed(seed)
+        if self.case.zero_init:
+            with deepspeed.zero.Init(config_dict_or_path=self.config):
+                model = MODELS[self.case.model]()
+        else:
+            model = MODELS[self.case.model]()
+        groups = self._groups(model)
+        if self.case.optimizer == "none":
+            return deepspeed.initialize(model=model, config=self.config)[0]
+        if self.case.optimizer == "cpu_adam":
+            return deepspeed.initialize(model=model, model_parameters=groups, config=self.config)[0]
+        return deepspeed.initialize(model=model, optimizer=OPTIMIZERS[self.case.optimizer](groups), config=self.config)[0]
+
+    def _groups(self, model: torch.nn.Module) -> list[Any]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.case.groups == 1:
+            return trained
+        return [{"params": trained[::2]}, {"params": trained[1::2], "lr": 3e-3, **({"weight_decay": 0.0} if self.case.optimizer != "sign" else {})}]
+
+    def _step(self, engine: Any, step: int, number: int) -> None:
+        case = self.case
+        for micro in range(case.accumulation):
+            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank + 500 * number)
+            loss = self._loss(engine, generator)
+            if step == case.overflow_step:
+                loss = loss * TOO_LARGE
+            self.told["losses"].append(loss.float().item().hex())
+            if case.optimizer == "none":
+                continue
+            engine.backward(loss)
+            if case.fragments and micro == case.accumulation - 1:
+                self._use_gradients(engine, step)
+            engine.step()
+        if case.optimizer == "none":
+            return
+        self.told["norms"].append(float(engine.get_global_grad_norm() or 0).hex())
+        self.told["scales"].append(float(engine.optimizer.loss_scale))
+        self.told["skipped"].append(engine.skipped_steps)
+        if case.fragments:
+            self._use_states(engine, step)
+        if case.evaluate:
+            engine.eval()
+            with torch.no_grad():
+                self.told["losses"].append(self._loss(engine, torch.Generator().manual_seed(step)).float().item().hex())
+            engine.train()
+
+    def _loss(self, engine: Any, generator: torch.Generator) -> torch.Tensor:
+        inputs = engine.module.inputs(generator)
+        if inputs.is_floating_point():
+            inputs = inputs.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.case.dtype])
+        output = engine(inputs).float()
+        return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()
+
+    def _use_gradients(self, engine: Any, step: int) -> None:
+        from deepspeed import utils
+
+        params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        for parameter in params:
+            self._observe(utils.safe_get_full_grad(parameter), utils.safe_get_local_grad(parameter))
+        if step == 1:
+            utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) * 1.7)
+            utils.safe_set_local_grad(params[1], utils.safe_get_local_grad(params[1]) / 3)
+            utils.safe_update_full_grad_vectorized(params[1:3], lambda gradient, _: gradient + 1e-3)
+            for parameter in params:
+                self._observe(utils.safe_get_full_grad(parameter))
+
+    def _use_states(self, engine: Any, step: int) -> None:
+        from deepspeed import utils
+
+        params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        keys = ELEMENTWISE[self.case.optimizer]
+        for parameter in params:
+            self._observe(utils.safe_get_full_fp32_param(parameter), utils.safe_get_local_fp32_param(parameter))
+            for key in keys:
+                self._observe(utils.safe_get_full_optimizer_state(parameter, key), utils.safe_get_local_optimizer_state(parameter, key))
+        if step == 1:
+            utils.safe_set_full_fp32_param(params[0], utils.safe_get_full_fp32_param(params[0]) * 1.25)
+            utils.safe_set_local_fp32_param(params[1], utils.safe_get_local_fp32_param(params[1]) - 0.3)
+            for key in keys[:1]:
+                utils.safe_set_full_optimizer_state(params[0], utils.safe_get_full_optimizer_state(params[0], key) * 0.5, key)
+                utils.safe_set_local_optimizer_state(params[1], utils.safe_get_local_optimizer_state(params[1], key) + 1e-4, key)
+
+    def _observe(self, *tensors: torch.Tensor) -> None:
+        self.told["observed"] += [_hash(tensor) for tensor in tensors]
+
+    def _final(self, engine: Any) -> dict[str, dict[str, Any]]:
+        from deepspeed import utils, zero
+
+        weights, masters, states, scalars = {}, {}, {}, {}
+        for name, parameter in engine.module.named_parameters():
+            with zero.GatheredParameters([parameter]):
+                weights[name] = _hash(parameter.data)
+            if not parameter.requires_grad or self.case.optimizer == "none":
+                continue
+            masters[name] = _hash(utils.safe_get_full_fp32_param(parameter))
+            optimizer = engine.optimizer
+            index, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            kept = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[index]]
+            for key in ELEMENTWISE[self.case.optimizer]:
+                if key in kept:
+                    states[f"{name}.{key}"] = _hash(utils.safe_get_full_optimizer_state(parameter, key))
+            for key in SCALAR.get(self.case.optimizer, ()):
+                if key in kept:
+                    scalars[f"{name}.{key}"] = float(kept[key]).hex()
+        return {"weights": weights, "masters": masters, "states": states, "scalars": scalars}
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    if tensor.is_floating_point():
+        tensor = tensor.where(~tensor.isnan(), torch.nan)  # of which there are many, and which one comes out of a conversion is nobody's business
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
