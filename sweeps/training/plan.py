@@ -25,6 +25,7 @@ MEASURES = {
     "update": "backward + optimizer",
     "step": "step",
     "peak": "peak memory",
+    "settled_peak": "peak memory past the first steps",
     "cold": "cold start",
 }
 # Likewise, but of one variant beside the drive.

@@ -186,15 +186,17 @@ def _drive(results: Results) -> Iterator[str]:
 
 
 def _memory(results: Results) -> Iterator[str]:
-    base = results.of(results.plan.baseline)
+    base, settling = results.of(results.plan.baseline), results.plan.settling_steps
     lines, held, kinds = [], [], []
     for variant, runs in _whole(results):
         phases = [_gigabytes(_middle(runs, lambda run, names=names: run.peak_bytes(*names))) for names in (_PRELUDE, *((name,) for name in PHASES))]  # type: ignore[misc]
         after = _middle(runs, lambda run: next(phase.after_bytes for phase in run.phases if phase.name == "init"))
         last = _middle(runs, lambda run: run.phases[-1].after_bytes)
         peak = _middle(runs, lambda run: run.peak_bytes())
-        ratio = _ratio(ratios(runs, base, lambda run: run.measure("peak", 0)))
-        lines.append((variant.title, _gigabytes(peak), ratio, *phases, _gigabytes(after), _gigabytes(last)))
+        ratio = _ratio(ratios(runs, base, lambda run: run.measure("peak", settling)))
+        settled = _gigabytes(_middle(runs, lambda run: run.measure("settled_peak", settling)))
+        settled_ratio = _ratio(ratios(runs, base, lambda run: run.measure("settled_peak", settling)))
+        lines.append((variant.title, _gigabytes(peak), ratio, settled, settled_ratio, *phases, _gigabytes(after), _gigabytes(last)))
         if peaks := [run.at_peak for run in runs if run.at_peak is not None]:
             values = [statistics.median(getattr(peak, name) for peak in peaks) for name in ("resident", "anonymous", "file", "shared", "locked", "pinned")]
             held.append((variant.title, *map(_gigabytes, values)))
@@ -204,7 +206,7 @@ def _memory(results: Results) -> Iterator[str]:
         ]
     yield "## Host memory"
     yield ("Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took.")
-    head = ("variant", "peak", "ratio of peak", "init", *PHASES, "left after init", "left after the last step")
+    head = ("variant", "peak", "ratio", "peak past the first steps", "ratio", "init", *PHASES, "left after init", "left after the last step")
     yield _table(head, lines)
     yield "At the moment when most was resident, of those looked at every 50 ms; locked and pinned are among the others:"
     yield _table(("variant", "resident", "anonymous", "file", "shared", "locked", "pinned"), held)

@@ -81,6 +81,8 @@ class Run:
             return self.step_ends[0] - self.started if self.step_ends else None
         if name == "peak":
             return self.peak_bytes() if self.error is None else None
+        if name == "settled_peak":
+            return max((phase.peak_bytes for phase in self.phases if phase.step is not None and phase.step >= settling_steps), default=None)
         names = PHASES[1:] if name == "update" else PHASES
         by_step = [self.of(phase, settling_steps) for phase in names]
         sums = [sum(phase.seconds for phase in step) for step in zip(*by_step, strict=False)]

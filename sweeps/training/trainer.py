@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -60,7 +59,7 @@ def _run(work: Path, environment: dict[str, str], variant: str, number: int, tim
         command = [sys.executable, "-m", "sweeps.training.trainee", str(work / "job.json"), str(writing)]
         started = time.monotonic()
         child = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,), start_new_session=True
+            command, cwd=_ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,), preexec_fn=os.setpgrp
         )
         os.close(writing)
         listener = threading.Thread(target=_listen, args=(told, events))
@@ -133,6 +132,6 @@ def _environment() -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    path = os.pathsep.join(filter(None, [str(Path(shutil.which(sys.executable) or sys.executable).parent), os.environ.get("PATH")]))
-    # Where the compilers of extensions are looked for: beside the interpreter too.
+    path = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(Path(sys.executable).parent)]))
+    # ninja may be beside the interpreter alone; but another one than the shell finds would compile everything anew, since their logs differ by version.
     return {**os.environ, **ranks, "PATH": path, "PYTHONUNBUFFERED": "1"}

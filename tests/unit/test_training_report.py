@@ -162,6 +162,7 @@ def test_measures_of_a_run() -> None:
     assert found.measure("step", 1) == pytest.approx(1.85)
     assert found.measure("cold", 1) == pytest.approx(10 + 5 + 18.5)
     assert found.measure("peak", 1) == 9_000_000_000
+    assert found.measure("settled_peak", 1) == 3_000_000_000
     assert found.peak_bytes("backward") == 2_000_000_000
     assert found.moved(("forward", "optimizer"), 1) == (10**9, 10**9)
     assert found.at_peak == Memory(8, 8, 6, 1, 1, 2, 0)  # the sample from after the end does not count
@@ -171,7 +172,7 @@ def test_measures_of_a_run() -> None:
 
 def test_a_run_that_failed_has_no_figures_that_it_did_not_come_to() -> None:
     found = run("stock", 0, 1.0, losses=(), error="RuntimeError: buffers")
-    assert [found.measure(name, 1) for name in ("optimizer", "update", "step", "cold", "peak")] == [None] * 5
+    assert [found.measure(name, 1) for name in ("optimizer", "update", "step", "cold", "peak", "settled_peak")] == [None] * 6
     assert found.peak_bytes() == 9_000_000_000
 
 
