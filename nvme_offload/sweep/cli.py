@@ -145,12 +145,13 @@ def command(
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
     profiles = _sweep(drives, options, resume)
+    notes = list(filter(None, map(results.keep, profiles)))
     nodes = [("", profiles)]
     if where and where.nodes > 1:
         _progress.show("nodes", f"waiting for {where.nodes} of them")
         nodes = launcher.gather(where, profiles, len(paths) * options.seconds)
     if nodes:
-        _report(nodes, report_dir, places, as_json)
+        _report(nodes, notes, report_dir, places, as_json)
 
 
 def _place() -> launcher.Place | None:
@@ -178,6 +179,8 @@ def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Prof
         sizes = [preflight.file_bytes(options.size, found, options.ranks) for found in drives]
         for found in drives:
             _journals.append(Journal(journal_path(found.identity, options.engine), options.asked(), resume))
+        if resume and not any(journal.begun for journal in _journals):
+            raise Refusal("there is no interrupted sweep of this drive to go on with: leave out --resume")
         profiles = [tune(*each, _progress) for each in zip(drives, [options] * len(drives), sizes, _journals, strict=True)]
         if len(drives) > 1:
             from .several import stripe
@@ -190,8 +193,8 @@ def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Prof
     return profiles
 
 
-def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], report_dir: Path, configs: Sequence[Path], as_json: bool) -> None:
-    """Write and print what all *nodes*, (host name, profiles) pairs, found."""
+def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], notes: list[str], report_dir: Path, configs: Sequence[Path], as_json: bool) -> None:
+    """Write and print what all *nodes*, (host name, profiles) pairs, found; *notes* are lines to end with."""
     said: list[str] = []
     printed: list[str] = []
     for host, profiles in nodes:
@@ -209,7 +212,6 @@ def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], report_dir: Path, co
         if profiles[0].stripe:
             said += [*results.stripe_lines(profiles[0].stripe), ""]
     mine = [profile for _, profiles in nodes for profile in profiles]
-    notes = list(filter(None, map(results.keep, nodes[0][1])))
     if configs:
         slowest = min(mine, key=lambda profile: profile.performance["mixed"].gb_per_s)
         if len({profile.chosen for profile in mine}) > 1:

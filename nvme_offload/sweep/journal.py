@@ -31,7 +31,7 @@ class Journal:
     """The file of one drive's sweep: a line on what was asked for, one on what the search began with, then one for each trial.
 
     begun: what the interrupted sweep's search began with, None when there is none to go on from. entries: its trials. has_trials: whether there is
-    something to go on from, should this sweep be interrupted. Raises: Refusal when there is nothing to go on from, or it was asked for otherwise.
+    something to go on from, should this sweep be interrupted. Raises: Refusal when the interrupted sweep was asked for otherwise.
     """
 
     def __init__(self, path: Path | None, asked: dict[str, Any], resume: bool = False) -> None:
@@ -76,7 +76,7 @@ class Journal:
             before, begun, *trials = map(json.loads, lines)
             entries = [Entry(_ask(ask), _result(result), ended) for ask, result, ended in trials]
         except (OSError, ValueError, TypeError, KeyError):
-            raise Refusal("there is no interrupted sweep of this drive to go on with: leave out --resume") from None
+            return  # there is none, or what there is was cut too early
         other = [f"{name} {before.get(name)!r}, not {value!r}" for name, value in asked.items() if before.get(name) != value]
         if other:
             raise Refusal(f"the interrupted sweep of this drive was made with {'; '.join(other)}: ask for the same, or leave out --resume")

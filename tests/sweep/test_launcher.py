@@ -15,6 +15,7 @@ import pytest
 
 from nvme_offload.errors import UsageError
 from nvme_offload.profile import Profile
+from nvme_offload.profile_shelf import find
 from nvme_offload.sweep.launcher import Place, place
 
 SWEEP = ["-m", "nvme_offload.sweep"]
@@ -79,6 +80,7 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     found = [Profile.from_json(json.dumps(one)) for one in json.loads(out)]
     assert [profile.drive["path"] for profile in found] == list(map(str, drives))
     assert {profile.engine["host"] for profile in found} == {socket.gethostname()}
+    assert [find(drive).chosen for drive in drives] == [profile.chosen for profile in found]  # each node has kept its own
     reports = sorted((tmp_path / "0").iterdir())
     assert sorted(Profile.load(report / "profile.json").drive["path"] for report in reports) == sorted(map(str, drives))
 

@@ -1,0 +1,120 @@
+"""Bad luck: one clear line, the right exit status, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.profile import Profile
+from nvme_offload.sweep import fio
+
+SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
+SHORT = ["--seconds", "1", "--size", "128MiB"]
+
+
+def run(*arguments: str | Path, command: list[str] = SWEEP) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+@contextlib.contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """*directory* shown read-only, in this test session's own mount namespace."""
+    subprocess.run(["mount", "--bind", str(directory), str(directory)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_read_only_mount_is_refused_for_the_drive_and_for_the_report(disk: Path, mounted: Callable[[str], Path], tmp_path: Path) -> None:
+    place = mounted("ext4") / "read-only"
+    place.mkdir()
+    with read_only(place):
+        for arguments, message in (
+            ([place, "--report-dir", tmp_path], "is not writable"),
+            ([disk, "--report-dir", place / "reports"], "no report can be written"),
+        ):
+            result = run(*arguments, *SHORT)
+            assert (result.returncode, result.stdout) == (2, "")
+            assert message in result.stderr
+            assert len(result.stderr.splitlines()) == 1
+    place.rmdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_what_may_be_written_is_told_of(disk: Path, tmp_path: Path) -> None:
+    """As a quota: the allocation is refused."""
+    command = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *SWEEP]
+    result = run(disk, "--report-dir", tmp_path, *SHORT, command=command)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "is too small: 128 MiB cannot be allocated there (a quota?); --size takes less" in result.stderr.splitlines()[-1]
+    assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_standard_output_is_no_failure(disk: Path, tmp_path: Path) -> None:
+    result = run(disk, "--report-dir", tmp_path, *SHORT, command=["bash", "-c", 'exec "$@" >&-', "-", *SWEEP])
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: Path) -> None:
+    """A name that a report would get leads elsewhere: the report takes another name, and what the link leads to stays."""
+    first = run(disk, "--report-dir", tmp_path, *SHORT)
+    assert first.returncode == 0, first.stderr
+    (report,) = tmp_path.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    report.rename(elsewhere)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in elsewhere.iterdir())
+    report.symlink_to(elsewhere)
+    second = run(disk, "--report-dir", tmp_path, *SHORT)
+    assert second.returncode == 0, second.stderr
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in elsewhere.iterdir()) == before
+    assert report.is_symlink()
+    assert (tmp_path / f"{report.name}-2" / "profile.json").exists()
+
+
+@pytest.mark.parametrize("topic", ["latency", "backends", "fio"])
+def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
+    if topic == "fio" and fio.version() is None:
+        pytest.skip("fio is not installed")
+    script = "import sys\nfrom nvme_offload.sweep import cli, tune\ntune.LATENCY_SECONDS = tune.BESIDE_SECONDS = 1\nsys.exit(cli.main())"
+    command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), *SHORT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            if not any(line.startswith(topic) for line in process.stderr):
+                pytest.skip(f"there is no {topic} here")
+            process.send_signal(signal.SIGTERM)
+            out, rest = process.communicate(timeout=10)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (143, "")
+    assert rest.splitlines()[-1] == "nvme-sweep: stopped by SIGTERM; nothing was left on the drive; --resume goes on from here"
+    assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
+
+
+def test_a_sustained_write_is_in_the_profile_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
+    result = run(disk, "--report-dir", tmp_path, *SHORT, "--sustained", "1GiB")
+    assert result.returncode == 0, result.stderr
+    (report,) = tmp_path.iterdir()
+    found = Profile.load(report / "profile.json").sustained
+    assert found is not None
+    assert 1 << 30 <= found.bytes <= (2 << 30) + (64 << 20)
+    assert len(found.samples) >= 32
+    assert list(disk.iterdir()) == []
+
+
+def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")}
+    for arguments in (["--help"], ["show", "--help"], ["compare", "--help"], ["check", "--help"]):
+        result = subprocess.run([*SWEEP, *arguments], capture_output=True, text=True, timeout=60, env=environment)
+        assert result.returncode == 0
+        assert result.stdout.startswith("Usage: nvme-sweep")
