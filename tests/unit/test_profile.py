@@ -12,7 +12,20 @@ import pytest
 
 from nvme_offload.config import AioConfig
 from nvme_offload.errors import UsageError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, SCHEMA_VERSION, Best, Profile, Setting, Trial
+from nvme_offload.profile import (
+    DEEPSPEED_DEFAULTS,
+    PHASES,
+    SCHEMA_VERSION,
+    Beside,
+    Best,
+    Health,
+    Latency,
+    Profile,
+    Setting,
+    StripePath,
+    Sustained,
+    Trial,
+)
 
 SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
 BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
@@ -37,13 +50,19 @@ PROFILE = Profile(
     drive={"path": "/local_nvme", "model": "Ünïcode drive", "filesystem": "ext4", "device": "/dev/nvme0n1", "sector_bytes": 512},
     workload={"bytes": 1 << 30},
     engine={"backend": "posix"},
-    trials=(TRIAL, dataclasses.replace(TRIAL, control=True, samples=())),
+    trials=(TRIAL, dataclasses.replace(TRIAL, control=True, samples=()), dataclasses.replace(TRIAL, flaw="drifted")),
     best={phase: dataclasses.replace(BEST, gb_per_s=float(place)) for place, phase in enumerate(PHASES)},
     chosen=SETTING,
     performance={phase: dataclasses.replace(BEST, relative=float(place)) for place, phase in enumerate(PHASES)},
     reasons=("the cheapest that the data cannot tell from the best",),
     steady=True,
     warnings=("the drive slowed down", "twice"),
+    latencies=(Latency("read", SETTING, 100, 1.0, 2.0, 3.0, 4.5),),
+    beside=(Beside("fio", "fio-3.33", "mixed", 3.5, 3.25, 1.08, 1.0, 1.1),),
+    sustained=Sustained(64 << 30, 30.0, ((15.0, 32 << 30), (30.0, 64 << 30)), 4.0, 1.0, True, 32 << 30),
+    stripe=(StripePath("/local_nvme", "/dev/nvme0n1", "", SETTING, {"mixed": 3.0}, {"mixed": 2.5}, 1.0),),
+    health_before=Health("nvme-cli", 40.0, 0.03, 10**13, 0),
+    health_after=Health("nvme-cli", 61.5, 0.03, 10**13, 2, "it is read-only"),
 )
 
 
@@ -54,6 +73,26 @@ def test_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert again == PROFILE
     assert again.to_json() == PROFILE.to_json()
     assert isinstance(again.trials[0].samples[0], tuple)
+
+
+def test_what_was_not_measured_comes_back_as_nothing() -> None:
+    bare = dataclasses.replace(PROFILE, latencies=(), beside=(), sustained=None, stripe=(), health_before=None, health_after=None)
+    assert Profile.from_json(bare.to_json()) == bare
+
+
+def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
+    data = json.loads(PROFILE.to_json())
+    data["schema_version"] = 1
+    for name in ("latencies", "beside", "sustained", "stripe", "health_before", "health_after"):
+        del data[name]
+    for trial in data["trials"]:
+        del trial["flaw"]
+    data["trials"][2]["stage"] = "impossible"
+    old = Profile.from_json(json.dumps(data))
+    assert [trial.flaw for trial in old.trials] == ["", "", "impossible"]
+    assert (old.schema_version, old.latencies, old.sustained, old.stripe) == (SCHEMA_VERSION, (), None, ())
+    assert old.chosen == PROFILE.chosen
+    assert Profile.from_json(old.to_json()) == old
 
 
 def test_the_text_is_plain_json_with_the_keys_that_others_read() -> None:
@@ -136,6 +175,10 @@ def _with(value: object, *keys: str | int) -> Callable[[Any], None]:
         _with([[1, 2, 3]], "trials", 0, "samples"),
         _with([], "best"),
         _with(None, "chosen"),
+        _with([{}], "latencies"),
+        _with([{"setting": 1}], "stripe"),
+        _with({"bytes": 1}, "sustained"),
+        _with({"temperature": 1}, "health_after"),
         _with(None, "warnings"),
     ],
 )
@@ -156,7 +199,7 @@ def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
         Profile.load(path)
 
 
-@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, "1", None])
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, "1", True, None])
 def test_another_schema_is_refused_with_what_to_do(version: object) -> None:
     data = {**json.loads(PROFILE.to_json()), "schema_version": version}
     with pytest.raises(UsageError, match="run nvme-sweep again") as caught:
