@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import OffloadError, UsageError
+from .errors import OffloadError, UsageError, WaitTimeout
 from .schedule import Schedule, Transfer
 from .units import format_bytes
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from .pool import PinnedPool
     from .store import StoreTicket, TensorStore
+
+_POLL_SECONDS = 0.001  # how often who waits for one transfer looks at the others: little beside the time that one takes
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +287,7 @@ class TensorSwapper:
                 awaited = self._schedule.waits_for(name)
                 first = next(flying for flying in self._flights if flying in awaited)
                 started = time.perf_counter()
-                self._finish(first)
+                self._wait_for_any(first)
                 seconds = time.perf_counter() - started
                 if first == name:
                     self._read_wait_seconds += seconds
@@ -297,6 +299,18 @@ class TensorSwapper:
             raise
         offset, was_read = self._schedule.take(name)
         return self._live()[offset : offset + self._schedule.size(name)], was_read
+
+    def _wait_for_any(self, name: str) -> None:
+        """Return when the transfer of *name* has ended, or another: what can follow that one should not wait for *name*, or one direction stands idle."""
+        ticket = self._flights[name].ticket
+        while not any(flight.ticket.done() for flight in self._flights.values()):
+            try:
+                ticket.wait(_POLL_SECONDS)
+            except WaitTimeout:
+                continue
+            except OffloadError:
+                self._finish(name)  # which keeps the error
+            return
 
     def _pump(self) -> None:
         """See which transfers have ended, and start those that come next.

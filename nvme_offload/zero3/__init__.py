@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
@@ -40,7 +41,7 @@ def enable() -> None:
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
 
-    _log.setLevel(logging.INFO)
+    _log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)  # all ranks choose and spend alike
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
     op.install()

@@ -89,7 +89,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
         smallest = max(sizes if self._elementwise else uncut)  # that the largest sub-group can be made
         whole = streamed + (min(_LARGEST_SUB_GROUP, sum(sizes)) + smallest) * widened + (len(sizes) + 2) * _SLACK_BYTES
-        self._tier.require_memory(whole, sum(sizes) * self.gradient_accumulation_dtype.itemsize)
+        gradients = sum(sizes) * self.gradient_accumulation_dtype.itemsize
+        self._tier.require_memory(whole, gradients)
         cap = self._tier.cap_bytes
         fewest = smallest * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
         if cap < fewest:
@@ -101,6 +102,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
         self._whole_bytes = whole
         self._tier.require_space(streamed)
+        _log.info("host memory for gradients, beside that for offload: %s (%s)", format_bytes(gradients), self.gradient_accumulation_dtype)
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
