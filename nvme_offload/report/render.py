@@ -210,9 +210,9 @@ def _backends_judgement(profile: Profile) -> str:
         return ""
     beside = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"
     if other.relative_low > 1:
-        verdict = f"At both at once {other.name} was faster than {beside}: this package's engine takes it as backend"
+        verdict = f"At both at once {other.name} was faster than {beside}, in these runs"
     elif other.relative_high < 1:
-        verdict = f"At both at once {other.name} was slower than {beside}"
+        verdict = f"At both at once {other.name} was slower than {beside}, in these runs"
     else:
         verdict = f"At both at once the runs cannot tell {other.name} from {beside}"
     return f"{verdict}. DeepSpeed's own op knows libaio only."

@@ -111,7 +111,7 @@ def test_every_trial_is_a_dot(made_up):
     assert 0 < ticks < 60  # ticks are drawn with the same element
 
 
-def test_the_comparison_brings_fio_to_the_same_moment(made_up):
+def test_the_comparison_has_the_speeds_of_the_profile(made_up):
     chart = speeds.comparison(made_up.shapes["fio and io_uring"]())
     for phase, name in (("read", "read"), ("write", "write"), ("mixed", "both at once")):
         best = made_up.best(made_up.chosen, phase)
