@@ -1,0 +1,181 @@
+"""Trains small models as `training.py` does, from and to checkpoints, and prints one JSON object a line for each life of an engine.
+
+The one argument is a JSON object as `training.main` takes it, with "lives" instead of "cases": objects with the fields of `Life`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import Case
+from training import Training, Watch, _hash
+
+
+@dataclasses.dataclass
+class Life:
+    """One engine: what it is made of, what it loads before step *first*, and what it saves and where while it goes to step *last*.
+
+    saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive that is filled up between two saves to it.
+    kill: where in the last save the process is to end itself. universal: a directory to convert to a universal checkpoint first.
+    weights: of which directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model: where to write the 16-bit weights.
+    """
+
+    name: str
+    case: Case
+    ours: bool = True
+    first: int = 0
+    last: int = 4
+    load: str = ""
+    saves: list[list[Any]] = dataclasses.field(default_factory=list)
+    full: str = ""
+    kill: str = ""
+    universal: str = ""
+    load_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weights: str = ""
+    model: str = ""
+
+
+def main(request: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for fields in request["lives"]:
+        life = Life(**{**fields, "case": Case(**fields["case"])})
+        try:
+            result = live(life, request["directory"])
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps({"name": life.name, **result}), file=answers, flush=True)
+        gc.collect()
+    deepspeed.comm.destroy_process_group()
+
+
+def live(life: Life, directory: str) -> dict[str, Any]:
+    from nvme_offload import zero3
+
+    (zero3.enable if life.ours else zero3.disable)()
+    if life.universal:
+        convert(Path(life.universal))
+    training = Training(life.case, directory, life.ours, Watch())
+    engine = training._engine(7 if life.load else 0)  # what is not loaded is another thing
+    result: dict[str, Any] = {"differ": []}
+    if life.load:
+        path, client_state = engine.load_checkpoint(life.load, **life.load_arguments)
+        if path is None:
+            raise FileNotFoundError(life.load)
+        result["client_state"] = client_state.get("told")
+    result["begin"] = training._final(engine)
+    for step in range(life.first, life.last):
+        for when, place in life.saves:
+            if step == when:
+                before = training._final(engine)
+                if life.kill and [when, place] == life.saves[-1]:
+                    end_in_the_middle(life.kill)
+                engine.save_checkpoint(place, tag="tag", client_state={"told": step})
+                if place == life.weights and when == life.saves[-1][0]:
+                    result["differ"] += compare_weights(engine, place)
+                if training._final(engine) != before:
+                    result["differ"].append(f"saving at {step} changed something")
+        if step == life.last - 1 and life.full:
+            result["full"] = save_to_full_drive(engine, Path(life.full))
+        training._step(engine, step, 0)
+    if life.model:
+        engine.save_16bit_model(life.model)
+        result["16bit"] = {name: _hash(tensor) for name, tensor in torch.load(Path(life.model) / "pytorch_model.bin").items()}
+    result["end"] = training._final(engine)
+    result |= {"told": training.told, "global_steps": engine.global_steps, "rates": [group["lr"] for group in engine.optimizer.param_groups]}
+    engine.destroy()
+    return result
+
+
+def save_to_full_drive(engine: Any, place: Path) -> dict[str, Any]:
+    """Save, fill the drive up, and try to save again."""
+    engine.save_checkpoint(str(place), tag="tag")
+    before = contents(place)
+    with (place / "filling").open("wb") as filling, contextlib.suppress(OSError):
+        while True:
+            filling.write(b"x" * 4096)
+            filling.flush()
+    found = {}
+    try:
+        engine.save_checkpoint(str(place), tag="tag")
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    (place / "filling").unlink()
+    return {**found, "untouched": contents(place) == before}
+
+
+def contents(place: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in place.rglob("*") if path.is_file() and path.name != "filling"}
+
+
+def end_in_the_middle(where: str) -> None:
+    """Have this process killed by the next save, while it writes ("writing") or when everything is written ("written")."""
+    from nvme_offload.zero3 import archive, checkpoint
+
+    def end(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "writing":
+        wait_all, calls = archive.wait_all, [0]
+
+        @functools.wraps(wait_all)
+        def counted(tickets: Any) -> None:
+            wait_all(tickets)
+            calls[0] += 1
+            if calls[0] == 2:
+                end()
+
+        archive.wait_all = counted
+    else:
+        checkpoint._any_rank = end
+
+
+def convert(place: Path) -> None:
+    """Make *place*/universal of *place*/tag."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(argparse.Namespace(input_folder=str(place / "tag"), output_folder=str(place / "universal"), **settings))
+    (place / "latest_universal").write_text("universal")
+
+
+def compare_weights(engine: Any, place: str) -> list[str]:
+    """Which weights are not those that *engine* has, as DeepSpeed's tool finds them in the checkpoint."""
+    from deepspeed import utils, zero
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(place, "tag")
+    convert_zero_checkpoint_to_fp32_state_dict(place, str(Path(place) / "converted"), max_shard_size=None, tag="tag")
+    (converted,) = (torch.load(path) for path in (Path(place) / "converted").glob("*.bin"))
+    wrong = []
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            wanted = utils.safe_get_full_fp32_param(parameter)
+        else:
+            with zero.GatheredParameters([parameter]):
+                wanted = parameter.data.clone()
+        for kind, weights in (("memory", found), ("the file", converted)):
+            if not torch.equal(weights[name].float(), wanted.float()):
+                wrong.append(f"{name} in {kind}")
+    return wrong
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

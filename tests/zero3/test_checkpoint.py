@@ -1,0 +1,208 @@
+"""Checkpoints with states on a drive, against the run that was not interrupted, to the bit: other processes, devices, cuts, ranks, drives and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointing import Life
+from launch import Case, finish, start
+
+SCRIPT = Path(__file__).with_name("checkpointing.py")
+SMALL = {"host_memory": 400_000}
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+PARTS = ("weights", "masters", "states", "scalars")
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="states", states="nvme", persistence=100),
+        Case(name="both", model="frozen", parameters="nvme", states="nvme", zero_init=True, persistence=50),
+        Case(name="parameters", parameters="nvme", states="cpu", zero_init=True),
+        Case(name="fp16", dtype="fp16", overflow_step=1, clipping=0.5),
+        Case(name="groups", model="blocks", groups=2, sub_group_size=9000, section=SMALL),
+        Case(name="small", model="blocks", parameters="nvme", section=SMALL),
+        Case(name="cpu_adam", optimizer="cpu_adam"),
+        Case(name="adagrad", optimizer="adagrad", sub_group_size=500),
+        Case(name="sign", optimizer="sign", model="blocks", sub_group_size=9000),
+    )
+}
+EXACT = [name for name in CASES if name != "cpu_adam"]
+TOOLS = ("both", "parameters", "groups")
+TO_CPU = ("states", "both", "parameters", "fp16", "groups", "sign", "cpu_adam")
+FROM_CPU = ("states", "both", "groups")
+Results = dict[str, dict[str, Any]]
+
+
+def on_cpu(case: Case) -> Case:
+    """*case* as DeepSpeed itself offloads it: to memory."""
+    return case.but(parameters="cpu" if case.parameters == "nvme" else case.parameters, states="cpu")
+
+
+def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = 200) -> Results:
+    """What rank 0 told of each life."""
+    with start([], directory, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life) for life in lives]) as processes:
+        ended = [finish(process, timeout) for process in processes]
+    for rank in ended:
+        assert rank.status == 0, rank.complaints
+    results = {result.pop("name"): result for result in ended[0].results}
+    for name, result in results.items():
+        assert "error" not in result or name.startswith("refused"), f"{name}: {result}\n{ended[0].complaints}"
+    return results
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Results:
+    """Runs that were not interrupted, and saved to one tag before step 1 and again before step 2."""
+    lives = []
+    for name, case in CASES.items():
+        target = str(place / name)
+        tools = {"weights": target, "model": f"{target}/16bit"} if name in TOOLS else {}
+        lives.append(Life(name, case.but(zero=GATHER), saves=[[1, target], [2, target]], **tools))
+    for name in FROM_CPU:
+        target = str(place / f"{name} cpu")
+        lives.append(Life(f"{name} cpu", on_cpu(CASES[name]), ours=False, saves=[[2, target]]))
+    return run(lives, place)
+
+
+@pytest.fixture(scope="module")
+def resumed(place: Path, whole: Results) -> Results:
+    """Runs in another process, from those checkpoints."""
+    lives = [Life(name, case, first=2, load=str(place / name)) for name, case in CASES.items()]
+    lives += [Life(f"{name} cut", CASES[name].but(sub_group_size=size), first=2, load=str(place / name)) for name, size in CUTS]
+    lives += [Life(f"{name} from cpu", CASES[name], first=2, load=str(place / f"{name} cpu")) for name in FROM_CPU]
+    universal = CASES["groups"].but(groups=1)
+    target = str(place / "universal")
+    lives += [Life("universal whole", universal, saves=[[2, target]])]
+    converted = universal.but(top={"checkpoint": {"load_universal": True}})
+    lives += [Life("universal", converted, first=2, load=target, universal=target)]
+    lives += [Life("weights only", CASES["both"], first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})]
+    shutil.copytree(place / "states", place / "stock")
+    (place / "stock" / "tag" / "offloaded_tensors").mkdir()
+    lives += [Life("refused swap files", CASES["states"], load=str(place / "stock"))]
+    lives += [Life("refused model", CASES["states"].but(model="blocks"), load=str(place / "states"), load_arguments={"load_module_strict": False})]
+    lives += [Life(f"{name} to cpu", on_cpu(CASES[name]), ours=False, first=2, load=str(place / name)) for name in TO_CPU]
+    lives += [
+        Life("weights only to cpu", on_cpu(CASES["both"]), ours=False, first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})
+    ]
+    return run(lives, place)
+
+
+CUTS = (("groups", 100_000), ("adagrad", 100_000), ("sign", 700))
+
+
+def assert_resumed(result: dict[str, Any], reference: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    """*result* went on from a checkpoint of *reference* before step 2, and both are the same from there to the end."""
+    assert result["client_state"] == 2
+    assert result["end"] == reference["end"]
+    for key, values in result["told"].items():
+        tail = reference["told"][key]
+        assert key in but or values == tail[len(tail) - len(values) :], key
+    assert result["told"]["losses"]
+    assert result["global_steps"] == reference["global_steps"]
+    assert result["rates"] == reference["rates"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_run_goes_on_in_another_process_as_if_it_had_not_ended(name: str, whole: Results, resumed: Results) -> None:
+    assert_resumed(resumed[name], whole[name])
+
+
+@pytest.mark.parametrize("name", [name for name in TO_CPU if name in EXACT])
+def test_deepspeed_goes_on_with_the_states_in_memory(name: str, whole: Results, resumed: Results) -> None:
+    assert_resumed(resumed[f"{name} to cpu"], whole[name])
+
+
+@pytest.mark.parametrize("name", FROM_CPU)
+def test_a_run_with_the_states_in_memory_goes_on_with_a_drive(name: str, whole: Results, resumed: Results) -> None:
+    assert_resumed(resumed[f"{name} from cpu"], whole[f"{name} cpu"])
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CUTS])
+def test_a_run_goes_on_with_another_sub_group_size(name: str, whole: Results, resumed: Results) -> None:
+    assert_resumed(resumed[f"{name} cut"], whole[name], but=("norms",))  # which are summed by sub-group
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_saving_changes_nothing_and_deepspeeds_tools_find_the_weights(name: str, whole: Results) -> None:
+    assert whole[name]["differ"] == []
+    assert whole[name]["16bit"] == whole[name]["end"]["weights"]
+
+
+def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(whole: Results, resumed: Results) -> None:
+    # Not as if it had not ended: it takes powers of its betas at once after a load, and by multiplication at each step otherwise.
+    assert resumed["cpu_adam"]["end"] == resumed["cpu_adam to cpu"]["end"]
+    assert resumed["cpu_adam"]["end"]["scalars"] == whole["cpu_adam"]["end"]["scalars"]
+
+
+def test_a_universal_checkpoint_is_loaded(resumed: Results) -> None:
+    assert resumed["universal"]["end"] == resumed["universal whole"]["end"]
+
+
+def test_weights_are_loaded_without_states_as_deepspeed_does(resumed: Results) -> None:
+    assert resumed["weights only"]["begin"] == resumed["weights only to cpu"]["begin"]
+    assert resumed["weights only"]["end"] == resumed["weights only to cpu"]["end"]
+
+
+def test_what_cannot_be_loaded_is_refused_with_a_reason(resumed: Results) -> None:
+    assert resumed["refused swap files"]["error"] == "UnsupportedError"
+    assert "save_16bit_model" in resumed["refused swap files"]["message"]
+    assert resumed["refused model"]["error"] in ("UsageError", "RuntimeError")
+
+
+def test_the_file_is_one_of_torch_save(place: Path, whole: Results) -> None:
+    (path,) = (place / "states" / "tag").glob("*_optim_states.pt")
+    for tree in (torch.load(path, weights_only=False), torch.load(path, weights_only=False, mmap=True)):
+        state = tree["optimizer_state_dict"]
+        (master,) = state["fp32_flat_groups"]
+        assert master.shape == state["optimizer_state_dict"]["state"][0]["exp_avg"].shape
+        assert float(state["optimizer_state_dict"]["state"][0]["step"]) == 2
+        assert torch.isfinite(master).all()
+        assert master.abs().sum() > 0
+    assert not list((place / "states").rglob("*.partial"))
+
+
+def test_two_ranks(place: Path) -> None:
+    target = str(place / "two")
+    case = CASES["both"].but(name="two", sub_group_size=1000, clipping=0.3)
+    whole = run([Life("two", case, saves=[[2, target]], weights=target)], place, ranks=2)["two"]
+    assert whole["differ"] == []
+    lives = [Life("two", case.but(sub_group_size=1_000_000), first=2, load=target), Life("two to cpu", on_cpu(case), ours=False, first=2, load=target)]
+    resumed = run(lives, place, ranks=2)
+    assert_resumed(resumed["two to cpu"], whole)
+    assert resumed["two"]["begin"] == resumed["two to cpu"]["begin"]
+
+
+def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Results) -> None:
+    again = []
+    for where in ("writing", "written"):
+        target = place / f"killed {where}"
+        life = Life("killed", CASES["groups"], saves=[[2, str(target)], [3, str(target)]], kill=where)
+        with start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)]) as (process,):
+            killed = finish(process, 100)
+        assert killed.status == -9, killed.complaints
+        assert list(target.rglob("*.partial"))
+        again.append(Life(where, CASES["groups"], first=2, load=str(target), saves=[[3, str(target)]]))
+    results = run(again, place)
+    for life in again:
+        assert_resumed(results[life.name], whole["groups"])
+        assert not list(Path(life.load).rglob("*.partial"))
+
+
+def test_a_full_drive_leaves_the_last_checkpoint_and_training_goes_on(place: Path, whole: Results, mounted: Callable[[str], Path]) -> None:
+    target = mounted("ext4-full") / "checkpoints"
+    target.mkdir()
+    result = run([Life("full", CASES["groups"], full=str(target))], place)["full"]
+    assert result["full"]["error"] == "NoSpaceError", result["full"]
+    assert result["full"]["untouched"]
+    assert result["end"] == whole["groups"]["end"]
