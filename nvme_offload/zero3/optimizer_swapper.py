@@ -72,11 +72,6 @@ class OptimizerSwapper:
         self._names: list[str] = []
         tier.abandon_with(self, self._names)
 
-    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the budget for *numel* elements of *dtype*. Lifetime: this swapper's."""
-        self._names.append(f"{self._prefix}/scratch")
-        return self.tier.swapper.create(self._names[-1], numel * dtype.itemsize).view(dtype)
-
     def close(self) -> None:
         """Forget everything; a second call does nothing."""
         for name in self._names:

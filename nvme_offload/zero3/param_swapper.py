@@ -7,8 +7,9 @@ alive, the budget cannot run out.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from .tier import Tier
 
 _MANY = 1 << 30
 _PAGE_BYTES = 4096  # that a partition takes at least
-_FIRST_BYTES = 256 << 20  # of host memory, before it is known how large the model is
 _serial = itertools.count()
 
 
@@ -38,7 +38,6 @@ class ParameterSwapper:
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
         self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away
         self._names: set[str] = set()
-        self._bytes = 0  # of all partitions
         self.tier.abandon_with(self, self._names)
 
     # While parameters are partitioned for the first time, or have been changed by their owner.
@@ -104,6 +103,18 @@ class ParameterSwapper:
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Nothing to reserve: there is one budget."""
 
+    @contextlib.contextmanager
+    def with_shape(self, param: Any) -> Iterator[None]:
+        """Meanwhile *param*'s partition has its number of elements also where it is away, without memory for them, for who asks for no more."""
+        if not self.is_away(param):
+            yield
+            return
+        param.ds_tensor.data = self._placeholder.expand(param.ds_tensor.ds_numel)
+        try:
+            yield
+        finally:
+            param.ds_tensor.data = self._placeholder.data
+
     def is_away(self, param: Any) -> bool:
         """Whether *param*'s partition has no copy on the accelerator."""
         return bool(param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE)
@@ -121,8 +132,7 @@ class ParameterSwapper:
         name = self._name(param)
         if name not in self._names:
             self._names.add(name)
-            self._bytes += -(-numel * self.dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-            self.tier.require(max(self._bytes, _FIRST_BYTES))
+            self.tier.require(-(-numel * self.dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES)
         return self.tier.swapper.create(name, numel * self.dtype.itemsize).view(self.dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:

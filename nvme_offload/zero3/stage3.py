@@ -7,21 +7,24 @@ Results do not differ, by a bit: norms are summed in the sub-groups that the use
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ..errors import UsageError
+from ..errors import OffloadError, UsageError
 from ..pool import PinnedPool
 from ..units import format_bytes
 from . import archive, states
 from .optimizer_swapper import OptimizerSwapper, state_bytes
+from .param_swapper import ParameterSwapper
 from .settings import Settings
 from .step_stats import StepClock, StepStats
 from .tier import Tier
@@ -33,6 +36,7 @@ _WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pip
 _SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
 
 _log = logging.getLogger(__name__)
+_serial = itertools.count()
 
 
 class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
@@ -70,39 +74,40 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
-            self._plan(fp16_param_groups)
+            _all_or_none(lambda: self._open_tier(fp16_param_groups))
+            self._tier.cap_bytes = _least(self._tier.cap_bytes)
+            _all_or_none(self._plan)
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
 
-    def _plan(self, param_groups: Any) -> None:
-        """Choose how large sub-groups may be, and see that everything fits.
-
-        Raises: UsageError when the host memory cannot hold the largest partition; NoSpaceError when the drives cannot hold all.
-        """
-        sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
+    def _open_tier(self, param_groups: Any) -> None:
+        """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
         self._state_bytes = state_bytes(self.optimizer, self.master_weights_and_grads_dtype)
         self._elementwise = is_elementwise(self.optimizer)
-        widened = self.master_weights_and_grads_dtype.itemsize
-        swappers = {id(swapper): swapper for group in param_groups for param in group["params"] if (swapper := param.nvme_swapper)}
-        self._tier = Tier.of(self._ds_config)
-        streamed = sum(sizes) * (self._state_bytes + (self.dtype.itemsize if swappers else 0))
+        sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
         groups = [super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups]
         uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
-        smallest = max(sizes if self._elementwise else uncut)  # that the largest sub-group can be made
-        whole = streamed + (min(_LARGEST_SUB_GROUP, sum(sizes)) + smallest) * widened + (len(sizes) + 2) * _SLACK_BYTES
+        self._least_sub_group = max(sizes if self._elementwise else uncut)  # elements of the largest, however small they are made
+        self._parameter_bytes = self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0
+        widened = (min(_LARGEST_SUB_GROUP, sum(sizes)) + self._least_sub_group) * self.master_weights_and_grads_dtype.itemsize
+        self._whole_bytes = sum(sizes) * self._state_bytes + widened + (len(sizes) + 2) * _SLACK_BYTES
         gradients = sum(sizes) * self.gradient_accumulation_dtype.itemsize
-        self._tier.require_memory(whole, gradients)
+        self._tier = Tier.of(self._ds_config)
+        self._tier.require_memory(self._whole_bytes, gradients)
+        self._tier.require_space(sum(sizes) * (self._state_bytes + self._parameter_bytes))
+        _log.info("host memory for gradients, beside that for offload: %s (%s)", format_bytes(gradients), self.gradient_accumulation_dtype)
+
+    def _plan(self) -> None:
+        """Choose how large sub-groups may be. Raises: UsageError when the host memory cannot hold the largest that cannot be cut."""
+        widened = self.master_weights_and_grads_dtype.itemsize
         cap = self._tier.cap_bytes
-        fewest = smallest * (self._state_bytes + widened + (self.dtype.itemsize if swappers else 0)) + 2 * _SLACK_BYTES
+        fewest = self._least_sub_group * (self._state_bytes + widened + self._parameter_bytes) + 2 * _SLACK_BYTES
         if cap < fewest:
             largest = "parameter" if self._elementwise else "sub-group (sub_group_size says how large they are)"
             raise UsageError(
-                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {smallest} elements on '
-                f"this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
+                f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {self._least_sub_group} '
+                f"elements on this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
         self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
-        self._whole_bytes = whole
-        self._tier.require_space(streamed)
-        _log.info("host memory for gradients, beside that for offload: %s (%s)", format_bytes(gradients), self.gradient_accumulation_dtype)
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
@@ -118,9 +123,11 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return
         self._tier.require(self._whole_bytes)
         self._clock = StepClock(self._tier)
-        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._gradient, self._keep_gradient, self._state_bytes)
+        self._widened = f"gradient{next(_serial)}"
         if self.gradient_accumulation_dtype != self.master_weights_and_grads_dtype:
-            self._widened = self.optimizer_swapper.scratch(max(self.fp16_partitioned_groups_flat_numel), self.master_weights_and_grads_dtype)
+            largest = max(self.fp16_partitioned_groups_flat_numel)
+            self._tier.make_scratch(self._widened, largest * self.master_weights_and_grads_dtype.itemsize)
+        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._gradient, self._keep_gradient, self._state_bytes)
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
@@ -146,6 +153,9 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         super().destroy()
         if self.swaps_natively:
             self.optimizer_swapper.close()
+            self._tier.drop_scratch(self._widened)
+            self._tier.give_back(self._whole_bytes)
+            self._whole_bytes = 0
 
     # Gradients.
 
@@ -187,7 +197,10 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         params = self.fp16_groups[index]
         reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
         source = self.grad_partitions_flat_buffer.narrow(0, self._first_element[index], self.fp16_partitioned_groups_flat_numel[index])
-        gradient = source if source.dtype == parameter.dtype else self._widened.narrow(0, 0, source.numel()).copy_(source)
+        if source.dtype == parameter.dtype:
+            gradient = source
+        else:
+            gradient = self._tier.scratch(self._widened).view(parameter.dtype).narrow(0, 0, source.numel()).copy_(source)
         for param, has_gradient in zip(params, reduced, strict=True):
             if not has_gradient:
                 _, offset, numel = self.grad_position[self.get_param_id(param)]
@@ -236,6 +249,16 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self.last_step = self._clock.end_update()
         if self.last_step.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", self.last_step)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """As the base, which wants to see the shape of a partition that may be away."""
+        with _with_shape(param):
+            super().set_local_grad_for_param(value, param)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Likewise."""
+        with _with_shape(param):
+            super().set_local_hp_param(value, param, optim_state_key)
 
     # Fragments: what is handed out must not be memory that the next read overwrites.
 
@@ -300,6 +323,31 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
     mapping: Mapping[str, Any] = DeepSpeedConfig(ds_config)._param_dict
     return mapping
+
+
+def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:
+    return param.nvme_swapper.with_shape(param) if isinstance(param.nvme_swapper, ParameterSwapper) else contextlib.nullcontext()
+
+
+def _least(number: int) -> int:
+    """The least that any rank has, so that all plan alike."""
+    numbers = torch.tensor([number], device=get_accelerator().current_device_name())
+    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
+    return int(numbers.item())
+
+
+def _all_or_none(action: Callable[[], None]) -> None:
+    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for that one for ever."""
+    failure = None
+    try:
+        action()
+    except (OffloadError, OSError) as error:
+        failure = error
+    anywhere = _least(0 if failure is not None else 1) == 0
+    if failure is not None:
+        raise failure
+    if anywhere:
+        raise UsageError("another rank cannot train with this configuration, and says why")
 
 
 def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:

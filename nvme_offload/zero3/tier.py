@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import AioConfig
 from ..errors import NoSpaceError, OffloadError, UsageError
@@ -20,8 +20,12 @@ from ..swapper import TensorSwapper
 from ..units import format_bytes
 from .settings import Settings, aio_config, nvme_paths
 
+if TYPE_CHECKING:
+    import torch
+
 # Of the memory that is available, what "auto" leaves to everything else: activations, the data loader, the page cache of a checkpoint.
 _AUTO_SHARE = 0.7
+_LEAST_BYTES = 64 << 20  # of host memory that is taken, so that it need not grow with every small parameter
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class Tier:
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
         self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
+        self._needed_bytes = 0
+        self._scratch: dict[str, torch.Tensor] = {}
         automatic = settings.host_memory == "auto"
         self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if automatic else int(settings.host_memory)
         weakref.finalize(self, _close, self._resources)
@@ -80,16 +86,38 @@ class Tier:
         # Not at once: the garbage collector may find that out in the middle of any line, also of the swapper's and the store's own.
         weakref.finalize(owner, self._abandoned.append, names).atexit = False
 
-    def require(self, nbytes: int) -> TensorSwapper:
-        """See that the host memory holds *nbytes*, or as many of them as the cap allows."""
-        wanted = min(nbytes, self.cap_bytes)
+    def require(self, nbytes: int) -> None:
+        """*nbytes* more of host memory can be used: see that they are there, as far as the cap allows. Let go with `give_back`."""
+        self._needed_bytes += nbytes
+        wanted = min(max(self._needed_bytes, _LEAST_BYTES), self.cap_bytes)
         if self._swapper is None:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
-        elif wanted > self._pool.nbytes and not self.swapper.in_use():
-            # Twice as much, since all values go to the drive and come back at every change.
-            self._swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
-        return self._swapper
+        elif wanted > self._pool.nbytes:
+            for name in self._scratch:
+                self.swapper.discard(name)
+            if not self.swapper.in_use():
+                # Twice as much, since all values go to the drive and come back at every change.
+                self.swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
+            for name, room in self._scratch.items():  # before all else, so that it does not lie in the midst
+                self._scratch[name] = self.swapper.create(name, room.numel())
+
+    def give_back(self, nbytes: int) -> None:
+        """The opposite of `require`: so many bytes are no longer of use to who asked for them."""
+        self._needed_bytes -= nbytes
+
+    def make_scratch(self, name: str, nbytes: int) -> None:
+        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`."""
+        self._scratch[name] = self.swapper.create(name, nbytes)
+
+    def scratch(self, name: str) -> torch.Tensor:
+        """The memory of `make_scratch`. Shapes: unsigned bytes. Lifetime: to be asked for at every use; `require` may move it, without its contents."""
+        return self._scratch[name]
+
+    def drop_scratch(self, name: str) -> None:
+        """Give back the memory of `make_scratch`."""
+        if self._scratch.pop(name, None) is not None:
+            self.swapper.discard(name)
 
     def _make_pool(self, nbytes: int) -> PinnedPool:
         self._pool = PinnedPool(nbytes)
