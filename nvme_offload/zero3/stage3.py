@@ -164,7 +164,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self.offload_optimizer_pin_memory = pins and not self.swaps_natively
         super()._setup_for_real_optimizer()
         self.offload_optimizer_pin_memory = pins
-        if pins and self.swaps_natively:
+        if self.swaps_natively and (pins or get_accelerator().device_name() == "cuda"):
             self._pin_gradients()
 
     def _pin_gradients(self) -> None:
