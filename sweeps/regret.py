@@ -3,6 +3,9 @@
 The sweep runs several times. Then fio measures every setting of the sweep's own space under the mixed load, with the control after every few, since
 a drive drifts; then the best of the grid, what the sweeps chose and the control run by turns, and only this last part is judged: the best of a
 hundred noisy runs is flattered by being picked.
+
+The last part is run twice: by fio, which moves the same few blocks of memory again and again, and by the engine, which moves requests of 16 MiB
+through more memory than a cache holds, as training does. Where they disagree about a setting, memory is what they disagree about.
 """
 
 from __future__ import annotations
@@ -57,8 +60,12 @@ def main(directory: Path, name: str, sweeps: int, seconds: float, window: float,
         relative = grid(settings, run)
         grid_seconds = time.monotonic() - began
         best = sorted(relative, key=lambda setting: -relative[setting])[:BEST]
-        turns = by_turns(list(dict.fromkeys([*chosen, *best, DEEPSPEED_DEFAULTS])), run, rounds)
-    print(report(name, directory, found, len(settings), grid_seconds, best, turns, rounds))
+        candidates = list(dict.fromkeys([*chosen, *best, DEEPSPEED_DEFAULTS]))
+        turns = {
+            "fio": by_turns(candidates, run, rounds),
+            "the engine": by_turns(candidates, lambda setting: rig.run(setting, "mixed", window).bytes_per_second, rounds),
+        }
+    print(report(name, directory, found, len(settings), grid_seconds, best, turns))
 
 
 def grid(settings: Sequence[Setting], run: Callable[[Setting], float]) -> dict[Setting, float]:
@@ -91,42 +98,40 @@ def report(
     tried: int,
     grid_seconds: float,
     best: Sequence[Setting],
-    turns: dict[Setting, list[float]],
-    rounds: int,
+    turns: dict[str, dict[Setting, list[float]]],
 ) -> str:
     """The Markdown."""
-    medians = {setting: statistics.median(values) for setting, values in turns.items()}
-    fastest = max(medians, key=lambda setting: medians[setting])
     drive = describe_drive(directory)
     command = shlex.join(["python", "-m", "sweeps.regret", *sys.argv[1:]])
     when = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
-    machine = f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores, {fio.version()}"
-    lines = [
-        f"## {name}",
-        "",
-        f"`{command}`, {when}, {machine}.",
-        f"{drive.model or drive.device}, {drive.filesystem}, layers: {', '.join(drive.layers) or 'none'}.",
-        "",
-    ]
-    lines += ["| sweep | seconds, report included | steady | chosen | in flight | of the best by turns | regret |", "|---|---|---|---|---|---|---|"]
+    machine = f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores, {fio.version()}, load average {os.getloadavg()[2]:.1f} over 15 minutes"
+    lines = [f"## {name}", "", f"`{command}`, {when}, {machine}. {drive.model or drive.device}, {drive.filesystem}.", ""]
+    lines += ["| sweep | seconds, report included | steady | chosen | in flight |", "|---|---|---|---|---|"]
     for number, (profile, seconds) in enumerate(found, 1):
-        setting = profile.chosen
-        share = [one / other for one, other in zip(turns[setting], turns[fastest], strict=True)]
-        low, high = quartiles(share)
-        regret = 1 - medians[setting] / medians[fastest]
+        setting, steady = profile.chosen, "yes" if profile.steady else "no"
+        lines.append(f"| {number} | {seconds:.0f} | {steady} | {describe(setting)} | {setting.bytes_in_flight / (1 << 20):g} MiB |")
+    lines += ["", f"The grid had {tried} settings and took {grid_seconds:.0f} s; its best were {'; '.join(map(describe, best))}.", ""]
+    lines += [
+        "| by turns, by | the best | " + " | ".join(f"sweep {number}" for number in range(1, len(found) + 1)) + " | DeepSpeed's defaults | chosen differ by |"
+    ]
+    lines += ["|---|---|" + "---|" * (len(found) + 2)]
+    for by, values in turns.items():
+        medians = {setting: statistics.median(each) for setting, each in values.items()}
+        fastest = max(medians, key=lambda setting: medians[setting])
+        shares = [share(values[profile.chosen], values[fastest]) for profile, _ in found]
+        chosen = [medians[profile.chosen] for profile, _ in found]
         lines.append(
-            f"| {number} | {seconds:.0f} | {'yes' if profile.steady else 'no'} | {describe(setting)} | {setting.bytes_in_flight >> 20} MiB | "
-            f"{statistics.median(share):.3f} [{low:.3f}, {high:.3f}] | {regret:.1%} |"
+            f"| {by} | {describe(fastest)} | {' | '.join(shares)} | {share(values[DEEPSPEED_DEFAULTS], values[fastest])} | "
+            f"{max(chosen) / min(chosen) - 1:.1%} |"
         )
-    chosen = [medians[profile.chosen] for profile, _ in found]
-    lines += ["", f"The chosen settings' speeds differ by {max(chosen) / min(chosen) - 1:.1%} at the most, re-measured by turns.", ""]
-    lines.append(
-        f"The best by turns was {describe(fastest)}. The grid had {tried} settings and took {grid_seconds:.0f} s; its best were "
-        f"{'; '.join(map(describe, best))}. DeepSpeed's defaults reach {medians[DEEPSPEED_DEFAULTS] / medians[fastest]:.3f} of the best."
-    )
-    same = 1 - statistics.median(sorted(turns[fastest])[: rounds // 2]) / medians[fastest]
-    lines += [f"The best itself varies from round to round, relative to its round's mean, by about {same:.1%} (its lower quartile).", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
+
+
+def share(values: Sequence[float], best: Sequence[float]) -> str:
+    """The median ratio of the rounds, and the quartiles."""
+    ratios = [one / other for one, other in zip(values, best, strict=True)]
+    low, high = quartiles(ratios)
+    return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -70,14 +70,12 @@ def gather(where: Place, profiles: list[Profile], seconds: float) -> list[tuple[
         if where.rank != 0:
             told = {"host": socket.gethostname(), "profiles": [profile.to_json() for profile in profiles]}
             store.set(f"{run}/{where.node}", json.dumps(told))
-            store.get(f"{run}/heard")  # the store may be rank 0's own, and end with it
             return []
         found = [(socket.gethostname(), profiles)]
         for node in range(where.nodes):
             if node != where.node:
                 answer: dict[str, Any] = json.loads(store.get(f"{run}/{node}"))
                 found.insert(node, (answer["host"], [Profile.from_json(text) for text in answer["profiles"]]))
-        store.set(f"{run}/heard", "yes")
-        return found
+        return found  # nobody waits for an answer any more, so the store may end with this process
     except RuntimeError as error:  # torch's DistStoreError and its like
         raise UnsupportedError(f"not all of the {where.nodes} nodes were heard: {str(error).splitlines()[0]}; sweep on each node by itself") from None

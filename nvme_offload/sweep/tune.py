@@ -79,6 +79,8 @@ def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, prog
             "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
         )
     health_before = health.ask(found)
+    if journal.begun:  # as much as was in use then
+        file_bytes = journal.begun["file_bytes"] // options.ranks
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
             warnings.append("Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive.")
@@ -138,10 +140,10 @@ def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
         return Rig(Path(found.path), file_bytes, options.direct, engine=options.engine)
     except UnsupportedError as error:
         raise Refusal(f"{found.path} cannot be measured: {error} (--force measures through the page cache)") from None
-    except NoSpaceError:
-        needed = format_bytes(2 * options.ranks * file_bytes)
-        raise Refusal(f"{found.path} is too small: {needed} cannot be allocated there (a quota?); --size takes less") from None
     except IOFailure as error:
+        if isinstance(error, NoSpaceError) or error.errno == errno.EFBIG:
+            needed = format_bytes(2 * options.ranks * file_bytes)
+            raise Refusal(f"{found.path} is too small: {needed} cannot be allocated there (a quota, a limit?); --size takes less") from None
         hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(error.errno or 0, str(error))
         raise Refusal(f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to") from None
 

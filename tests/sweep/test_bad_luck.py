@@ -55,7 +55,7 @@ def test_a_limit_on_what_may_be_written_is_told_of(disk: Path, tmp_path: Path) -
     command = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *SWEEP]
     result = run(disk, "--report-dir", tmp_path, *SHORT, command=command)
     assert (result.returncode, result.stdout) == (2, "")
-    assert "is too small: 128 MiB cannot be allocated there (a quota?); --size takes less" in result.stderr.splitlines()[-1]
+    assert "is too small: 128 MiB cannot be allocated there (a quota, a limit?); --size takes less" in result.stderr.splitlines()[-1]
     assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
 
 

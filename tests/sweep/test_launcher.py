@@ -52,7 +52,7 @@ def test_torchrun_has_the_ranks_of_a_node_contend(disk: Path, tmp_path: Path) ->
     assert result.returncode == 0, result.stderr
     (report,) = tmp_path.iterdir()  # one, of one process
     assert Profile.load(report / "profile.json").workload["ranks"] == 2
-    assert result.stdout.count("block_size ") == 1
+    assert result.stdout.count("Report: ") == 1
     assert list(disk.iterdir()) == []
 
 
