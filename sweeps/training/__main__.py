@@ -39,7 +39,7 @@ _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
 @click.option("--steps", type=click.IntRange(min=1), help="Instead of the plan's number.")
 @click.option("--only", help="Of the plan's variants only these, with commas between.")
 @click.option("--seconds", type=click.FloatRange(min=0), help="Begin no further round that would not end within this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/training-vda; after every round.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/training-vda; after every run.")
 @click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
 def main(
     directory: Path,
@@ -72,7 +72,7 @@ def main(
 
 
 def _measure(results: Results, directory: Path, deadline: float | None) -> Iterator[None]:
-    """Hold the rounds of the plan; yields after each."""
+    """Hold the rounds of the plan; yields after each run."""
     plan = results.plan
     longest = 0.0
     with contextlib.ExitStack() as undo:
@@ -90,15 +90,15 @@ def _measure(results: Results, directory: Path, deadline: float | None) -> Itera
                 before = after
                 _note(results, variant, run)
                 results.runs.append(run)
+                yield
             longest = max(longest, time.monotonic() - began)
-            yield
         cold = [plan.named(name) for name in plan.cold_variants]
         for number in range(plan.cold_rounds):
             for variant in cold[:: -1 if number % 2 else 1]:
                 run = train(plan, variant, number, directory, cold=True)
                 _note(results, variant, run)
                 results.cold_runs.append(run)
-            yield
+                yield
 
 
 def _floor(results: Results, directory: Path, undo: contextlib.ExitStack) -> Floor | None:
