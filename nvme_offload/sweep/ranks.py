@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import signal
 import statistics
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
 
 from nvme_offload.errors import OffloadError
+from nvme_offload.machine import gpu_count as gpu_count  # which the sweep asks for here
 from nvme_offload.profile import Setting
 
 from .space import MAX_BYTES_IN_FLIGHT
@@ -31,17 +31,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The parent's own path, before anything is imported: "-c" and "-m" would look in the working directory first, which may be the drive's.
 _START = "import sys; sys.path[:] = {path!r}; from nvme_offload.sweep.ranks import main; main({descriptor})"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def gpu_count(root: Path = Path("/")) -> int:
-    """The GPUs that a training would use here: those of the NVIDIA driver, or those of them that CUDA_VISIBLE_DEVICES names."""
-    # A container may see the driver's entries of all the host's GPUs; a host may lack the devices until something uses them.
-    found = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
-    present = min(filter(None, (len(list(paths)) for paths in found)), default=0)
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not present:
-        return present
-    return len(list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(","))))
 
 
 def request_bytes(count: int) -> int:

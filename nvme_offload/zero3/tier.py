@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import AioConfig
 from ..errors import NoSpaceError, OffloadError, UsageError
+from ..machine import available_bytes
 from ..pool import PinnedPool
 from ..store import TensorStore
 from ..swapper import TensorSwapper
@@ -159,20 +160,6 @@ class Tier:
                 nbytes=0,
                 done=0,
             )
-
-
-def available_bytes() -> int:
-    """Bytes of memory that processes can still take: what the kernel says of the machine, or of this cgroup where that is less.
-
-    Source: proc(5) for MemAvailable; memory.max and memory.current of cgroup v2.
-    """
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::/")[2].strip()
-        limit = int((group / "memory.max").read_text(encoding="ascii")) - int((group / "memory.current").read_text(encoding="ascii"))
-        available = min(available, limit)
-    return max(available, 0)
 
 
 def local_ranks() -> int:

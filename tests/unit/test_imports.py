@@ -15,7 +15,10 @@ PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
-PURE = {"access_order", "config", "drive", "ds_config", "errors", "extents", "hjson_reader", "profile", "profile_shelf", "schedule", "units"}
+PURE = {
+    *("access_order", "config", "drive", "ds_config", "errors", "extents", "hjson_reader", "machine"),
+    *("profile", "profile_shelf", "schedule", "traffic", "units"),
+}
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool", "store", "swapper"},
     **dict.fromkeys(PURE, PURE),
@@ -28,6 +31,7 @@ MAY_IMPORT = {
     "swapper": PURE | {"pool", "store"},
     "zero3": PURE | {"engine", "pool", "store", "swapper"},
     "report": PURE,
+    "commands": PURE | {"engine", "pool"},
     "sweep": PURE | {"engine", "report"},
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.

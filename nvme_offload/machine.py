@@ -1,0 +1,103 @@
+"""What a machine has that training needs, beside drives: host memory and its speed, and GPUs. Nothing here needs torch or CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_PROBE_BYTES = 512 << 20  # of all threads together, so that no cache holds them
+_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}  # by generation of PCIe
+_LINK_SHARE = 0.87  # of that which copies reach from registered memory: 55 GB/s at generation 5, x16
+
+
+class Gpu(NamedTuple):
+    """One GPU; *link_bytes_per_second* of copies from and to registered host memory, None where the driver does not tell the link."""
+
+    name: str
+    memory_bytes: int
+    link_bytes_per_second: float | None = None
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that a training would use, as nvidia-smi tells; [] without it, though `gpu_count` may know of some."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_gpus(told)[: gpu_count()]
+
+
+def parse_gpus(told: str) -> list[Gpu]:
+    """The GPUs in nvidia-smi's answer: name, MiB, PCIe generation, lanes. What is no number there ("[N/A]") is not known."""
+    found = []
+    for line in told.splitlines():
+        name, *numbers = (field.strip() for field in line.rsplit(",", 3))
+        if len(numbers) == 3 and numbers[0].isdecimal():
+            memory, generation, lanes = (int(number) if number.isdecimal() else 0 for number in numbers)
+            link = _LANE_BYTES_PER_SECOND.get(generation, 0) * lanes * _LINK_SHARE
+            found.append(Gpu(name, memory << 20, link or None))
+    return found
+
+
+def gpu_count(root: Path = Path("/")) -> int:
+    """The GPUs that a training would use here: those of the NVIDIA driver, or those of them that CUDA_VISIBLE_DEVICES names."""
+    # A container may see the driver's entries of all the host's GPUs; a host may lack the devices until something uses them.
+    found = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
+    present = min(filter(None, (len(list(paths)) for paths in found)), default=0)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not present:
+        return present
+    return len(list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(","))))
+
+
+def available_bytes() -> int:
+    """Bytes of memory that processes can still take: what the kernel says of the machine, or of this cgroup where that is less.
+
+    Source: proc(5) for MemAvailable; memory.max and memory.current of cgroup v2.
+    """
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::/")[2].strip()
+        limit = int((group / "memory.max").read_text(encoding="ascii")) - int((group / "memory.current").read_text(encoding="ascii"))
+        available = min(available, limit)
+    return max(available, 0)
+
+
+def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
+    """How fast the processors that this process may use stream through host memory: bytes read and written a second, by large copies of all at once.
+
+    Takes half a GiB for the time, and a little longer than *seconds*, since every page must be there first.
+    """
+    count = threads or len(os.sched_getaffinity(0))
+    size = max(_PROBE_BYTES // count // 2, 1 << 20)
+    ready, moved = threading.Barrier(count), [0.0] * count
+
+    def copy(index: int) -> None:
+        with mmap.mmap(-1, 2 * size) as memory:
+            start = ctypes.addressof(place := ctypes.c_char.from_buffer(memory))
+            ctypes.memset(start, 1, 2 * size)
+            ready.wait()
+            began = now = time.perf_counter()
+            copies = 0
+            while now - began < seconds:  # memmove lets go of the interpreter's lock
+                ctypes.memmove(start + size, start, size)
+                copies, now = copies + 1, time.perf_counter()
+            moved[index] = copies * 2 * size / (now - began)
+            del place  # or the memory could not be closed
+
+    workers = [threading.Thread(target=copy, args=[index]) for index in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(moved)

@@ -1,0 +1,76 @@
+"""What training moves between memory and a drive in a step, and the least time that a drive of measured speeds takes for it. Pure.
+
+Mixed-precision Adam keeps 12 bytes of state for each parameter (fp32 master, two moments), which every step reads and writes. ZeRO-Infinity also
+passes the fp32 gradient through the drive, 4 more each way. Parameters on the drive are read in 16 bits for the forward and for the backward
+pass, and written once after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .profile import PHASES, Profile
+
+
+class Load(NamedTuple):
+    """What of a training is on the drive: bytes for each parameter, in the optimizer step and in the passes before it."""
+
+    name: str
+    step_read: int
+    step_write: int
+    passes_read: int
+
+
+STATES = Load("Optimizer states; gradients stay in host memory", 12, 12, 0)
+GRADIENTS = Load("Optimizer states and gradients (ZeRO-Infinity)", 16, 16, 0)
+PARAMETERS = Load("Optimizer states, gradients and parameters", 16, 18, 4)
+LOADS = (STATES, GRADIENTS, PARAMETERS)
+
+
+class Floor(NamedTuple):
+    """The least time of a step on the drive, and which of its speeds sets it: "read", "write" or "mixed"."""
+
+    seconds: float
+    bound: str
+
+
+def floor(load: Load, parameters: float, speeds: Mapping[str, float]) -> Floor:
+    """The least time of *load* for a model of so many parameters; reads for the passes come before the step's.
+
+    Units: *speeds* by phase in GB/s.
+    """
+    step = transfer(load.step_read * parameters, load.step_write * parameters, speeds)
+    return Floor(step.seconds + load.passes_read * parameters / (speeds["read"] * 1e9), step.bound)
+
+
+def transfer(read_bytes: float, written_bytes: float, speeds: Mapping[str, float]) -> Floor:
+    """Reads and writes at the same time: they take as long as the slowest of reading, of writing, and of both through one drive.
+
+    Units: *speeds* by phase in GB/s.
+    """
+    bytes_by_phase = {"read": read_bytes, "write": written_bytes, "mixed": read_bytes + written_bytes}
+    seconds = {phase: amount / (speeds[phase] * 1e9) for phase, amount in bytes_by_phase.items()}
+    bound = max(seconds, key=lambda phase: seconds[phase])
+    return Floor(seconds[bound], bound)
+
+
+def chosen_speeds(profile: Profile) -> dict[str, float]:
+    """GB/s of the chosen setting by phase; {} unless all phases were measured."""
+    speeds = {phase: best.gb_per_s for phase, best in profile.performance.items() if best.gb_per_s > 0}
+    return speeds if set(speeds) >= set(PHASES) else {}
+
+
+def stripe_speeds(profile: Profile) -> dict[str, float]:
+    """GB/s of all paths together by phase; {} for one path, or unless all phases were measured."""
+    if not profile.stripe or any(path.together.get(phase, 0.0) <= 0 for path in profile.stripe for phase in PHASES):
+        return {}
+    return {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
+
+
+def rated_bytes(profile: Profile) -> float | None:
+    """What the drive is rated to write in its life, by what it says of its wear so far; None while it cannot tell, which takes a few per cent."""
+    health = profile.health_after or profile.health_before
+    if health is None or not health.wear or not health.written_bytes or health.wear < 0.03:
+        return None
+    return health.written_bytes / health.wear
