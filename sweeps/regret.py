@@ -40,10 +40,11 @@ BEST = 4  # of the grid that go into the last part
 @click.option("--name", required=True, help="What kind of drive it is, for the heading.")
 @click.option("--sweeps", default=3, show_default=True, help="How often the sweep runs.")
 @click.option("--seconds", default=60.0, show_default=True, help="Of each sweep.")
-@click.option("--window", default=0.5, show_default=True, help="Seconds of each run of fio.")
+@click.option("--window", default=0.5, show_default=True, help="Seconds of each run of the grid.")
+@click.option("--turn", default=1.0, show_default=True, help="Seconds of each run of the last part.")
 @click.option("--rounds", default=8, show_default=True, help="Of the last part.")
 @click.option("--size", default=FILE_BYTES, show_default=True, help="Bytes of each of the two files.")
-def main(directory: Path, name: str, sweeps: int, seconds: float, window: float, rounds: int, size: int) -> None:
+def main(directory: Path, name: str, sweeps: int, seconds: float, window: float, turn: float, rounds: int, size: int) -> None:
     """Measure the drive of DIRECTORY; prints Markdown."""
     found = [_sweep(directory, seconds) for _ in range(sweeps)]
     chosen = [profile.chosen for profile, _ in found]
@@ -52,8 +53,8 @@ def main(directory: Path, name: str, sweeps: int, seconds: float, window: float,
         speed = rig.fill(Setting(1 << 20, 16, 1), None, lambda done: None)
         paths = {direction: rig.paths(direction) for direction in ("read", "write")}
 
-        def run(setting: Setting) -> float:
-            return fio.bytes_per_second(paths, rig.file_bytes, setting, window, True)
+        def run(setting: Setting, seconds: float = window) -> float:
+            return fio.bytes_per_second(paths, rig.file_bytes, setting, seconds, True)
 
         began = time.monotonic()
         settings = space.grid("libaio", cpu_count, speed)
@@ -62,8 +63,8 @@ def main(directory: Path, name: str, sweeps: int, seconds: float, window: float,
         best = sorted(relative, key=lambda setting: -relative[setting])[:BEST]
         candidates = list(dict.fromkeys([*chosen, *best, DEEPSPEED_DEFAULTS]))
         turns = {
-            "fio": by_turns(candidates, run, rounds),
-            "the engine": by_turns(candidates, lambda setting: rig.run(setting, "mixed", window).bytes_per_second, rounds),
+            "fio": by_turns(candidates, lambda setting: run(setting, turn), rounds),
+            "the engine": by_turns(candidates, lambda setting: rig.run(setting, "mixed", turn).bytes_per_second, rounds),
         }
     print(report(name, directory, found, len(settings), grid_seconds, best, turns))
 

@@ -137,8 +137,10 @@ def command(
         from .several import require_apart
 
         require_apart(drives)
-    places = [preflight.config_file(config) for config in configs]
-    preflight.check_report_directory(report_dir)
+    places: list[Path] = []
+    if where is None or where.rank == 0:  # who alone writes to either; both may be shared
+        places = [preflight.config_file(config) for config in configs]
+        preflight.check_report_directory(report_dir)
     if engine == "deepspeed":  # torch builds it under a lock, which a build that was killed leaves behind
         _progress.show("engine", "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions")
     preflight.check_engine(engine, backend)
