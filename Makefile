@@ -9,7 +9,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep test build lint format asan tsan clean
+.PHONY: help sweep test parity build lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,9 @@ sweep: ## tune the drive under DIR (default: this directory); more options of nv
 
 test: ## run all tests; more options of pytest in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" -m pytest $(ARGS)
+
+parity: ## train many combinations with DeepSpeed on a drive and on its device "cpu", and compare the bits; --combinations N in ARGS
+	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity.py $(ARGS)
 
 build: ## build the package into .venv
 	@tools/setup-env >/dev/null

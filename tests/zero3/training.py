@@ -1,7 +1,8 @@
 """Trains small models with DeepSpeed's ZeRO-3 on the CPU accelerator, and prints, one JSON object a line for each case, what came of it to the bit.
 
 The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive; "ours", whether `nvme_offload.zero3` is enabled;
-"faults", what is to go wrong in the engines, as `Engine` takes them, with the kind of fault by name. The ranks are what the environment says.
+"faults", what is to go wrong in the engines, as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
+The ranks are what the environment says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +39,13 @@ def main(request: dict[str, Any]) -> None:
 
     watch = Watch()
     if request["ours"]:
-        watch.enable(request.get("faults", []))
+        faulty = request.get("faulty_rank") in (None, int(os.environ["RANK"]))
+        watch.enable(request.get("faults", []) if faulty else [])
     # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for number, fields in enumerate(request["cases"]):
-        place = os.path.join(request["directory"], str(number))  # so that no case finds the tier of another
+        place = str(Path(request["directory"], str(number)))  # so that no case finds the tier of another
         began = time.monotonic()
         case = Case(**fields)
         try:
@@ -77,7 +80,9 @@ class Watch:
         tier.PinnedPool = self._kept(self.pools, tier.PinnedPool)
         tier.TensorSwapper = self._kept(self.swappers, tier.TensorSwapper)
         if faults:
-            nvme_offload.store.Engine = functools.partial(Engine, _faults=[(first, count, FaultKind[kind], value) for first, count, kind, value in faults])
+            nvme_offload.store.Engine = functools.partial(
+                Engine, _faults=[(first, count, getattr(FaultKind, kind), value) for first, count, kind, value in faults]
+            )
 
     def traffic(self) -> dict[str, Any]:
         """What has moved, and how much memory was used, since the last call."""
@@ -114,7 +119,7 @@ class Training:
         self.case = case
         self.ours = ours
         self.watch = watch
-        self.seeks = ours and case.section.get("host_memory") == "smallest"
+        self.seeks = {"smallest": 1, "double": 2}.get(case.section.get("host_memory"), 0) if ours else 0
         self.config = self._config(directory)
         self.told: dict[str, Any] = {key: [] for key in ("losses", "norms", "scales", "skipped", "observed")}
 
@@ -175,7 +180,7 @@ class Training:
         return config
 
     def _engine(self, seed: int) -> Any:
-        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there is none."""
+        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there is none; for "double" with twice that."""
         while True:
             try:
                 return self._try_engine(seed)
@@ -183,7 +188,7 @@ class Training:
                 named = re.search(r"at least (\d+)", str(refusal))
                 if not self.seeks or named is None or int(named[1]) <= self.config["nvme_offload"]["host_memory"]:
                     raise
-            self.config["nvme_offload"]["host_memory"] = int(named[1])
+            self.config["nvme_offload"]["host_memory"] = int(named[1]) * self.seeks
 
     def _try_engine(self, seed: int) -> Any:
         import deepspeed
