@@ -109,6 +109,8 @@ def _error(status: int, log: TextIO, timeout_seconds: float | None) -> str | Non
         return f"not done after {timeout_seconds:g} s"
     if status == 0:
         return None
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL, as the kernel does when memory runs out"
     log.seek(0)
     text = log.read()
     sys.stderr.write(text[-6000:])
