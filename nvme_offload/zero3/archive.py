@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import types
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -107,6 +108,19 @@ def read(path: str, engine: Engine) -> Any:
                 attribute.stored = stored  # type: ignore[attr-defined]
                 setattr(leaf, name, whole(attribute))
     return tree
+
+
+def read_mapped(path: str, keep: str) -> Any:
+    """What torch.load makes of *path*, a mapping, in memory but for what it has under *keep*: that is mapped, and takes memory when it is looked at."""
+    if not zipfile.is_zipfile(path):
+        return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        tree = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except RuntimeError:  # the kernel maps no file that it could not have in memory as a whole
+        return torch.load(path, map_location="cpu", weights_only=False)
+    rest = {key: value for key, value in tree.items() if key != keep}
+    copies = {id(leaf): leaf.clone() for leaf in _leaves(rest) if isinstance(leaf, torch.Tensor)}
+    return {**tree, **{key: _replaced(value, copies) for key, value in rest.items()}}
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
@@ -208,8 +222,8 @@ def _away(tree: Any) -> Iterator[Any]:
 def _replaced(tree: Any, by_id: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         return by_id[id(tree)].requires_grad_(tree.requires_grad) if id(tree) in by_id else tree
-    if type(tree) is dict:
-        return {key: _replaced(value, by_id) for key, value in tree.items()}
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, _replaced(value, by_id)) for key, value in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(_replaced(value, by_id) for value in tree)
     return tree

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from . import archive, states
 from .param_swapper import ParameterSwapper
 from .stage3 import Stage3
 
+_SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 1 << 20  # a drive with less is full: DeepSpeed and torch do not always tell why they could not write
 
@@ -70,8 +73,14 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             _refuse_swap_files(load_dir, tag)
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
+    def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
+        frozen = _streams(self) and any(_is_away(param) for param in _frozen(self))
+        with _reading(self, lambda path: archive.read_mapped(path, FROZEN_PARAM_FRAGMENTS)) if frozen else contextlib.nullcontext():
+            return before["_load_checkpoint"](self, *args, **named)
+
     def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
-        with _reading(self):
+        streams = _streams(self) and not self.load_universal_checkpoint()
+        with _reading(self, functools.partial(archive.read, engine=_engine_of(self))) if streams else contextlib.nullcontext():
             loaded: bool = before["_load_zero_checkpoint"](self, *args, **named)
             return loaded
 
@@ -91,7 +100,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any) -> None:
         frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
-        if any(_is_away(param) for param in self.module.parameters() if not is_optimized_parameter(param)):
+        if any(_is_away(param) for param in _frozen(self)):
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
             _load_frozen(self, frozen)
         before["load_module_state_dict"](self, checkpoint, *args, **named)
@@ -152,18 +161,18 @@ class _Aside:
 
 
 class _Reader:
-    """Stands for *original*, the TorchCheckpointEngine of *engine*, while optimizer states are loaded: their tensors stay in the file."""
+    """Stands for *original*, the TorchCheckpointEngine of an engine, while a checkpoint is loaded: *read* has the contents of a file."""
 
-    def __init__(self, engine: Any, original: Any) -> None:
-        self.original = original
-        self._io = _engine_of(engine)
+    def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
+        self._original = original
+        self._read = read
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.original, name)
+        return getattr(self._original, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The contents of the file."""
-        return archive.read(path, self._io)
+        return self._read(path)
 
 
 def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude_frozen: bool) -> bool:
@@ -177,6 +186,8 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None,
         engine.optimizer.leaves_states_away = False
         engine.checkpoint_engine = original
         aside.discard()
+    if engine.global_rank == 0:  # of a checkpoint of this name, by DeepSpeed's own swappers, that is no more
+        shutil.rmtree(Path(save_dir) / tag / _SWAP_FILES, ignore_errors=True)
     if save_latest:
         try:
             if engine.global_rank == 0:
@@ -215,10 +226,9 @@ def _failures_kept(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading(engine: Any) -> Iterator[None]:
+def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
     original = engine.checkpoint_engine
-    if _streams(engine) and not engine.load_universal_checkpoint():
-        engine.checkpoint_engine = _Reader(engine, original)
+    engine.checkpoint_engine = _Reader(original, read)
     try:
         yield
     finally:
@@ -246,24 +256,26 @@ def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
     latest = Path(load_dir) / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text().strip()
-    if tag is not None and (Path(load_dir) / str(tag) / "offloaded_tensors").is_dir():
+    if tag is not None and (Path(load_dir) / str(tag) / _SWAP_FILES).is_dir():
         raise UnsupportedError(
-            f'{Path(load_dir) / str(tag)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "offloaded_tensors"), which lack '
+            f'{Path(load_dir) / str(tag)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "{_SWAP_FILES}"), which lack '
             "moments and steps and fit only the run that made them; to go on from its weights, load it with "
             '"nvme_offload": {"swappers": "deepspeed"}, write them with engine.save_16bit_model, and start from those'
         )
 
 
 def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
-    for param in engine.module.parameters():
-        if is_optimized_parameter(param) or not fragments:
-            continue
+    for param in _frozen(engine) if fragments else ():
         fragment = fragments[engine.param_names[param]]
         if not _is_away(param):
             (param.ds_tensor if hasattr(param, "ds_id") else param).data.copy_(fragment.data)
             continue
         param.ds_tensor.data = fragment.data.to(param.ds_tensor.dtype)
         param.nvme_swapper.swap_out_and_release([param])
+
+
+def _frozen(engine: Any) -> Iterator[Any]:
+    return (param for param in engine.module.parameters() if not is_optimized_parameter(param))
 
 
 def _loan(param: Any) -> archive.Loan:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from .tier import Tier
 
 _SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
@@ -140,6 +141,11 @@ class OptimizerSwapper:
         if states:
             self._optimizer().state[parameter].update({key: torch.empty(0, dtype=dtype) for key, dtype in states.items()})
         self._bind(parameter, sub_group)
+
+    @property
+    def swap_folder(self) -> str:
+        """Where DeepSpeed's engine looks for files to copy when it saves or loads without this package's methods, after `zero3.disable`."""
+        raise UnsupportedError("checkpoints of this engine need nvme_offload.zero3 enabled, as it was when the engine was made: call enable() again")
 
     def purge_state(self) -> None:
         """Forget the optimizer's states; the master weights stay."""

@@ -170,10 +170,12 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     def _pin_gradients(self) -> None:
         """Pin the buffer that gradients are reduced to, in as many bytes as it has: torch would take the next power of two, and two buffers at once."""
         numel, dtype = self.grad_partitions_flat_buffer.numel(), self.grad_partitions_flat_buffer.dtype
+        partitions = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        partitions.clear()
+        del self.grad_partitions_flat_buffer  # the last reference, so that its memory is there for the other
         self.grad_partitions_flat_buffer = PinnedPool(numel * dtype.itemsize).empty(numel, dtype).zero_()
         params = list(itertools.chain.from_iterable(self.fp16_groups))
         sizes = [param.partition_numel() for param in params]
-        partitions = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         for param, size, start in zip(params, sizes, itertools.accumulate(sizes, initial=0), strict=False):
             partitions[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, start, size)
 
