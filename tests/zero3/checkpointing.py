@@ -16,12 +16,16 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from launch import Case
+from models import MODELS, Chain
 from training import Training, Watch, _hash
+
+MODELS["wide"] = lambda: Chain(*(torch.nn.Linear(1024, 1024) for _ in range(16)), features=1024)
 
 
 @dataclasses.dataclass
@@ -31,6 +35,7 @@ class Life:
     saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive that is filled up between two saves to it.
     kill: where in the last save the process is to end itself. universal: a directory to convert to a universal checkpoint first.
     weights: of which directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model: where to write the 16-bit weights.
+    failing: the last rank fails in a save more, to the first directory.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Life:
     load_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     weights: str = ""
     model: str = ""
+    failing: bool = False
 
 
 def main(request: dict[str, Any]) -> None:
@@ -76,7 +82,8 @@ def live(life: Life, directory: str) -> dict[str, Any]:
     engine = training._engine(7 if life.load else 0)  # what is not loaded is another thing
     result: dict[str, Any] = {"differ": []}
     if life.load:
-        path, client_state = engine.load_checkpoint(life.load, **life.load_arguments)
+        with memory_growth(result, "loading"):
+            path, client_state = engine.load_checkpoint(life.load, **life.load_arguments)
         if path is None:
             raise FileNotFoundError(life.load)
         result["client_state"] = client_state.get("told")
@@ -87,13 +94,16 @@ def live(life: Life, directory: str) -> dict[str, Any]:
                 before = training._final(engine)
                 if life.kill and [when, place] == life.saves[-1]:
                     end_in_the_middle(life.kill)
-                engine.save_checkpoint(place, tag="tag", client_state={"told": step})
+                with memory_growth(result, "saving"):
+                    engine.save_checkpoint(place, tag="tag", client_state={"told": step})
                 if place == life.weights and when == life.saves[-1][0]:
                     result["differ"] += compare_weights(engine, place)
                 if training._final(engine) != before:
                     result["differ"].append(f"saving at {step} changed something")
         if step == life.last - 1 and life.full:
             result["full"] = save_to_full_drive(engine, Path(life.full))
+        if step == life.last - 1 and life.failing:
+            result["failing"] = save_with_failing_rank(engine, Path(life.saves[0][1]))
         training._step(engine, step, 0)
     if life.model:
         engine.save_16bit_model(life.model)
@@ -119,6 +129,45 @@ def save_to_full_drive(engine: Any, place: Path) -> dict[str, Any]:
         found = {"error": type(error).__name__, "message": str(error)}
     (place / "filling").unlink()
     return {**found, "untouched": contents(place) == before}
+
+
+def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
+    """Try to save, while the last rank cannot write."""
+    from deepspeed import comm
+
+    from nvme_offload.errors import IOFailure
+    from nvme_offload.zero3 import archive
+
+    def fail(*_: Any) -> None:
+        raise IOFailure(5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0)
+
+    before, write = contents(place), archive.write
+    comm.barrier()
+    if engine.global_rank == comm.get_world_size() - 1:
+        archive.write = fail
+    found = {}
+    try:
+        engine.save_checkpoint(str(place), tag="tag")
+    except Exception as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    archive.write = write
+    comm.barrier()
+    return {**found, "untouched": contents(place) == before}
+
+
+@contextlib.contextmanager
+def memory_growth(result: dict[str, Any], key: str) -> Iterator[None]:
+    """Note under *key* by how many bytes the memory of this process was at most larger meanwhile than at the beginning."""
+
+    def kilobytes(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    yield
+    result[key] = (kilobytes("VmHWM") - before) * 1024
 
 
 def contents(place: Path) -> dict[str, str]:

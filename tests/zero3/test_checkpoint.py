@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -172,27 +173,44 @@ def test_the_file_is_one_of_torch_save(place: Path, whole: Results) -> None:
     assert not list((place / "states").rglob("*.partial"))
 
 
+def test_saving_and_loading_take_no_memory_but_the_budget(place: Path) -> None:
+    case = Case(name="wide", model="wide", section={"host_memory": 80_000_000}, zero_init=True)  # of 200 MB
+    target = str(place / "wide")
+    results = run([Life("saved", case, last=1, saves=[[0, target]]), Life("loaded", case, last=0, load=target)], place)
+    assert results["loaded"]["begin"] == results["saved"]["begin"]
+    assert max(results["saved"]["saving"], results["loaded"]["loading"]) < 20_000_000  # a sub-group has 17 MB
+
+
 def test_two_ranks(place: Path) -> None:
     target = str(place / "two")
     case = CASES["both"].but(name="two", sub_group_size=1000, clipping=0.3)
-    whole = run([Life("two", case, saves=[[2, target]], weights=target)], place, ranks=2)["two"]
-    assert whole["differ"] == []
-    lives = [Life("two", case.but(sub_group_size=1_000_000), first=2, load=target), Life("two to cpu", on_cpu(case), ours=False, first=2, load=target)]
-    resumed = run(lives, place, ranks=2)
-    assert_resumed(resumed["two to cpu"], whole)
-    assert resumed["two"]["begin"] == resumed["two to cpu"]["begin"]
+    lives = [
+        Life("two", case, saves=[[2, target]], weights=target, failing=True),
+        Life("cut", case.but(sub_group_size=1_000_000), first=2, load=target),
+        Life("to cpu", on_cpu(case), ours=False, first=2, load=target),
+    ]
+    results = run(lives, place, ranks=2)
+    assert results["two"]["differ"] == []
+    assert results["two"]["failing"]["error"] == "OffloadError"
+    assert "another rank" in results["two"]["failing"]["message"]
+    assert results["two"]["failing"]["untouched"]
+    assert_resumed(results["to cpu"], results["two"])
+    assert results["cut"]["begin"] == results["to cpu"]["begin"]
 
 
 def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Results) -> None:
     again = []
-    for where in ("writing", "written"):
-        target = place / f"killed {where}"
-        life = Life("killed", CASES["groups"], saves=[[2, str(target)], [3, str(target)]], kill=where)
-        with start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)]) as (process,):
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for where in ("writing", "written"):
+            target = str(place / f"killed {where}")
+            life = Life("killed", CASES["groups"], saves=[[2, target], [3, target]], kill=where)
+            (processes[target],) = stack.enter_context(start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)]))
+            again.append(Life(where, CASES["groups"], first=2, load=target, saves=[[3, target]]))
+        for target, process in processes.items():
             killed = finish(process, 100)
-        assert killed.status == -9, killed.complaints
-        assert list(target.rglob("*.partial"))
-        again.append(Life(where, CASES["groups"], first=2, load=str(target), saves=[[3, str(target)]]))
+            assert killed.status == -9, killed.complaints
+            assert list(Path(target).rglob("*.partial"))
     results = run(again, place)
     for life in again:
         assert_resumed(results[life.name], whole["groups"])
