@@ -1,0 +1,1 @@
+"""The command `nvme-offload`: what to know before a training starts."""

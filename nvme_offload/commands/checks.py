@@ -1,0 +1,254 @@
+"""What `nvme-offload doctor` looks at: each check is a function that says what it found and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from nvme_offload import __version__, profile_shelf
+from nvme_offload.config import AioConfig
+from nvme_offload.drive import describe
+from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.machine import available_bytes, gpu_count, gpus
+from nvme_offload.units import format_bytes
+
+Status = Literal["ok", "note", "warning", "problem"]
+
+KNOWN_DEEPSPEED = "0.19"
+OLDEST_DEEPSPEED_PATCH = 8
+_LOCKED_BYTES = 64 << 20
+_MARKS = {"ok": "ok     ", "note": "note   ", "warning": "warning", "problem": "PROBLEM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one check found: "ok"; "note", which is nobody's fault; "warning", it works and could be better; "problem", it does not.
+
+    remedy: what to do, "" where nothing is to be done.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def all_of(paths: Sequence[str]) -> Iterator[Finding]:
+    """Every check, those of *paths* last."""
+    yield Finding("nvme_offload", "ok", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
+    yield backend("libaio")
+    yield aio_requests(_number("/proc/sys/fs/aio-max-nr"), _number("/proc/sys/fs/aio-nr"))
+    yield backend("io_uring")
+    yield locked_memory(_lock(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield huge_pages(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
+    yield gpu_registration()
+    yield torch_version(_version("torch"))
+    yield deepspeed_version(_version("deepspeed"))
+    yield compilers(gpu_count() > 0)
+    for path in paths:
+        yield from drive(path)
+    if not paths:
+        yield Finding("drive", "note", "not looked at", "give --path DIR, a directory on the drive to offload to")
+
+
+def text(found: Sequence[Finding]) -> str:
+    """A line for each finding, and one for what to do."""
+    width = max(len(each.name) for each in found)
+    lines = []
+    for each in found:
+        lines.append(f"{_MARKS[each.status]}  {each.name.ljust(width)}  {each.found}")
+        lines += textwrap.wrap(each.remedy, 140, initial_indent=" " * (width + 11) + "-> ", subsequent_indent=" " * (width + 14))
+    problems, warnings = (sum(each.status == status for each in found) for status in ("problem", "warning"))
+    if problems:
+        lines += ["", f"{problems} of these must be put right before anything can be offloaded."]
+    else:
+        lines += ["", "It works." + (f" {warnings} of these could be better." if warnings else "")]
+    return "\n".join(lines)
+
+
+def backend(name: str) -> Finding:
+    """Whether an engine runs on that kernel interface."""
+    from nvme_offload.engine import Engine
+
+    try:
+        Engine(AioConfig(backend=name)).close()
+    except UnsupportedError as error:
+        needed = name == "libaio"
+        otherwise = "nothing works without it, but for the slow posix backend" if needed else 'libaio does as well; leave "backend" as it is'
+        return Finding(name, "problem" if needed else "note", str(error), otherwise)
+    return Finding(name, "ok", "works")
+
+
+def aio_requests(most: int | None, in_use: int | None) -> Finding:
+    """Whether the kernel has room for the queues of the ranks: fs.aio-max-nr is of the whole machine."""
+    if most is None or in_use is None:
+        return Finding("aio-max-nr", "note", "the kernel does not tell")
+    free = most - in_use
+    found = f"{free} of {most} requests are free"
+    remedy = "sudo sysctl fs.aio-max-nr=1048576, and the same line in /etc/sysctl.d to keep it"
+    if free < 256:
+        return Finding("aio-max-nr", "problem", found, remedy)
+    return Finding("aio-max-nr", "warning", found, remedy) if free < 16384 else Finding("aio-max-nr", "ok", found)
+
+
+def locked_memory(locked_bytes: int, limit: int) -> Finding:
+    """Whether memory can be locked; *locked_bytes* were, of as many as were tried."""
+    told = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {format_bytes(limit)}"
+    if locked_bytes >= _LOCKED_BYTES:
+        small = limit != resource.RLIM_INFINITY and limit < 1 << 30 and os.geteuid() != 0
+        if not small:
+            return Finding("memlock", "ok", f"memory can be locked, {told}")
+    return Finding(
+        "memlock",
+        "warning",
+        f"{format_bytes(locked_bytes)} could be locked, {told}; without a GPU what is not locked may be swapped out, and DeepSpeed's own buffers need it",
+        "ulimit -l unlimited (in /etc/security/limits.conf: memlock unlimited); in a container --ulimit memlock=-1",
+    )
+
+
+def huge_pages(enabled: str | None) -> Finding:
+    """Whether the kernel grants huge pages to who asks for them; *enabled* is its setting, "always [madvise] never"."""
+    if enabled is None:
+        return Finding("huge pages", "note", "this kernel has none that it grants by itself")
+    if "[never]" in enabled:
+        return Finding(
+            "huge pages",
+            "warning",
+            "off: pinning and every transfer take longer",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    return Finding("huge pages", "ok", f"granted ({enabled.partition('[')[2].partition(']')[0]})")
+
+
+def gpu_registration() -> Finding:
+    """Whether host memory can be registered with CUDA, without which copies have a fifth of the speed."""
+    count = gpu_count()
+    if not count:
+        return Finding("GPU", "note", "none, or its driver does not show it here", "in a container: --gpus all")
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus())) or "NVIDIA"
+    try:
+        from nvme_offload.pool import PinnedPool
+
+        pool = PinnedPool(1 << 20, pin=True)
+        pinned = pool.pinned
+        pool.close()
+    except (OffloadError, ImportError, MemoryError) as error:
+        return Finding(
+            "GPU", "warning", f"{count}x {names}; memory cannot be registered with it: {error}", "see that torch is a CUDA build that suits the driver"
+        )
+    if pinned != "cuda":
+        return Finding("GPU", "warning", f"{count}x {names}, which torch does not see", "see that torch is a CUDA build that suits the driver")
+    return Finding("GPU", "ok", f"{count}x {names}; host memory registers with it")
+
+
+def torch_version(version: str | None) -> Finding:
+    """Whether torch is there."""
+    return Finding("torch", "ok", version) if version else Finding("torch", "warning", "not installed; nvme-sweep works without", "pip install torch")
+
+
+def deepspeed_version(version: str | None) -> Finding:
+    """Whether DeepSpeed is one that `zero3` is written for."""
+    if version is None:
+        return Finding("DeepSpeed", "note", "not installed; everything but zero3 works without", 'pip install "nvme-offload[deepspeed]"')
+    numbers = version.split("+")[0].split(".")
+    patch = int(numbers[2]) if len(numbers) > 2 and numbers[2].isdecimal() else 0
+    if ".".join(numbers[:2]) == KNOWN_DEEPSPEED and patch >= OLDEST_DEEPSPEED_PATCH:
+        return Finding("DeepSpeed", "ok", version)
+    known = f"{KNOWN_DEEPSPEED}.{OLDEST_DEEPSPEED_PATCH}"
+    return Finding(
+        "DeepSpeed", "warning", f"{version}; zero3 is written for {KNOWN_DEEPSPEED}, and says at enable() what another lacks", f"pip install deepspeed=={known}"
+    )
+
+
+def compilers(has_gpu: bool, which: object = shutil.which) -> Finding:
+    """Whether DeepSpeed can build what it compiles at its first use, of which its CPU Adam is the one that offloading needs."""
+    assert callable(which)
+    wanted = {"c++": "g++ (Debian: build-essential)", "ninja": "ninja (pip install ninja, on the PATH)"} | ({"nvcc": "the CUDA toolkit"} if has_gpu else {})
+    lacking = {name: remedy for name, remedy in wanted.items() if which(name) is None}
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        lacking["Python.h"] = "Python's headers (Debian: python3-dev)"
+    if lacking:
+        found = f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
+        return Finding(
+            "compilers", "warning", found, f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)"
+        )
+    return Finding("compilers", "ok", f"{', '.join(wanted)} for what DeepSpeed builds at its first use")
+
+
+def drive(path: str) -> Iterator[Finding]:
+    """What *path* sits on, direct I/O on it, and its profile."""
+    name = f"drive {path}"
+    try:
+        seen = describe(path)
+    except OSError as error:
+        yield Finding(name, "problem", f"cannot be looked at: {error.strerror}", "give a directory on the drive")
+        return
+    what = ", ".join(filter(None, (seen.filesystem, seen.device, seen.model, *seen.layers)))
+    yield Finding(name, "problem" if seen.is_memory else "ok", f"{what}; {format_bytes(seen.free_bytes)} free")
+    yield direct_io(path, name)
+    for warning in drive_warnings(seen):
+        found, _, remedy = warning.partition(". ")
+        yield Finding(name, "warning", found, remedy)
+    try:
+        profile = profile_shelf.find(path)
+    except (OffloadError, OSError) as error:
+        yield Finding(name, "warning", str(error), f"nvme-sweep {path}")
+        return
+    speeds = ", ".join(f"{phase} {best.gb_per_s:.3g}" for phase, best in profile.performance.items())
+    yield Finding(name, "ok", f"swept {profile.created[:10]}: {speeds} GB/s")
+
+
+def direct_io(path: str, name: str) -> Finding:
+    """Whether a file in the directory *path* can be made and bypasses the page cache; leaves nothing."""
+    from nvme_offload.engine import Engine
+
+    try:
+        with Engine(AioConfig(backend="posix", direct="auto")) as engine:
+            file = engine.open_anonymous(path, 1 << 20)
+            direct, alignment = file.direct, file.offset_alignment
+            file.close()
+    except (OffloadError, OSError) as error:
+        return Finding(name, "problem", f"no file can be made: {error}", "make a directory there that you own, and give that")
+    if not direct:
+        return Finding(name, "warning", "no O_DIRECT: everything passes the page cache", "use ext4, XFS or btrfs on a local drive")
+    return Finding(name, "ok", f"O_DIRECT, aligned to {alignment} bytes")
+
+
+def _lock() -> int:
+    from nvme_offload.engine import Memory
+
+    try:
+        return Memory(_LOCKED_BYTES, in_child=False).lock()
+    except MemoryError:
+        return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _number(path: str) -> int | None:
+    text = _text(path)
+    return int(text) if text and text.isdecimal() else None

@@ -1,0 +1,27 @@
+"""A module of a config.json whose family `model.of_config` has no formula for: built by transformers on the meta device, which takes no memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.errors import UsageError
+
+
+def build(path: Path, family: str) -> Any:
+    """The model that *path* describes, without weights. Raises: UsageError when transformers is not installed, or cannot build it."""
+    try:
+        import torch
+        import transformers  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise UsageError(
+            f"{path} is of the family {family!r}, whose size is not known here without transformers: pip install transformers, or give --params"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent)
+        decodes = any("CausalLM" in name or "LMHead" in name for name in config.architectures or ["CausalLM"])
+        kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
+        with torch.device("meta"):
+            return kind.from_config(config)
+    except (ValueError, OSError, AttributeError) as error:
+        raise UsageError(f"transformers cannot build a model from {path}: {error}; give --params") from None

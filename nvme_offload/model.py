@@ -1,0 +1,188 @@
+"""`Model`: how large a model is, from a count, a Hugging Face config.json or a live module. Nothing is downloaded, and no weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", re.IGNORECASE)
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_USUAL_RATIO = 128  # of a decoder's width to its depth, from 1 to 70 billion parameters
+_USUAL_VOCABULARY = 32_000
+
+# What a config may call the same thing.
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+
+Tensors = tuple[int, ...]  # the sizes of what belongs to one module itself, without those below it
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes in elements. Tensors that are shared count once.
+
+    largest_layer: of all parameters of one module itself, which ZeRO-3 gathers together; largest_parameter: of one tensor. layers, hidden,
+    vocabulary: None where they are not known. source: where this is from. assumed: whether all but the count is a guess at a usual shape.
+    """
+
+    parameters: int
+    largest_layer: int
+    largest_parameter: int
+    layers: int | None = None
+    hidden: int | None = None
+    vocabulary: int | None = None
+    source: str = ""
+    assumed: bool = False
+
+
+def of_count(text: str | int) -> Model:
+    """A decoder of the usual shape with so many parameters: "7B", "1.5B", "350M" or a number. Raises: UsageError."""
+    match = _COUNT.fullmatch(str(text).strip())
+    count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
+    if count < 1:
+        raise UsageError(f"{text!r} is no number of parameters; write one such as 7B, 350M or 1300000000")
+    hidden = max(round((count * _USUAL_RATIO / 12) ** (1 / 3)), 1)  # layers of 12 hidden**2
+    largest = min(count, max(4 * hidden**2, _USUAL_VOCABULARY * hidden))
+    layers = max(hidden // _USUAL_RATIO, 1)
+    return Model(count, largest, largest, layers, hidden, _USUAL_VOCABULARY, f"{text} parameters", assumed=True)
+
+
+def of_module(module: Any) -> Model:
+    """The size of *module*, a torch.nn.Module, wherever its parameters are: on the meta device, or partitioned by ZeRO-3."""
+    sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
+    if not sizes:
+        raise UsageError(f"{type(module).__name__} has no parameters")
+    layers = [sum(_numel(parameter) for parameter in each.parameters(recurse=False)) for each in module.modules()]
+    config: Any = getattr(module, "config", None)
+    shape = _shape(config.to_dict() if hasattr(config, "to_dict") else {})
+    return Model(sum(sizes.values()), max(layers), max(sizes.values()), *shape, source=type(module).__name__)
+
+
+def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None) -> Model:
+    """The size of the model that a Hugging Face config.json, or the directory with one, describes.
+
+    The usual families are counted by their formulas. Of any other one *build* makes a module of the file and the family's name.
+    Raises: UsageError when it is not such a file, or its family is not known and there is no *build*; OSError.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; give a Hugging Face config.json, or the number of parameters") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead')
+    family = _FAMILIES.get(config["model_type"])
+    if family is None:
+        if build is None:
+            raise UsageError(
+                f"{path} is of the family {config['model_type']!r}, whose size is not known here: give the number of parameters, or the module. "
+                f"Known are {', '.join(sorted(_FAMILIES))}"
+            )
+        return dataclasses.replace(of_module(build(path, config["model_type"])), source=str(path))
+    try:
+        modules = list(family(config))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(f"{path} lacks what a {config['model_type']} model has: {error}") from None
+    return Model(
+        sum(count * sum(tensors) for count, tensors in modules),
+        max(sum(tensors) for _, tensors in modules),
+        max(max(tensors) for _, tensors in modules),
+        *_shape(config),
+        source=str(path),
+    )
+
+
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())  # what ZeRO-3 has partitioned is empty
+
+
+def _shape(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
+    return _get(config, "layers", None), _get(config, "hidden", None), _get(config, "vocabulary", None)
+
+
+def _get(config: Mapping[str, Any], key: str, *default: Any) -> Any:
+    for name in _NAMES[key]:
+        if config.get(name) is not None:
+            return config[name]
+    if default:
+        return default[0]
+    raise KeyError(_NAMES[key][0])
+
+
+# Families: (how many, tensors) of each kind of module.
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> Tensors:
+    return (inputs * outputs, outputs) if bias else (inputs * outputs,)
+
+
+def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
+    """Decoders with gated layers: no bias but for some of the attention's, RMS norms, and the keys and values of a group of heads in common."""
+    kind = config["model_type"]
+    hidden, layers, heads, vocabulary = (_get(config, key) for key in ("hidden", "layers", "heads", "vocabulary"))
+    kv_heads = config.get("num_key_value_heads") or (8 if kind in ("mistral", "mixtral") else heads)
+    head = config.get("head_dim") or (256 if kind == "gemma" else hidden // heads)
+    bias = bool(config.get("attention_bias", kind == "qwen2"))
+    output_bias = bias and kind != "qwen2"
+    inner = config["intermediate_size"]
+    tied = config.get("tie_word_embeddings", kind == "gemma")
+    yield (1 if tied else 2), _linear(vocabulary, hidden)
+    if kind == "phi3":  # the same tensors in larger ones
+        yield layers, _linear(hidden, (heads + 2 * kv_heads) * head)
+        yield layers, _linear(hidden, 2 * inner)
+    else:
+        yield layers, _linear(hidden, heads * head, bias)
+        yield 2 * layers, _linear(hidden, kv_heads * head, bias)
+        if kind != "mixtral":
+            yield 2 * layers, _linear(hidden, inner, bool(config.get("mlp_bias")))
+    yield layers, _linear(heads * head, hidden, output_bias)
+    yield 2 * layers + 1, (hidden,)
+    if kind == "mixtral":  # the experts of a layer are gathered together
+        experts = config.get("num_local_experts", 8)
+        yield layers, (experts * 2 * inner * hidden, experts * inner * hidden)
+        yield layers, _linear(hidden, experts)
+    else:
+        yield layers, _linear(inner, hidden, bool(config.get("mlp_bias")))
+    if kind == "qwen3":
+        yield 2 * layers, (head,)
+
+
+def _gpt(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
+    """Decoders as GPT-2 is: biases and layer norms everywhere, an inner width of usually four times the outer one."""
+    kind = config["model_type"]
+    hidden, layers, vocabulary = (_get(config, key) for key in ("hidden", "layers", "vocabulary"))
+    inner = config.get("n_inner") or config.get("ffn_dim") or config.get("intermediate_size") or 4 * hidden
+    positions = {"gpt2": config.get("n_positions", 1024), "opt": config.get("max_position_embeddings", 2048) + 2}.get(kind, 0)
+    if kind == "opt" and config.get("word_embed_proj_dim", hidden) != hidden:
+        raise KeyError("word_embed_proj_dim other than hidden_size, which is not known here")
+    tied = config.get("tie_word_embeddings", kind != "gpt_neox")
+    yield (1 if tied else 2), _linear(vocabulary, hidden)
+    if positions:
+        yield 1, _linear(positions, hidden)
+    yield layers, _linear(hidden, hidden, bias=True)
+    if kind == "opt":
+        yield 3 * layers, _linear(hidden, hidden, bias=True)
+    else:
+        yield layers, _linear(hidden, 3 * hidden, bias=True)
+    yield layers, _linear(hidden, inner, bias=True)
+    yield layers, _linear(inner, hidden, bias=True)
+    yield 2 * layers + (2 if kind == "bloom" else 1), (hidden, hidden)
+
+
+_FAMILIES: dict[str, Callable[[Mapping[str, Any]], Iterator[tuple[int, Tensors]]]] = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "phi3"), _llama),
+    **dict.fromkeys(("gpt2", "opt", "gpt_neox", "bloom"), _gpt),
+}

@@ -1,0 +1,380 @@
+"""`Plan`: what a way to train takes of a machine, whether it fits, and the seconds of a step, from the measured profile of its drives.
+
+A step is passes and update. Passes last as long as the slowest of computing, of copies between host and GPU, and of reading parameters from the
+drive; the update as long as the slower of the drive and of the optimizer, and then new parameters are copied to the GPU:
+
+    step = max(compute, copies, parameters read / read speed) + max(streamed / drive speed, optimizer) + parameters / link
+
+Host memory is what bounds an optimizer on the CPU: Adam reads 16 and writes 12 bytes a parameter, rounding the new weights to 16 bit moves 8, and
+widening a gradient 10. All ranks of a machine share its memory and its drives.
+
+Not in it: communication between ranks, compute that parameters do not tell of (attention over long sequences), data loading, checkpoints.
+Only `this_machine` and `drive_at` look at anything; the rest is pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .drive import describe
+from .ds_config import aio_section
+from .errors import OffloadError, UsageError
+from .machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
+from .model import Model
+from .placement import HALF_BYTES, STRATEGIES, Strategy, Streamed, World, fewest_bytes, needs, streamed, whole_bytes
+from .profile import Profile
+from .traffic import GRADIENTS, PARAMETERS, chosen_speeds, floor, rated_bytes, stripe_speeds, transfer
+
+ADAM_TRAFFIC = 28  # bytes of host memory for each parameter
+ROUND_TRAFFIC = 8  # read 4, write 2, and the 2 that a processor reads before it writes
+WIDEN_TRAFFIC = 10  # read 2, write 4, and 4 likewise
+AUTO_SHARE = 0.7  # of the memory that is available, what the budget takes; the rest is for activations, the data loader, the page cache
+PROCESS_BYTES = {"gpu": 4_400_000_000, "cpu": 600_000_000}  # of host memory that CUDA, torch and DeepSpeed hold in a rank: measured on an H200, and without GPU
+CONTEXT_BYTES = 1 << 30  # of GPU memory, likewise
+DEFAULT_HOST_BYTES_PER_SECOND = 20e9  # where nobody measured
+DEFAULT_LINK_BYTES_PER_SECOND = 25e9
+MLOCKED_LINK_BYTES_PER_SECOND = 8e9  # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers: measured on an H200
+UTILISATION = 0.4  # of a GPU's peak, that training reaches
+LAYER_ACTIVATIONS = 34  # bytes for each token and unit of width that one layer holds while its gradients are made (Korthikanti et al., 2022)
+
+# Dense 16-bit operations and bytes of memory a second, by what a GPU's name has in it.
+_GPUS = {
+    "B200": (2250e12, 8.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "A100": (312e12, 1.9e12),
+    "L40S": (362e12, 0.86e12),
+    "4090": (165e12, 1.0e12),
+    "3090": (71e12, 0.94e12),
+    "A10": (125e12, 0.6e12),
+    "V100": (125e12, 0.9e12),
+    "L4": (121e12, 0.3e12),
+}
+_OTHER_GPU_BYTES_PER_SECOND = 0.5e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Drive:
+    """One directory to offload to. speeds: GB/s by phase as swept, {} where it never was; rated_bytes: that it may be written in its life."""
+
+    path: str
+    free_bytes: int
+    speeds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    identity: str = ""
+    profile: Profile | None = None
+
+    @property
+    def rated_bytes(self) -> float | None:
+        """Bytes that it is made to be written in its life, where it tells."""
+        return rated_bytes(self.profile) if self.profile else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One of the machines that train. gpu: each of them, None to train on processors. host_bytes: of memory that is there to be taken.
+
+    host_bytes_per_second: see `machine.copy_bytes_per_second`. drives: all are used, by their speeds.
+    """
+
+    gpu: Gpu | None
+    host_bytes: int
+    host_bytes_per_second: float = DEFAULT_HOST_BYTES_PER_SECOND
+    drives: tuple[Drive, ...] = ()
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """GB/s of all drives together by phase, as measured together where they were; {} where one was never swept."""
+        for drive in self.drives:
+            if drive.profile and {path.path for path in drive.profile.stripe} == {each.path for each in self.drives}:
+                return stripe_speeds(drive.profile)
+        alone = {drive.identity or drive.path: drive.speeds for drive in self.drives}  # two directories of one drive are not twice as fast
+        if not alone or not all(alone.values()):
+            return {}
+        return {phase: sum(speeds[phase] for speeds in alone.values()) for phase in ("read", "write", "mixed")}
+
+    @property
+    def free_bytes(self) -> int:
+        """Of all drives, each once."""
+        return sum({drive.identity or drive.path: drive.free_bytes for drive in self.drives}.values())
+
+
+class Work(NamedTuple):
+    """What a rank computes in a step: *micro_batch* sequences of *sequence* tokens. 0: not known, and no compute or activations are predicted."""
+
+    sequence: int = 0
+    micro_batch: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a step."""
+        return self.sequence * self.micro_batch
+
+
+class Term(NamedTuple):
+    """One thing that takes time, with how that was found."""
+
+    name: str
+    seconds: float
+    how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One strategy on one machine; bytes are of a rank, but *written_bytes*, of a step of all ranks to all drives.
+
+    budget_bytes: "host_memory" of this package's swappers, contained in host_bytes. problems: why it does not fit; none where it does.
+    seconds: of a step; None where a drive was never swept. passes, update: what goes on at once in each, the slowest of which counts, and after:
+    what follows.
+    """
+
+    strategy: Strategy
+    gpu_bytes: int
+    host_bytes: int
+    drive_bytes: int
+    budget_bytes: int | None
+    problems: tuple[str, ...]
+    passes: tuple[Term, ...]
+    update: tuple[Term, ...]
+    after: tuple[Term, ...]
+    seconds: float | None
+    written_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has what it takes."""
+        return not self.problems
+
+    @property
+    def passes_seconds(self) -> float:
+        """Forward and backward."""
+        return max((term.seconds for term in self.passes), default=0.0)
+
+    @property
+    def written_bytes_a_day(self) -> float | None:
+        """To all drives, by steps that follow each other without a pause."""
+        return self.written_bytes / self.seconds * 86400 if self.seconds else None
+
+    @property
+    def formula(self) -> str:
+        """How the seconds were found."""
+
+        def slowest(terms: Sequence[Term]) -> str:
+            texts = [f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms]
+            return texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
+
+        parts = [slowest(terms) for terms in (self.passes, self.update, *([term] for term in self.after)) if terms]
+        return " + ".join(parts) or "nothing that is predicted"
+
+
+def plans(model: Model, machine: Machine, world: World, work: Work = Work(), budget: int | None = None) -> list[Plan]:  # noqa: B008  a tuple of numbers
+    """Every strategy for *model* on *machine*, in the order of `STRATEGIES`.
+
+    *budget*: "host_memory" of this package's swappers in bytes, instead of what the machine has to give.
+    """
+    return [_plan(strategy, model, machine, world, work, budget) for strategy in STRATEGIES]
+
+
+def fastest(found: Sequence[Plan]) -> Plan | None:
+    """The plan of *found* with the fewest seconds of those that fit, the simplest where several are as fast; None where nothing fits.
+
+    One whose drive was never swept is taken where there is no other.
+    """
+    fitting = [plan for plan in found if plan.fits]
+    return min(fitting, key=lambda plan: float("inf") if plan.seconds is None else round(plan.seconds, 6), default=None)
+
+
+def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
+    """What is here, with the drives of *paths*, and the number of ranks that would train: one for each GPU, else one.
+
+    Raises: OSError when a path cannot be looked at.
+    """
+    found = gpus()
+    speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
+    smallest = min(found, key=lambda gpu: gpu.memory_bytes, default=None)
+    return Machine(smallest, available_bytes(), speed, tuple(map(drive_at, paths))), max(len(found), gpu_count(), 1)
+
+
+def drive_at(path: str) -> Drive:
+    """The drive of the directory *path*, with what a sweep found of it. Raises: OSError."""
+    from . import profile_shelf
+
+    seen = describe(path)
+    try:
+        profile = profile_shelf.find(path)
+    except (OffloadError, OSError):
+        profile = None
+    return Drive(seen.path, seen.free_bytes, chosen_speeds(profile) if profile else {}, seen.identity, profile)
+
+
+def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None) -> Plan:
+    need = needs(strategy, model, world)
+    gpu_bytes = need.gpu_bytes + activation_bytes(model, work)
+    host_bytes = need.host_bytes + PROCESS_BYTES["gpu" if machine.gpu else "cpu"]
+    if machine.gpu is None:
+        host_bytes, gpu_bytes = host_bytes + gpu_bytes, 0
+    problems = []
+    kept: int | None = None
+    if strategy.ours:
+        share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
+        kept = min(share, whole_bytes(strategy, model, world)) if budget is None else budget
+        least = fewest_bytes(strategy, model, world)
+        if kept < least:
+            problems.append(f"{_gb(kept)} of host memory a rank for the swapper, and the largest parameter takes {_gb(least)}")
+        host_bytes += kept
+    if machine.gpu and gpu_bytes + CONTEXT_BYTES > machine.gpu.memory_bytes:
+        problems.append(f"{_gb(gpu_bytes + CONTEXT_BYTES)} of GPU memory, and a GPU has {_gb(machine.gpu.memory_bytes)}")
+    if host_bytes * world.ranks > machine.host_bytes:
+        problems.append(f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available")
+    if strategy.uses_drive and not machine.drives:
+        problems.append("no drive was named")
+    elif need.drive_bytes * world.ranks > machine.free_bytes:
+        problems.append(f"{_gb(need.drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free")
+    moved = streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0)
+    passes, update, after, known = _times(strategy, model, machine, world, work, moved)
+    seconds = sum(max((term.seconds for term in terms), default=0.0) for terms in (passes, update)) + sum(term.seconds for term in after)
+    written = moved.written * world.ranks
+    if strategy.uses_drive and not strategy.ours:
+        written = (PARAMETERS if strategy.parameters == "drive" else GRADIENTS).step_write * model.parameters / world.nodes
+    return Plan(
+        strategy,
+        gpu_bytes,
+        host_bytes,
+        need.drive_bytes,
+        kept,
+        tuple(problems),
+        tuple(passes),
+        tuple(update),
+        tuple(after),
+        seconds if known else None,
+        written,
+    )
+
+
+def activation_bytes(model: Model, work: Work) -> int:
+    """Bytes of GPU memory beside the states, with activation checkpointing and an attention that keeps no matrix of scores; 0 where not known.
+
+    The inputs of all layers, what one layer holds while it is computed again, and the logits, in 16 bit and as their loss is computed.
+    """
+    if not (work.tokens and model.hidden and model.layers):
+        return 0
+    return work.tokens * (model.hidden * (HALF_BYTES * model.layers + LAYER_ACTIVATIONS) + 6 * (model.vocabulary or 0))
+
+
+_Times = tuple[list[Term], list[Term], list[Term], bool]
+
+
+def _times(strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed) -> _Times:
+    """Terms of the passes, of the update and of what follows it, and whether all are known."""
+    here, each = model.parameters / world.nodes, model.parameters / world.size
+    passes: list[Term] = []
+    update: list[Term] = []
+    after: list[Term] = []
+    flops, gpu_memory = _gpu_speeds(machine.gpu)
+    if work.tokens and flops:
+        passes.append(_term("compute", 8 * model.parameters * work.tokens, flops * UTILISATION, "operation"))
+    if strategy.optimizer == "gpu":
+        speed, share = (gpu_memory, each) if machine.gpu else (machine.host_bytes_per_second, here)
+        update.append(_term("Adam", share * (ADAM_TRAFFIC + ROUND_TRAFFIC), speed))
+        return passes, update, after, True
+    host = machine.host_bytes_per_second
+    # Ours widens gradients in the update, DeepSpeed as they come from the backward pass.
+    update.append(_term("Adam on the CPU", here * (ADAM_TRAFFIC + ROUND_TRAFFIC + (WIDEN_TRAFFIC if strategy.ours else 0)), host))
+    if not strategy.ours:
+        after.append(_term("gradients widened", here * WIDEN_TRAFFIC, host))
+    if machine.gpu:
+        link = machine.gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
+        slow = strategy.uses_drive and not strategy.ours
+        copied = HALF_BYTES * each * (1 if strategy.parameters == "gpu" else 3)
+        passes.append(_term("copies", copied, min(link, MLOCKED_LINK_BYTES_PER_SECOND) if slow else link))
+        if strategy.parameters == "gpu":
+            after.append(_term("parameters to the GPU", HALF_BYTES * each, link))
+    if not strategy.uses_drive:
+        return passes, update, after, True
+    speeds = machine.speeds
+    if strategy.ours and not moved.total:
+        return passes, update, after, True
+    if not speeds:
+        return passes, update, after, False
+    if strategy.ours:
+        read, written = moved.read * world.ranks, moved.written * world.ranks
+        if moved.passes_read:
+            passes.append(_term("parameters read", moved.passes_read * world.ranks, speeds["read"] * 1e9))
+        seconds, bound = transfer(read, written, speeds)
+        how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
+    else:
+        load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
+        seconds, bound = floor(load, here, speeds)
+        total = (load.step_read + load.step_write + load.passes_read) * here
+        how = f"({total / 1e9:.3g} GB both ways; {bound} {speeds[bound]:.3g} GB/s)"
+    update.append(Term("drive", seconds, how))
+    return passes, update, after, True
+
+
+def _term(name: str, amount: float, per_second: float, unit: str = "byte") -> Term:
+    giga = "GB" if unit == "byte" else "T"
+    scale = 1e9 if unit == "byte" else 1e12
+    return Term(name, amount / per_second, f"{amount / scale:.3g} {giga} / {per_second / scale:.3g} {giga}/s")
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:
+    if gpu is None:
+        return None, DEFAULT_HOST_BYTES_PER_SECOND
+    return next((speeds for name, speeds in _GPUS.items() if name in gpu.name), (None, _OTHER_GPU_BYTES_PER_SECOND))
+
+
+# The configuration.
+
+
+def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, Any]:  # noqa: B008  a tuple of numbers
+    """A DeepSpeed configuration for *plan*: complete but for what a training is about, learning rate and batch size, which are there to be edited.
+
+    Raises: UsageError when the plan does not fit.
+    """
+    strategy = plan.strategy
+    if not plan.fits:
+        raise UsageError(f"{strategy.title} does not fit: it takes {'; '.join(plan.problems)}")
+    zero: dict[str, Any] = {"stage": strategy.stage}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    for key, place in (("offload_optimizer", strategy.optimizer), ("offload_param", strategy.parameters)):
+        if place == "host":
+            zero[key] = {"device": "cpu", "pin_memory": True}
+        elif place == "drive":
+            zero[key] = {"device": "nvme", "nvme_path": machine.drives[0].path, "pin_memory": True}
+    if strategy.parameters == "drive" and not strategy.ours:
+        zero["offload_param"] |= {"max_in_cpu": 0}  # or DeepSpeed would keep the first billion in host memory
+    if strategy.uses_drive and machine.drives[0].profile:
+        config["aio"] = aio_section(machine.drives[0].profile)
+    if strategy.ours:
+        section: dict[str, Any] = {"host_memory": plan.budget_bytes}
+        if machine.drives[0].profile and machine.drives[0].profile.chosen.backend != "libaio":
+            section["backend"] = machine.drives[0].profile.chosen.backend
+        if len(machine.drives) > 1:
+            section["paths"] = [drive.path for drive in machine.drives]
+            if machine.speeds:
+                section["weights"] = weights(machine)
+        config["nvme_offload"] = section
+    return config
+
+
+def weights(machine: Machine) -> list[float]:
+    """The share of the bytes that belongs on each drive, so that all are done at the same time."""
+    for drive in machine.drives:
+        if drive.profile and {path.path for path in drive.profile.stripe} == {each.path for each in machine.drives}:
+            by_path = {path.path: path.weight for path in drive.profile.stripe}
+            return [round(by_path[each.path], 4) for each in machine.drives]
+    if not machine.speeds:
+        return [round(1 / len(machine.drives), 4)] * len(machine.drives)
+    total = sum(drive.speeds["mixed"] for drive in machine.drives)
+    return [round(drive.speeds["mixed"] / total, 4) for drive in machine.drives]
