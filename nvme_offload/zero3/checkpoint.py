@@ -61,12 +61,10 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         return _save(self, before["save_checkpoint"], *arguments)
 
     def _save_checkpoint(self: Any, *args: Any, **named: Any) -> None:
-        with _failures_kept(self):
-            before["_save_checkpoint"](self, *args, **named)
+        _attempt(self, lambda: before["_save_checkpoint"](self, *args, **named))
 
     def _save_zero_checkpoint(self: Any, *args: Any, **named: Any) -> None:
-        with _failures_kept(self):
-            before["_save_zero_checkpoint"](self, *args, **named)
+        _attempt(self, lambda: before["_save_zero_checkpoint"](self, *args, **named))
 
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
@@ -212,17 +210,16 @@ def _point_to(save_dir: Path, tag: str) -> None:
     _sync_folder(save_dir)
 
 
-@contextlib.contextmanager
-def _failures_kept(engine: Any) -> Iterator[None]:
+def _attempt(engine: Any, save: Callable[[], None]) -> None:
     """Keep a failure until the ranks agree on it: they have more to do together, and one that is missing there would have the others wait for it."""
     aside = engine.checkpoint_engine
     if not isinstance(aside, _Aside):
-        yield
-        return
-    try:
-        yield
-    except Exception as error:
-        aside.failure = aside.failure or _typed(error, aside.place)
+        save()
+    elif aside.failure is None:
+        try:
+            save()
+        except Exception as error:
+            aside.failure = _typed(error, aside.place)
 
 
 @contextlib.contextmanager
