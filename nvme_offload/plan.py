@@ -1,12 +1,12 @@
 """`Plan`: what a way to train takes of a machine, whether it fits, and the seconds of a step, from the measured profile of its drives.
 
 A step is passes and update. Passes last as long as the slowest of computing, of copies between host and GPU, and of reading parameters from the
-drive; the update as long as the slower of the drive and of the optimizer, and then new parameters are copied to the GPU:
+drive; the update as long as the slower of the drive and of the processors, which widen gradients, step the optimizer and give the GPU its parameters:
 
-    step = max(compute, copies, parameters read / read speed) + max(streamed / drive speed, optimizer) + parameters / link
+    step = max(compute, copies, parameters read / drive) + max(streamed / drive, widening + Adam + new parameters)
 
-Host memory is what bounds an optimizer on the CPU: Adam reads 16 and writes 12 bytes a parameter, rounding the new weights to 16 bit moves 8, and
-widening a gradient 10. All ranks of a machine share its memory and its drives.
+Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside what the profile and `copy_bytes_per_second` say,
+the constants below are from steps of 1.6 billion parameters on an H200 machine with 16 processors (reports/training-h200.md).
 
 Not in it: communication between ranks, compute that parameters do not tell of (attention over long sequences), data loading, checkpoints.
 Only `this_machine` and `drive_at` look at anything; the rest is pure.
@@ -25,17 +25,21 @@ from .machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpu
 from .model import Model
 from .placement import HALF_BYTES, STRATEGIES, Strategy, Streamed, World, fewest_bytes, needs, streamed, whole_bytes
 from .profile import Profile
-from .traffic import GRADIENTS, PARAMETERS, chosen_speeds, floor, rated_bytes, stripe_speeds, transfer
+from .traffic import GRADIENTS, PARAMETERS, chosen_speeds, rated_bytes, stripe_speeds, transfer
 
-ADAM_TRAFFIC = 28  # bytes of host memory for each parameter
-ROUND_TRAFFIC = 8  # read 4, write 2, and the 2 that a processor reads before it writes
-WIDEN_TRAFFIC = 10  # read 2, write 4, and 4 likewise
+ADAM_TRAFFIC = 28  # bytes of host memory for each parameter: state and gradient read, state written
+WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for its norm and its place
+ROUND_TRAFFIC = 8  # a parameter to 16 bits: read 4, write 2, and the 2 that a processor reads before it writes
+OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
+DRIVE_SHARE = 0.92  # of the drive's measured speed, that a step reaches: 0.85 to 0.97, DeepSpeed's 0.91
+GRADIENT_LINK_SHARE = 0.4  # of the link to the GPU, that gradients reach on their way, each by itself
+NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9  # to the GPU after the step, rounding included: DeepSpeed copies them through memory that is not registered
 AUTO_SHARE = 0.7  # of the memory that is available, what the budget takes; the rest is for activations, the data loader, the page cache
-PROCESS_BYTES = {"gpu": 4_400_000_000, "cpu": 600_000_000}  # of host memory that CUDA, torch and DeepSpeed hold in a rank: measured on an H200, and without GPU
+PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}  # of host memory that CUDA, torch and DeepSpeed hold in a rank
 CONTEXT_BYTES = 1 << 30  # of GPU memory, likewise
 DEFAULT_HOST_BYTES_PER_SECOND = 20e9  # where nobody measured
 DEFAULT_LINK_BYTES_PER_SECOND = 25e9
-MLOCKED_LINK_BYTES_PER_SECOND = 8e9  # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers: measured on an H200
+MLOCKED_LINK_BYTES_PER_SECOND = 8e9  # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
 UTILISATION = 0.4  # of a GPU's peak, that training reaches
 LAYER_ACTIVATIONS = 34  # bytes for each token and unit of width that one layer holds while its gradients are made (Korthikanti et al., 2022)
 
@@ -125,8 +129,8 @@ class Plan:
     """One strategy on one machine; bytes are of a rank, but *written_bytes*, of a step of all ranks to all drives.
 
     budget_bytes: "host_memory" of this package's swappers, contained in host_bytes. problems: why it does not fit; none where it does.
-    seconds: of a step; None where a drive was never swept. passes, update: what goes on at once in each, the slowest of which counts, and after:
-    what follows.
+    seconds: of a step; None where a drive was never swept. passes: what goes on at once, the slowest of which counts. Then update, what the processors
+    do one after the other, and drive, beside each other.
     """
 
     strategy: Strategy
@@ -137,7 +141,7 @@ class Plan:
     problems: tuple[str, ...]
     passes: tuple[Term, ...]
     update: tuple[Term, ...]
-    after: tuple[Term, ...]
+    drive: tuple[Term, ...]
     seconds: float | None
     written_bytes: float
 
@@ -160,12 +164,18 @@ class Plan:
     def formula(self) -> str:
         """How the seconds were found."""
 
-        def slowest(terms: Sequence[Term]) -> str:
-            texts = [f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms]
-            return texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
+        passes, update, drive = ([f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms] for terms in (self.passes, self.update, self.drive))
+        forward = [_max(passes)] if passes else []
+        return " + ".join([*forward, _max([" + ".join(update), *drive])])
 
-        parts = [slowest(terms) for terms in (self.passes, self.update, *([term] for term in self.after)) if terms]
-        return " + ".join(parts) or "nothing that is predicted"
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's part."""
+        return max(sum(term.seconds for term in terms) for terms in (self.update, self.drive))
+
+
+def _max(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
 
 
 def plans(model: Model, machine: Machine, world: World, work: Work = Work(), budget: int | None = None) -> list[Plan]:  # noqa: B008  a tuple of numbers
@@ -232,8 +242,8 @@ def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work
     elif need.drive_bytes * world.ranks > machine.free_bytes:
         problems.append(f"{_gb(need.drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free")
     moved = streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0)
-    passes, update, after, known = _times(strategy, model, machine, world, work, moved)
-    seconds = sum(max((term.seconds for term in terms), default=0.0) for terms in (passes, update)) + sum(term.seconds for term in after)
+    passes, update, drive, known = _times(strategy, model, machine, world, work, moved)
+    seconds = max((term.seconds for term in passes), default=0.0) + max(sum(term.seconds for term in terms) for terms in (update, drive))
     written = moved.written * world.ranks
     if strategy.uses_drive and not strategy.ours:
         written = (PARAMETERS if strategy.parameters == "drive" else GRADIENTS).step_write * model.parameters / world.nodes
@@ -246,7 +256,7 @@ def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work
         tuple(problems),
         tuple(passes),
         tuple(update),
-        tuple(after),
+        tuple(drive),
         seconds if known else None,
         written,
     )
@@ -266,56 +276,45 @@ _Times = tuple[list[Term], list[Term], list[Term], bool]
 
 
 def _times(strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed) -> _Times:
-    """Terms of the passes, of the update and of what follows it, and whether all are known."""
+    """Terms of the passes, of the processors' part of the update and of the drive's, and whether all are known."""
     here, each = model.parameters / world.nodes, model.parameters / world.size
+    gpu, on_gpu = machine.gpu, strategy.parameters == "gpu"
     passes: list[Term] = []
-    update: list[Term] = []
-    after: list[Term] = []
-    flops, gpu_memory = _gpu_speeds(machine.gpu)
+    flops, gpu_memory = _gpu_speeds(gpu)
     if work.tokens and flops:
-        passes.append(_term("compute", 8 * model.parameters * work.tokens, flops * UTILISATION, "operation"))
+        passes.append(_term("compute", 8 * model.parameters * work.tokens, flops * UTILISATION, "T", 1e12))
+    host = machine.host_bytes_per_second * OPTIMIZER_SHARE
     if strategy.optimizer == "gpu":
-        speed, share = (gpu_memory, each) if machine.gpu else (machine.host_bytes_per_second, here)
-        update.append(_term("Adam", share * (ADAM_TRAFFIC + ROUND_TRAFFIC), speed))
-        return passes, update, after, True
-    host = machine.host_bytes_per_second
-    # Ours widens gradients in the update, DeepSpeed as they come from the backward pass.
-    update.append(_term("Adam on the CPU", here * (ADAM_TRAFFIC + ROUND_TRAFFIC + (WIDEN_TRAFFIC if strategy.ours else 0)), host))
-    if not strategy.ours:
-        after.append(_term("gradients widened", here * WIDEN_TRAFFIC, host))
-    if machine.gpu:
-        link = machine.gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
-        slow = strategy.uses_drive and not strategy.ours
-        copied = HALF_BYTES * each * (1 if strategy.parameters == "gpu" else 3)
-        passes.append(_term("copies", copied, min(link, MLOCKED_LINK_BYTES_PER_SECOND) if slow else link))
-        if strategy.parameters == "gpu":
-            after.append(_term("parameters to the GPU", HALF_BYTES * each, link))
-    if not strategy.uses_drive:
-        return passes, update, after, True
-    speeds = machine.speeds
-    if strategy.ours and not moved.total:
-        return passes, update, after, True
-    if not speeds:
-        return passes, update, after, False
-    if strategy.ours:
-        read, written = moved.read * world.ranks, moved.written * world.ranks
-        if moved.passes_read:
-            passes.append(_term("parameters read", moved.passes_read * world.ranks, speeds["read"] * 1e9))
-        seconds, bound = transfer(read, written, speeds)
-        how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
+        speed, share = (gpu_memory, each) if gpu else (host, here)
+        return passes, [_term("Adam", share * (ADAM_TRAFFIC + ROUND_TRAFFIC), speed)], [], True
+    update = [_term("gradients widened", here * WIDEN_TRAFFIC, host), _term("Adam", here * ADAM_TRAFFIC, host)]
+    if gpu and on_gpu:
+        update.append(_term("new parameters", HALF_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND))
     else:
+        update.append(_term("new parameters", here * ROUND_TRAFFIC, host))
+    if gpu:
+        link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
+        if strategy.uses_drive and not strategy.ours:
+            link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / GRADIENT_LINK_SHARE)
+        passes.append(_term("copies", HALF_BYTES * each * (1 if on_gpu else 1 + 2 * GRADIENT_LINK_SHARE), link * GRADIENT_LINK_SHARE))
+    if not strategy.uses_drive or (strategy.ours and not moved.total):
+        return passes, update, [], True
+    if not machine.speeds:
+        return passes, update, [], False
+    speeds = {phase: speed * DRIVE_SHARE for phase, speed in machine.speeds.items()}
+    if not strategy.ours:
         load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-        seconds, bound = floor(load, here, speeds)
-        total = (load.step_read + load.step_write + load.passes_read) * here
-        how = f"({total / 1e9:.3g} GB both ways; {bound} {speeds[bound]:.3g} GB/s)"
-    update.append(Term("drive", seconds, how))
-    return passes, update, after, True
+        moved = Streamed(load.passes_read * each, load.step_read * each, load.step_write * each)
+    if moved.passes_read:
+        passes.append(_term("parameters read", moved.passes_read * world.ranks, speeds["read"] * 1e9))
+    read, written = moved.read * world.ranks, moved.written * world.ranks
+    seconds, bound = transfer(read, written, speeds)
+    how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
+    return passes, update, [Term("drive", seconds, how)], True
 
 
-def _term(name: str, amount: float, per_second: float, unit: str = "byte") -> Term:
-    giga = "GB" if unit == "byte" else "T"
-    scale = 1e9 if unit == "byte" else 1e12
-    return Term(name, amount / per_second, f"{amount / scale:.3g} {giga} / {per_second / scale:.3g} {giga}/s")
+def _term(name: str, amount: float, per_second: float, unit: str = "GB", scale: float = 1e9) -> Term:
+    return Term(name, amount / per_second, f"{amount / scale:.3g} {unit} / {per_second / scale:.3g} {unit}/s")
 
 
 def _gb(count: float) -> str:

@@ -37,7 +37,7 @@ def as_json(
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    terms = {name: [term._asdict() for term in getattr(plan, name)] for name in ("passes", "update", "after")}
+    terms = {name: [term._asdict() for term in getattr(plan, name)] for name in ("passes", "update", "drive")}
     return {
         "name": plan.strategy.name,
         "title": plan.strategy.title,
