@@ -155,7 +155,7 @@ def _stats(engine: Any) -> dict[str, Any] | None:
 
     try:
         return dataclasses.asdict(zero3.stats(engine))
-    except (UsageError, TypeError):
+    except UsageError:
         return None
 
 
