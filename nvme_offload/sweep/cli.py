@@ -141,7 +141,7 @@ def command(
     if where is None or where.rank == 0:  # who alone writes to either; both may be shared
         places = [preflight.config_file(config) for config in configs]
         preflight.check_report_directory(report_dir)
-    if engine == "deepspeed":  # torch builds it under a lock, which a build that was killed leaves behind
+    if engine == "deepspeed" and backend == "libaio":  # torch builds it under a lock, which a build that was killed leaves behind
         _progress.show("engine", "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions")
     preflight.check_engine(engine, backend)
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())

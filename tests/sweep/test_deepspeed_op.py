@@ -112,7 +112,7 @@ def test_a_sweep_of_the_op_itself(disk: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "nvme_offload.sweep", str(disk), "--engine", "deepspeed", "--report-dir", str(tmp_path)]
     try:
-        result = subprocess.run([*command, "--seconds", "1", "--size", "128MiB"], capture_output=True, text=True, timeout=60, env=environment)
+        result = subprocess.run([*command, "--seconds", "1", "--size", "128MiB"], capture_output=True, text=True, timeout=40, env=environment)
     except subprocess.TimeoutExpired:
         pytest.skip("torch builds DeepSpeed's op anew, or waits for another process that does")
     assert result.returncode == 0, result.stderr
