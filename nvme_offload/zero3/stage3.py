@@ -29,7 +29,9 @@ from .settings import Settings
 from .step_stats import StepClock, StepStats
 from .tier import Tier
 
-_IN_FLIGHT = 4  # sub-groups that the budget should hold: one in use, two read ahead, one written back
+# Sub-groups that the budget should hold, where parameters are small enough: one is in use, two are read ahead, one is written back, and the more
+# the others are, the less of the budget is lost to what does not fit whole.
+_IN_MEMORY = 16
 _LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
 _VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
 _WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
@@ -107,7 +109,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {self._least_sub_group} '
                 f"elements on this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
-        self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_FLIGHT * self._state_bytes + widened)))
+        self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_MEMORY * self._state_bytes + widened)))
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
