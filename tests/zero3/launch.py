@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import nvme_offload
 
@@ -70,6 +70,14 @@ class Rank:
     complaints: str
 
 
+class Process(NamedTuple):
+    """A rank under way, and the files that it writes."""
+
+    process: subprocess.Popen[bytes]
+    answers: IO[str]
+    complaints: IO[str]
+
+
 def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[dict[str, Any]]:
     """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
 
@@ -93,14 +101,14 @@ def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int
 
 @contextlib.contextmanager
 def start(
-    cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, script: Path = SCRIPT, **request: Any
-) -> Iterator[list[subprocess.Popen[str]]]:
+    cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, script: Path = SCRIPT, accelerator: str = "cpu", **request: Any
+) -> Iterator[list[Process]]:
     """One process for each rank, killed at the end of the context if it has not ended by then."""
     text = json.dumps({"cases": [dataclasses.asdict(case) for case in cases], "directory": str(directory), "ours": ours, **request})
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1]),
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -110,33 +118,29 @@ def start(
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks):
-            complaints = stack.enter_context(tempfile.TemporaryFile("w+"))
+            # Files, not pipes: a rank whose pipe is full would stand still while another is read, and with it all of them.
+            answers, complaints = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore::FutureWarning", str(script), text],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=directory,
-                stdout=subprocess.PIPE,
+                stdout=answers,
                 stderr=complaints,
-                text=True,
             )
-            process.complaints = complaints  # type: ignore[attr-defined]
             stack.callback(_end, process)
-            processes.append(process)
+            processes.append(Process(process, answers, complaints))
         yield processes
 
 
-def finish(process: subprocess.Popen[str], timeout: float) -> Rank:
+def finish(process: Process, timeout: float) -> Rank:
     """What *process* told by its end; it is killed when it takes longer than *timeout* seconds."""
     try:
-        told, _ = process.communicate(timeout=timeout)
-        status: int | None = process.returncode
+        status: int | None = process.process.wait(timeout)
     except subprocess.TimeoutExpired:
-        process.kill()
-        told, _ = process.communicate()
+        _end(process.process)
         status = None
-    complaints = process.complaints  # type: ignore[attr-defined]
-    complaints.seek(0)
-    return Rank([json.loads(line) for line in told.splitlines()], status, complaints.read()[-4000:])
+    told, complaints = (file.seek(0) or file.read() for file in (process.answers, process.complaints))
+    return Rank([json.loads(line) for line in told.splitlines()], status, complaints[-4000:])
 
 
 COMPARED = ("losses", "norms", "scales", "skipped", "weights", "masters", "states", "scalars", "observed")
@@ -172,8 +176,6 @@ def _free_port() -> int:
     return port
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
