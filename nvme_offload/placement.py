@@ -161,7 +161,7 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0)
     sub_group = max(min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size)
-    room = int((budget - WIDE_BYTES * sub_group) // (STATE_BYTES * sub_group))
+    room = int((budget - WIDE_BYTES * sub_group) / (STATE_BYTES * sub_group) + 1e-6)  # a whole number that was rounded down is still one
     stays = [max(room - reserved, 0) * STATE_BYTES * sub_group for reserved in (2, 3)]
     if not on_drive:
         return Streamed(0.0, *(max(STATE_BYTES * each - kept, 0.0) for kept in stays))

@@ -32,7 +32,7 @@ WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for it
 ROUND_TRAFFIC = 8  # a parameter to 16 bits: read 4, write 2, and the 2 that a processor reads before it writes
 OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
 DRIVE_SHARE = 0.92  # of the drive's measured speed, that a step reaches: 0.85 to 0.97, DeepSpeed's 0.91
-GRADIENT_LINK_SHARE = 0.4  # of the link to the GPU, that gradients reach on their way, each by itself
+LINK_SHARE = 0.4  # of the link to the GPU, that gradients and parameters reach on their way, each by itself
 NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9  # to the GPU after the step, rounding included: DeepSpeed copies them through memory that is not registered
 AUTO_SHARE = 0.7  # of the memory that is available, what the budget takes; the rest is for activations, the data loader, the page cache
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}  # of host memory that CUDA, torch and DeepSpeed hold in a rank
@@ -40,6 +40,7 @@ CONTEXT_BYTES = 1 << 30  # of GPU memory, likewise
 DEFAULT_HOST_BYTES_PER_SECOND = 20e9  # where nobody measured
 DEFAULT_LINK_BYTES_PER_SECOND = 25e9
 MLOCKED_LINK_BYTES_PER_SECOND = 8e9  # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
+AS_FAST = 1.1  # predictions cannot tell less from each other
 UTILISATION = 0.4  # of a GPU's peak, that training reaches
 LAYER_ACTIVATIONS = 34  # bytes for each token and unit of width that one layer holds while its gradients are made (Korthikanti et al., 2022)
 
@@ -187,12 +188,16 @@ def plans(model: Model, machine: Machine, world: World, work: Work = Work(), bud
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """The plan of *found* with the fewest seconds of those that fit, the simplest where several are as fast; None where nothing fits.
+    """The plan of *found* with the fewest seconds of those that fit; None where nothing fits.
 
-    One whose drive was never swept is taken where there is no other.
+    Where several are as fast as can be told, within a tenth, it is the simplest of them. One whose drive was never swept is taken where there is
+    no other.
     """
     fitting = [plan for plan in found if plan.fits]
-    return min(fitting, key=lambda plan: float("inf") if plan.seconds is None else round(plan.seconds, 6), default=None)
+    fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
+    if fewest is None:
+        return next(iter(fitting), None)
+    return next(plan for plan in fitting if plan.seconds is not None and plan.seconds <= fewest * AS_FAST)
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
@@ -295,8 +300,8 @@ def _times(strategy: Strategy, model: Model, machine: Machine, world: World, wor
     if gpu:
         link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
         if strategy.uses_drive and not strategy.ours:
-            link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / GRADIENT_LINK_SHARE)
-        passes.append(_term("copies", HALF_BYTES * each * (1 if on_gpu else 1 + 2 * GRADIENT_LINK_SHARE), link * GRADIENT_LINK_SHARE))
+            link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
+        passes.append(_term("copies", HALF_BYTES * each * (1 if on_gpu else 3), link * LINK_SHARE))
     if not strategy.uses_drive or (strategy.ours and not moved.total):
         return passes, update, [], True
     if not machine.speeds:

@@ -1,0 +1,417 @@
+"""What goes where, whether it fits, and what a step takes: beside DeepSpeed's estimates, the scheduler, and steps that were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload import machine as machines
+from nvme_offload.errors import UsageError
+from nvme_offload.machine import Gpu
+from nvme_offload.model import Model, of_count
+from nvme_offload.placement import STRATEGIES, World, fewest_bytes, needs, streamed, whole_bytes
+from nvme_offload.plan import Drive, Machine, Plan, Work, activation_bytes, drive_at, ds_config, fastest, plans, this_machine, weights
+from nvme_offload.profile import Best, Profile, Setting, StripePath
+from nvme_offload.schedule import Schedule
+from nvme_offload.zero3.settings import Settings
+
+BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+SPEEDS = {"read": 3.0, "write": 2.5, "mixed": 2.8}
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 55e9)
+SEVEN = of_count("7B")
+
+
+def machine(**changes: object) -> Machine:
+    drives = (Drive("/local_nvme", 1 << 40, SPEEDS, "a"),)
+    return dataclasses.replace(Machine(H100, 128 << 30, 100e9, drives), **changes)  # type: ignore[arg-type]
+
+
+def by_name(found: list[Plan]) -> dict[str, Plan]:
+    return {plan.strategy.name: plan for plan in found}
+
+
+# Beside DeepSpeed.
+
+ESTIMATE = """
+import json, sys
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as three
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two
+found = []
+for total, largest, gpus, nodes, init in json.loads(sys.argv[1]):
+    found.append({
+        "zero2": two(total, gpus, nodes, False),
+        "zero2-cpu": two(total, gpus, nodes, True),
+        "zero3": three(total, largest, gpus, nodes, False, False, init)[:2],
+        "zero3-cpu-optimizer": three(total, largest, gpus, nodes, True, False, init)[:2],
+        "zero3-cpu": three(total, largest, gpus, nodes, True, True, init)[:2],
+    })
+print("answers:" + json.dumps(found))
+"""
+
+
+@pytest.mark.deepspeed
+def test_bytes_are_those_of_deepspeeds_estimates():
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    cases = list(itertools.product((7_000_000_000, 1_610_612_737), (131_072_000,), (1, 2, 8), (1, 4), (True, False)))
+    command = [sys.executable, "-W", "ignore", "-c", ESTIMATE, json.dumps(cases)]
+    said = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True).stdout
+    answers = json.loads(said.rpartition("answers:")[2])
+    for (total, largest, gpus, nodes, init), answer in zip(cases, answers, strict=True):
+        for name, (host_bytes_of_node, gpu_bytes) in answer.items():
+            found = needs(BY_NAME[name], Model(total, largest, largest), World(gpus, nodes, init))
+            assert found.gpu_bytes == gpu_bytes
+            assert found.host_bytes == host_bytes_of_node // gpus
+            assert found.drive_bytes == 0
+
+
+def test_bytes_of_what_deepspeed_does_not_estimate():
+    model, world = Model(8_000_000_000, 100_000_000, 100_000_000), World(ranks=4, nodes=2)
+    each = 1_000_000_000
+    assert needs(BY_NAME["zero1"], model, world).gpu_bytes == 4 * 8 * each + 16 * each
+    ours = needs(BY_NAME["nvme-optimizer"], model, world)
+    assert ours == (400_000_000 + 2 * each, 2 * each, 12 * each)
+    assert needs(BY_NAME["nvme-both"], model, world) == (400_000_000, 2 * each, 14 * each)
+    assert needs(BY_NAME["deepspeed-nvme-both"], model, world).drive_bytes == 18 * each
+    assert needs(BY_NAME["nvme-both"], model, dataclasses.replace(world, zero_init=False)).host_bytes == 4 * 8 * each
+
+
+# Beside the scheduler.
+
+
+class Steps:
+    """A `Schedule` under a cyclic training, every transfer of which ends at once."""
+
+    def __init__(self, parameters: int, layers: int, budget: int, both: bool) -> None:
+        size, most = parameters // layers, max(parameters // layers, min(1 << 26, budget // 52))
+        together = max(most // size, 1)
+        self.layers, self.both, self.size = layers, both, size
+        self.groups = [min(together, layers - first) * size for first in range(0, layers, together)]
+        self.together = together
+        self.schedule = Schedule(budget)
+        self.schedule.create("scratch", max(self.groups) * 4)
+        self.read = self.written = 0
+        self._drain()
+        self.schedule.take("scratch")
+
+    def step(self) -> tuple[int, int]:
+        self.read = self.written = 0
+        if self.both:
+            for layer in [*range(self.layers), *reversed(range(self.layers))]:
+                self._use(f"p{layer}", 2 * self.size, changed=False)
+        for index, numel in enumerate(self.groups):
+            self._use(f"s{index}", 12 * numel, changed=True)
+            for layer in range(index * self.together, index * self.together + numel // self.size) if self.both else ():
+                self._use(f"p{layer}", 2 * self.size, changed=True, create=True)
+        return self.read, self.written
+
+    def _use(self, name: str, nbytes: int, changed: bool, create: bool = False) -> None:
+        if create or name not in self.schedule:
+            self.schedule.create(name, nbytes)
+        else:
+            self.schedule.need(name)
+        self._drain()
+        self.schedule.take(name)
+        self._drain()
+        self.schedule.release(name, changed, None)
+        self._drain()
+
+    def _drain(self) -> None:
+        while transfers := self.schedule.plan():
+            for transfer in transfers:
+                if transfer.writes:
+                    self.written += transfer.nbytes
+                else:
+                    self.read += transfer.nbytes
+                self.schedule.finished(transfer, True)
+
+
+@pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
+@pytest.mark.parametrize(("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 96), (7_000_000_000, 112)])
+@pytest.mark.parametrize("share", [0.06, 0.1, 0.15, 0.3, 0.5, 0.7])
+def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share):
+    both = name == "nvme-both"
+    budget = int(share * parameters * (14 if both else 12))
+    steps = Steps(parameters, layers, budget, both)
+    read, written = [steps.step() for _ in range(4)][-1]
+    model = Model(parameters, parameters // layers, parameters // layers)
+    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(read + written, rel=0.12)
+
+
+@pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
+def test_what_fits_the_budget_is_not_streamed(name):
+    whole = whole_bytes(BY_NAME[name], SEVEN, World())
+    assert streamed(BY_NAME[name], SEVEN, World(), whole).total == 0
+    assert streamed(BY_NAME[name], SEVEN, World(), whole - 1).total > 0
+
+
+# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors, reports/training-h200.md and training-h200-budgets.md.
+
+H200 = Gpu("NVIDIA H200", 143_771 << 20, 54.8e9)
+MEASURED_MODEL = Model(12 * (8 * 4096**2 + 7 * 4096), 4096 * 16384, 4096 * 16384)
+MEASURED_COPIES = 137.6e9  # of `copy_bytes_per_second` there
+MEASURED = [
+    # strategy, "host_memory", GB/s of fio beside it (read, write, mixed), seconds of forward and backward, and of the optimizer, peak of host memory
+    ("nvme-optimizer", None, (2.78, 3.30, 3.16), 0.157, 1.05, 24.97e9),
+    ("nvme-optimizer", 22_000_000_000, (2.44, 3.48, 2.95), 0.154, 0.95, 24.97e9),
+    ("nvme-optimizer", 4_400_000_000, (2.78, 3.30, 3.15), 0.155, 11.5, 9.50e9),
+    ("nvme-optimizer", 2_200_000_000, (2.44, 3.48, 2.96), 0.155, 14.8, 7.30e9),
+    ("nvme-both", 2_200_000_000, (2.78, 3.30, 2.79), 2.44, 16.9, 7.17e9),
+    ("deepspeed-nvme-optimizer", None, (2.78, 3.30, 3.22), 0.509, 17.0, 30.61e9),
+    ("deepspeed-nvme-optimizer", None, (2.44, 3.48, 3.32), 0.519, 16.4, 30.61e9),
+    ("zero3-cpu-optimizer", None, (2.78, 3.30, 3.16), 0.276, 0.855, 34.36e9),
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "speeds", "passes", "update", "host_bytes"), MEASURED)
+def test_predictions_are_near_measured_steps(name, budget, speeds, passes, update, host_bytes):
+    drive = Drive("/local_nvme", 68 << 30, dict(zip(("read", "write", "mixed"), speeds, strict=True)))
+    found = by_name(plans(MEASURED_MODEL, Machine(H200, 134 << 30, MEASURED_COPIES, (drive,)), World(), budget=budget))[name]
+    assert found.seconds == pytest.approx(passes + update, rel=0.15)
+    assert found.update_seconds == pytest.approx(update, rel=0.15)
+    assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)  # DeepSpeed's own estimate is the farthest off
+
+
+# More of anything is never slower, and what fits goes on fitting.
+
+SIZES = st.integers(20_000_000, 200_000_000_000)
+MEMORY = st.integers(1 << 30, 1 << 41)
+
+
+@given(
+    SIZES, st.sampled_from([1, 2, 8]), MEMORY, MEMORY, MEMORY, st.floats(0.1, 30), st.sampled_from(["host", "gpu", "free", "drive", "copies"]), st.floats(1, 20)
+)
+def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, what, times):
+    speeds = {"read": speed, "write": 0.9 * speed, "mixed": speed}
+    worse = Machine(Gpu("NVIDIA L4", gpu, 25e9), host, 50e9, (Drive("/d", free, speeds),))
+    better = {
+        "host": dataclasses.replace(worse, host_bytes=int(host * times)),
+        "gpu": dataclasses.replace(worse, gpu=Gpu("NVIDIA L4", int(gpu * times), 25e9)),
+        "free": dataclasses.replace(worse, drives=(Drive("/d", int(free * times), speeds),)),
+        "drive": dataclasses.replace(worse, drives=(Drive("/d", free, {phase: value * times for phase, value in speeds.items()}),)),
+        "copies": dataclasses.replace(worse, host_bytes_per_second=50e9 * times),
+    }[what]
+    pairs = list(zip(*(plans(of_count(count), each, World(ranks)) for each in (worse, better)), strict=True))
+    for before, after in pairs:
+        assert after.fits or not before.fits
+        if before.fits:
+            assert before.seconds is not None
+            assert after.seconds is not None
+            assert after.seconds <= before.seconds * (1 + 1e-9)
+    before, after = (fastest([pair[index] for pair in pairs]) for index in (0, 1))
+    if before is not None:
+        assert after is not None
+        assert after.seconds is not None
+        assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)  # the simplest of those that are as fast
+
+
+@given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 16), MEMORY, MEMORY)
+def test_a_larger_budget_never_streams_more(count, name, ranks, one, other):
+    small, large = sorted((one, other))
+    model, world = of_count(count), World(ranks)
+    assert streamed(BY_NAME[name], model, world, large).total <= streamed(BY_NAME[name], model, world, small).total
+    assert streamed(BY_NAME[name], model, world, small).total <= (12 + 12 if name == "nvme-optimizer" else 16 + 14) * count / ranks + 1
+
+
+@given(SIZES, st.integers(1, 64), st.integers(1, 8), st.booleans())
+def test_more_ranks_never_need_more_each(count, ranks, nodes, zero_init):
+    for strategy in STRATEGIES:
+        few = needs(strategy, of_count(count), World(ranks, nodes, zero_init))
+        many = needs(strategy, of_count(count), World(2 * ranks, nodes, zero_init))
+        assert many.gpu_bytes <= few.gpu_bytes
+        assert many.drive_bytes <= few.drive_bytes
+        if strategy.stage == 3:  # DeepSpeed's estimate of stage 2 on CPU grows with the ranks
+            assert many.host_bytes <= few.host_bytes
+
+
+@given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 64))
+def test_the_least_budget_is_less_than_the_whole(count, name, ranks):
+    assert 0 < fewest_bytes(BY_NAME[name], of_count(count), World(ranks)) < whole_bytes(BY_NAME[name], of_count(count), World(ranks))
+
+
+# What fits.
+
+
+def test_the_fastest_that_fits_is_chosen():
+    assert fastest(plans(of_count("1B"), machine(), World())).strategy.name == "zero1"  # type: ignore[union-attr]
+    chosen = fastest(plans(SEVEN, machine(host_bytes=64 << 30), World()))
+    assert chosen is not None
+    assert chosen.strategy.name == "nvme-optimizer"  # DeepSpeed's estimate for the CPU is 168 GB
+    assert chosen.budget_bytes is not None
+    moved = streamed(chosen.strategy, SEVEN, World(), chosen.budget_bytes)
+    assert chosen.formula.endswith(
+        f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 2.58 GB/s) = {chosen.update_seconds:.3g} s)"
+    )
+    assert chosen.update_seconds == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.92))
+    assert chosen.written_bytes_a_day == pytest.approx(chosen.written_bytes * 86400 / chosen.seconds)  # type: ignore[operator]
+    roomy = fastest(plans(SEVEN, machine(host_bytes=400 << 30), World()))
+    assert roomy is not None
+    assert (roomy.strategy.name, roomy.written_bytes) == ("zero2-cpu", 0)
+
+
+def test_what_does_not_fit_says_how_much_it_takes():
+    found = by_name(plans(SEVEN, machine(host_bytes=32 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)), World()))
+    assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
+    assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
+    assert found["nvme-optimizer"].problems == ("84 GB on the drive, and 53.7 GB are free",)
+    assert fastest(list(found.values())) is None
+    with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
+        ds_config(found["zero3"], machine())
+
+
+def test_without_a_drive_nothing_is_offloaded_to_one():
+    found = plans(SEVEN, machine(drives=()), World())
+    assert all("no drive was named" in plan.problems for plan in found if plan.strategy.uses_drive)
+
+
+def test_a_budget_below_the_largest_parameter_is_refused():
+    found = by_name(plans(SEVEN, machine(), World(), budget=1 << 30))
+    assert found["nvme-optimizer"].problems == ("1.07 GB of host memory a rank for the swapper, and the largest parameter takes 2.16 GB",)
+
+
+def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
+    found = by_name(plans(SEVEN, machine(drives=(Drive("/d", 1 << 40),)), World()))
+    assert found["nvme-optimizer"].seconds is None
+    assert found["nvme-optimizer"].written_bytes_a_day is None
+    chosen = fastest(list(found.values()))
+    assert chosen is found["nvme-optimizer"]
+    assert "aio" not in ds_config(chosen, machine(drives=(Drive("/d", 1 << 40),)))
+    roomy = plans(of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World())
+    assert by_name(roomy)["nvme-optimizer"].seconds is not None  # all of it fits the memory, so nothing depends on the drive
+
+
+def test_without_a_gpu_everything_is_in_host_memory():
+    found = by_name(plans(of_count("1B"), machine(gpu=None), World(2)))
+    assert {plan.gpu_bytes for plan in found.values()} == {0}
+    assert found["zero3"].host_bytes > 9e9  # 18 bytes a parameter over two ranks
+    assert found["zero3"].passes == ()
+
+
+def test_ranks_share_drives_and_memory():
+    alone, shared = (by_name(plans(SEVEN, machine(gpu=H100), World(ranks), budget=budget)) for ranks, budget in ((1, 8_000_000_000), (4, 2_000_000_000)))
+    assert shared["nvme-optimizer"].drive_bytes == alone["nvme-optimizer"].drive_bytes / 4
+    assert shared["nvme-optimizer"].seconds == pytest.approx(alone["nvme-optimizer"].seconds, rel=0.1)
+    nodes = by_name(plans(SEVEN, machine(), World(1, nodes=4), budget=2_000_000_000))
+    assert nodes["nvme-optimizer"].seconds == pytest.approx(alone["nvme-optimizer"].seconds / 4, rel=0.15)  # type: ignore[operator]
+
+
+def test_compute_and_activations_are_predicted_where_tokens_are_given():
+    work = Work(sequence=4096, micro_batch=2)
+    assert activation_bytes(SEVEN, Work()) == 0
+    assert activation_bytes(SEVEN, work) == 8192 * (4211 * (2 * 32 + 34) + 6 * 32000)
+    with_work, without = (by_name(plans(SEVEN, machine(), World(), each)) for each in (work, Work()))
+    assert with_work["zero3-cpu"].gpu_bytes - without["zero3-cpu"].gpu_bytes == activation_bytes(SEVEN, work)
+    compute = {term.name: term.seconds for term in with_work["zero3-cpu"].passes}["compute"]
+    assert compute == pytest.approx(8 * 7e9 * 8192 / (989e12 * 0.4))
+    assert with_work["zero3-cpu"].passes_seconds > compute  # copies take longer
+    assert with_work["zero3-cpu-optimizer"].passes_seconds == compute
+
+
+# Several drives.
+
+
+def test_drives_add_up_but_directories_of_one_drive_do_not():
+    one, same, other = Drive("/a", 10, SPEEDS, "x"), Drive("/a/b", 10, SPEEDS, "x"), Drive("/c", 30, {"read": 1.0, "write": 1.0, "mixed": 1.4}, "y")
+    assert machine(drives=(one, same)).speeds == SPEEDS
+    assert machine(drives=(one, same)).free_bytes == 10
+    assert machine(drives=(one, other)).speeds == {"read": 4.0, "write": 3.5, "mixed": pytest.approx(4.2)}
+    assert machine(drives=(one, other)).free_bytes == 40
+    assert weights(machine(drives=(one, other))) == [0.6667, 0.3333]
+    assert machine(drives=(one, Drive("/d", 1))).speeds == {}
+    assert weights(machine(drives=(one, Drive("/d", 1)))) == [0.5, 0.5]
+    assert machine(drives=()).speeds == {}
+
+
+SETTING = Setting(1 << 20, 8, 4)
+
+
+def profile(path: str, stripe: tuple[StripePath, ...] = ()) -> Profile:
+    best = {phase: Best(**dataclasses.asdict(SETTING), gb_per_s=speed, relative=1, relative_low=1, relative_high=1) for phase, speed in SPEEDS.items()}
+    described = {"path": path, "model": "m", "filesystem": "ext4", "device": "/dev/x", "identity": "0" * 32}
+    return Profile("0", "2001-02-03T04:05:06", "", described, {"ranks": 1}, {"name": "native"}, (), best, SETTING, best, (), True, (), stripe=stripe)
+
+
+def test_drives_that_were_swept_together_are_as_fast_as_together():
+    together = tuple(StripePath(path, "d", "m", SETTING, SPEEDS, dict.fromkeys(SPEEDS, 2.0), weight) for path, weight in (("/a", 0.7), ("/b", 0.3)))
+    drives = tuple(Drive(path, 1 << 40, SPEEDS, path, profile(path, together)) for path in ("/b", "/a"))
+    assert machine(drives=drives).speeds == {"read": 4.0, "write": 4.0, "mixed": 4.0}
+    assert weights(machine(drives=drives)) == [0.3, 0.7]
+    assert machine(drives=drives[:1]).speeds == SPEEDS
+
+
+# The configuration.
+
+
+def test_the_config_is_what_the_plan_says():
+    drives = (Drive("/a", 1 << 40, SPEEDS, "a", profile("/a")), Drive("/b", 1 << 40, SPEEDS, "b"))
+    here = machine(drives=drives)
+    found = by_name(plans(SEVEN, here, World(), budget=8_000_000_000))
+    config = ds_config(found["nvme-both"], here, Work(2048, 3))
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
+    }
+    assert config["aio"] == {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True}
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert Settings.of(config) == Settings(host_memory=8_000_000_000, paths=("/a", "/b"), weights=(0.5, 0.5))
+    assert "nvme_offload" not in ds_config(by_name(plans(SEVEN, machine(gpu=Gpu("x", 1 << 40)), World()))["zero2"], here)
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    large = machine(gpu=Gpu("x", 1 << 41), host_bytes=1 << 41, drives=(Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),))
+    found = plans(SEVEN, large, World())
+    assert all(plan.fits for plan in found)
+    (tmp_path / "all.json").write_text(json.dumps([ds_config(plan, large) for plan in found]))
+    code = (
+        "import json, sys; from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "for each in json.load(open(sys.argv[1])):\n"
+        "    zero = DeepSpeedConfig(each).zero_config\n"
+        "    print('plan', int(zero.stage), *(part and part.device for part in (zero.offload_optimizer, zero.offload_param)))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "all.json")]
+    said = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True).stdout
+    spoken = [line.split()[1:] for line in said.splitlines() if line.startswith("plan ")]
+    words = {"gpu": "None", "host": "cpu", "drive": "nvme"}
+    wanted = [[str(plan.strategy.stage), words[plan.strategy.optimizer], words[plan.strategy.parameters]] for plan in found]
+    assert [[word.rpartition(".")[2] for word in line] for line in spoken] == wanted
+
+
+# This machine.
+
+
+def test_nvidia_smi_is_read():
+    told = "NVIDIA H200, 143771, 5, 16\nNVIDIA L4, 23034, [N/A], [N/A]\n\nNVIDIA-SMI has failed, so, it, says\n"
+    assert machines.parse_gpus(told) == [Gpu("NVIDIA H200", 143_771 << 20, pytest.approx(54.8e9, rel=0.01)), Gpu("NVIDIA L4", 23_034 << 20, None)]
+
+
+def test_the_speed_of_memory_is_measured(monkeypatch):
+    monkeypatch.setattr(machines, "_PROBE_BYTES", 8 << 20)
+    assert 1e8 < machines.copy_bytes_per_second(0.01, threads=2) < 1e13
+
+
+def test_this_machine_and_its_drive_are_seen(tmp_path, monkeypatch):
+    from nvme_offload import profile_shelf
+    from nvme_offload.drive import describe
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    found, ranks = this_machine([str(tmp_path)], probe_seconds=0)
+    assert ranks >= 1
+    assert found.host_bytes > 0
+    assert (found.drives[0].path, found.drives[0].speeds, found.speeds) == (str(tmp_path), {}, {})
+    kept = profile(str(tmp_path))
+    kept.drive["identity"] = describe(tmp_path).identity
+    profile_shelf.keep(kept)
+    assert (drive_at(str(tmp_path)).speeds, drive_at(str(tmp_path)).profile) == (SPEEDS, kept)
