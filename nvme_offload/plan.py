@@ -36,7 +36,8 @@ LINK_SHARE = 0.4  # of the link to the GPU, that gradients and parameters reach 
 NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9  # to the GPU after the step, rounding included: DeepSpeed copies them through memory that is not registered
 AUTO_SHARE = 0.7  # of the memory that is available, what the budget takes; the rest is for activations, the data loader, the page cache
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}  # of host memory that CUDA, torch and DeepSpeed hold in a rank
-CONTEXT_BYTES = 1 << 30  # of GPU memory, likewise
+CONTEXT_BYTES = 500_000_000  # of GPU memory, likewise
+BUCKET_ELEMENTS = 500_000_000  # of 16-bit gradients that DeepSpeed reduces together (reduce_bucket_size)
 DEFAULT_HOST_BYTES_PER_SECOND = 20e9  # where nobody measured
 DEFAULT_LINK_BYTES_PER_SECOND = 25e9
 MLOCKED_LINK_BYTES_PER_SECOND = 8e9  # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
@@ -127,7 +128,8 @@ class Term(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One strategy on one machine; bytes are of a rank, but *written_bytes*, of a step of all ranks to all drives.
+    """One strategy on one machine; bytes are of a rank, but *written_bytes*, of a step of all ranks to all drives. On a GPU come half a GB of CUDA's
+    and a bucket of gradients on top, which count for whether it fits.
 
     budget_bytes: "host_memory" of this package's swappers, contained in host_bytes. problems: why it does not fit; none where it does.
     seconds: of a step; None where a drive was never swept. passes: what goes on at once, the slowest of which counts. Then update, what the processors
@@ -226,9 +228,10 @@ def drive_at(path: str) -> Drive:
 def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None) -> Plan:
     need = needs(strategy, model, world)
     gpu_bytes = need.gpu_bytes + activation_bytes(model, work)
+    beside = HALF_BYTES * min(BUCKET_ELEMENTS, model.parameters)  # not counted by DeepSpeed's estimates, so not shown as theirs
     host_bytes = need.host_bytes + PROCESS_BYTES["gpu" if machine.gpu else "cpu"]
     if machine.gpu is None:
-        host_bytes, gpu_bytes = host_bytes + gpu_bytes, 0
+        host_bytes, gpu_bytes = host_bytes + gpu_bytes + beside, 0
     problems = []
     kept: int | None = None
     if strategy.ours:
@@ -238,8 +241,8 @@ def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work
         if kept < least:
             problems.append(f"{_gb(kept)} of host memory a rank for the swapper, and the largest parameter takes {_gb(least)}")
         host_bytes += kept
-    if machine.gpu and gpu_bytes + CONTEXT_BYTES > machine.gpu.memory_bytes:
-        problems.append(f"{_gb(gpu_bytes + CONTEXT_BYTES)} of GPU memory, and a GPU has {_gb(machine.gpu.memory_bytes)}")
+    if machine.gpu and gpu_bytes + beside + CONTEXT_BYTES > machine.gpu.memory_bytes:
+        problems.append(f"{_gb(gpu_bytes + beside + CONTEXT_BYTES)} of GPU memory, and a GPU has {_gb(machine.gpu.memory_bytes)}")
     if host_bytes * world.ranks > machine.host_bytes:
         problems.append(f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available")
     if strategy.uses_drive and not machine.drives:

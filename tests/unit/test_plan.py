@@ -181,6 +181,16 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
     assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)  # DeepSpeed's own estimate is the farthest off
 
 
+# And 400 million on a machine with 2 processors, no GPU and other work, reports/training-vda.md and training-vda-others.md: only what the drive bounds.
+
+
+@pytest.mark.parametrize(("name", "mixed", "update"), [("nvme-optimizer", 3.14, 3.53), ("nvme-both", 2.72, 4.0)])
+def test_predictions_are_near_measured_updates_of_a_small_machine(name, mixed, update):
+    model = Model(12 * (8 * 2048**2 + 7 * 2048), 2048 * 8192, 2048 * 8192)
+    small = Machine(None, 20 << 30, 20e9, (Drive("/local_nvme", 68 << 30, {"read": 2.9, "write": 3.5, "mixed": mixed}),))
+    assert by_name(plans(model, small, World(), budget=1_000_000_000))[name].update_seconds == pytest.approx(update, rel=0.15)
+
+
 # More of anything is never slower, and what fits goes on fitting.
 
 SIZES = st.integers(20_000_000, 200_000_000_000)
