@@ -107,7 +107,7 @@ def start(
     text = json.dumps({"cases": [dataclasses.asdict(case) for case in cases], "directory": str(directory), "ours": ours, **request})
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(nvme_offload.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         "MASTER_ADDR": "127.0.0.1",

@@ -43,7 +43,7 @@ def main(request: dict[str, Any]) -> None:
         watch.enable(request.get("faults", []) if faulty else [])
     # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.init_distributed(dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False)
     for number, fields in enumerate(request["cases"]):
         place = str(Path(request["directory"], str(number)))  # so that no case finds the tier of another
         began = time.monotonic()
@@ -55,6 +55,8 @@ def main(request: dict[str, Any]) -> None:
             result = {"error": type(error).__name__, "message": str(error)}
         result |= {"name": case.name, "seconds": round(time.monotonic() - began, 2)}
         print(json.dumps(result), file=answers, flush=True)
+        if "error" in result and os.environ["WORLD_SIZE"] != "1":
+            return  # the other ranks may wait for this one, and hear of it when the process ends
         gc.collect()
     deepspeed.comm.destroy_process_group()
 
@@ -240,11 +242,11 @@ class Training:
             engine.train()
 
     def _loss(self, engine: Any, generator: torch.Generator) -> torch.Tensor:
-        inputs = engine.module.inputs(generator)
+        inputs = engine.module.inputs(generator).to(engine.device)
         if inputs.is_floating_point():
             inputs = inputs.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.case.dtype])
         output = engine(inputs).float()
-        return (output - torch.linspace(-1, 1, output.shape[-1])).square().mean()
+        return (output - torch.linspace(-1, 1, output.shape[-1], device=output.device)).square().mean()
 
     def _use_gradients(self, engine: Any, step: int) -> None:
         from deepspeed import utils
@@ -263,7 +265,7 @@ class Training:
         from deepspeed import utils
 
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        keys = ELEMENTWISE[self.case.optimizer]
+        keys = [key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])]
         for parameter in params:
             self._observe(utils.safe_get_full_fp32_param(parameter), utils.safe_get_local_fp32_param(parameter))
             for key in keys:
@@ -274,6 +276,14 @@ class Training:
             for key in keys[:1]:
                 utils.safe_set_full_optimizer_state(params[0], utils.safe_get_full_optimizer_state(params[0], key) * 0.5, key)
                 utils.safe_set_local_optimizer_state(params[1], utils.safe_get_local_optimizer_state(params[1], key) + 1e-4, key)
+
+    @staticmethod
+    def _kept(engine: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """What the optimizer keeps for the sub-group of *parameter*."""
+        optimizer = engine.optimizer
+        index, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        kept: dict[str, Any] = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[index]]
+        return kept
 
     def _observe(self, *tensors: torch.Tensor) -> None:
         self.told["observed"] += [_hash(tensor) for tensor in tensors]
@@ -288,9 +298,7 @@ class Training:
             if not parameter.requires_grad or self.case.optimizer == "none":
                 continue
             masters[name] = _hash(utils.safe_get_full_fp32_param(parameter))
-            optimizer = engine.optimizer
-            index, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            kept = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[index]]
+            kept = self._kept(engine, parameter)
             for key in ELEMENTWISE[self.case.optimizer]:
                 if key in kept:
                     states[f"{name}.{key}"] = _hash(utils.safe_get_full_optimizer_state(parameter, key))
