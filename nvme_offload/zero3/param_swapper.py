@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from .settings import Settings
 from .tier import Tier
@@ -77,8 +78,10 @@ class ParameterSwapper:
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator."""
+        """Drop the copies on the accelerator, but for those that a gather under way still reads: DeepSpeed asks again when it partitions these."""
         for param in params:
+            if param.ds_status == ZeroParamStatus.INFLIGHT:
+                continue
             param.ds_tensor.data = self._placeholder.data
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 

@@ -109,13 +109,18 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {self._least_sub_group} '
                 f"elements on this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
+        self._most_elements = (cap - 2 * _SLACK_BYTES) // (self._state_bytes + widened + self._parameter_bytes)
         self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_MEMORY * self._state_bytes + widened)))
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
         if not (self.native and self.swap_optimizer):
             return groups
-        cut = [_cut(group, self._largest_sub_group) if self._elementwise else [group] for group in groups]
+        # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
+        unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
+        cut = [_cut(group, self._largest_sub_group, self._most_elements, unit) if self._elementwise else [group] for group in groups]
+        if not all(sum(param.partition_numel() for param in part) % unit == 0 for parts in cut for part in parts[:-1]):
+            _log.warning('sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it')
         self._logical_groups += cut
         return list(itertools.chain.from_iterable(cut))
 
@@ -369,21 +374,19 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return known and kind.__name__ not in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
-def _cut(params: list[Any], most: int) -> list[list[Any]]:
-    """*params* in consecutive lists of at most *most* elements each, or of one parameter.
+def _cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:
+    """*params* in consecutive lists of at most *wanted* elements each, or of one parameter, that are whole *units* but for the last.
 
-    Lists end on whole vectors, counted from the first parameter, wherever one of the right size can: DeepSpeed's optimizers for the CPU round
-    differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
+    Where they cannot be both, they are longer, up to *most* elements; and where that does not help, they are not whole units.
     """
     lists: list[list[Any]] = []
     rest = list(params)
-    done = 0
     while rest:
         ends = list(itertools.accumulate(param.partition_numel() for param in rest))
-        fitting = max(sum(end <= most for end in ends), 1)
-        aligned = [count for count in range(1, fitting + 1) if (done + ends[count - 1]) % _VECTOR_ELEMENTS == 0 or count == len(rest)]
-        count = aligned[-1] if aligned else fitting
+        fitting = max(sum(end <= wanted for end in ends), 1)
+        whole = [count for count, end in enumerate(ends, 1) if (end % unit == 0 or count == len(rest)) and (count <= fitting or end <= most)]
+        shorter = [count for count in whole if count <= fitting]
+        count = shorter[-1] if shorter else whole[0] if whole else fitting
         lists.append(rest[:count])
-        done += ends[count - 1]
         rest = rest[count:]
     return lists
