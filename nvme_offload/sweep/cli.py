@@ -80,7 +80,7 @@ _force_option = click.option("--force", is_flag=True, help="Measure also memory,
 
 
 @click.command(context_settings=_SETTINGS)
-@click.argument("paths", metavar="PATH", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--config",
     "configs",
