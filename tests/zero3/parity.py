@@ -45,13 +45,15 @@ Combination = dict[str, Any]
 
 
 def possible(combination: Combination) -> bool:
-    """Whether DeepSpeed itself can do it."""
+    """Whether it can be done, and DeepSpeed itself can do it."""
     if combination["optimizer"] == "adagrad" and combination["groups"] == 2:
         return False  # DeepSpeed makes it anew with one group
     if combination["overflow_step"] is not None and combination["dtype"] != "fp16":
         return False  # nothing overflows
     if combination["optimizer"] == "sgd" and combination["states"] == "cpu" and combination["fragments"]:
         return False
+    if combination["optimizer"] == "sign" and combination["host_memory"] == "smallest":
+        return False  # keeps more later on than a budget can be planned by
     if combination["model"] == "odd" and combination["fragments"] and combination["ranks"] == 2:
         return False  # safe_set_full_grad wants sizes that divide
     return not (combination["model"] == "misaligned" and combination["fragments"])  # only slow

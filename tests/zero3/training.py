@@ -253,7 +253,7 @@ class Training:
 
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         for parameter in params:
-            self._observe(utils.safe_get_full_grad(parameter), utils.safe_get_local_grad(parameter))
+            self._observe(utils.safe_get_full_grad(parameter), _without_padding(parameter, utils.safe_get_local_grad(parameter)))
         if step == 1:
             utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) * 1.7)
             utils.safe_set_local_grad(params[1], utils.safe_get_local_grad(params[1]) / 3)
@@ -267,9 +267,11 @@ class Training:
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         keys = [key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])]
         for parameter in params:
-            self._observe(utils.safe_get_full_fp32_param(parameter), utils.safe_get_local_fp32_param(parameter))
+            self._observe(utils.safe_get_full_fp32_param(parameter), _without_padding(parameter, utils.safe_get_local_fp32_param(parameter)))
             for key in keys:
-                self._observe(utils.safe_get_full_optimizer_state(parameter, key), utils.safe_get_local_optimizer_state(parameter, key))
+                self._observe(
+                    utils.safe_get_full_optimizer_state(parameter, key), _without_padding(parameter, utils.safe_get_local_optimizer_state(parameter, key))
+                )
         if step == 1:
             utils.safe_set_full_fp32_param(params[0], utils.safe_get_full_fp32_param(params[0]) * 1.25)
             utils.safe_set_local_fp32_param(params[1], utils.safe_get_local_fp32_param(params[1]) - 0.3)
@@ -306,6 +308,11 @@ class Training:
                 if key in kept:
                     scalars[f"{name}.{key}"] = float(kept[key]).hex()
         return {"weights": weights, "masters": masters, "states": states, "scalars": scalars}
+
+
+def _without_padding(parameter: torch.nn.Parameter, partition: torch.Tensor) -> torch.Tensor:
+    """What *partition* has of *parameter*: where its size does not divide by the ranks, DeepSpeed leaves the last elements of the last one undefined."""
+    return partition[: max(parameter.ds_numel - int(os.environ["RANK"]) * partition.numel(), 0)]
 
 
 def _hash(tensor: torch.Tensor) -> str:
