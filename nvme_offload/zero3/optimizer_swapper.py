@@ -7,6 +7,7 @@ business of it: they stay where stage 3 reduces them to, in 16 bit (see `stage3.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -242,8 +243,9 @@ def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
     """
     sample = torch.zeros(8, dtype=dtype, requires_grad=True)
     sample.grad = torch.zeros_like(sample)
+    accepted = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have more than its constructor takes
     try:
-        like: Any = type(optimizer)([sample], **optimizer.defaults)
+        like: Any = type(optimizer)([sample], **{key: value for key, value in optimizer.defaults.items() if key in accepted})
         like.step()
         states = [value.dtype.itemsize for value in like.state[sample].values() if _travels(value, sample)]
     except Exception:  # the constructor of an optimizer may want anything, and raise anything; nothing depends on this but how memory is planned
