@@ -260,7 +260,7 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
     broken.write_text('{"a": 1, "a": 2}')
     missing = tmp_path / "missing"
     cases: list[tuple[list[str | Path], str]] = [
-        ([], "Missing argument 'PATH'"),
+        ([], "Missing argument 'PATH...'"),
         ([missing], "does not exist"),
         ([config], "is not a directory"),
         ([disk, disk], "are on the same drive"),
