@@ -19,8 +19,8 @@ import click
 from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
 from nvme_offload.units import format_bytes
 
+from ..machine import commit, facts
 from . import bare, deepspeed_op, fio, latency, ours
-from .machine import commit, facts
 from .plan import Contest, Job, read_plan
 from .report import Results, Round, as_json, render
 from .rig import Buffers, Measurement, Rig

@@ -22,7 +22,7 @@ from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine, File, allocate
 from nvme_offload.units import format_bytes
 
-from .machine import commit, facts
+from ..machine import commit, facts
 from .report import SUBMISSION_TARGET_MICROSECONDS, Spread, percentile, spread, table
 from .rig import Bytes, cpu_seconds
 

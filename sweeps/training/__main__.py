@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
-import os
-import platform
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,10 +13,9 @@ from typing import NoReturn
 
 import click
 
-from nvme_offload.drive import describe
 from nvme_offload.errors import OffloadError, UnsupportedError
-from nvme_offload.units import format_bytes
 
+from ..machine import commit, facts
 from .drive import Floor
 from .plan import Variant, read_plan
 from .report import Results, as_json, render
@@ -56,7 +50,7 @@ def main(
     signal.signal(signal.SIGTERM, _stop)
     plan = read_plan(plan_path)
     plan = plan.narrowed(rounds, cold_rounds, steps, only.split(",") if only else None)
-    results = Results(_facts(directory), plan, [], [], [], list(note))
+    results = Results(facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note))
     started = time.monotonic()
     try:
         for _ in _measure(results, directory, started + seconds if seconds is not None else None):
@@ -139,37 +133,6 @@ def _write(results: Results, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name(output.name + ".md").write_text(render(results))
     output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n")
-
-
-def _facts(directory: Path) -> dict[str, str]:
-    drive = describe(directory)
-    disk = ", ".join(filter(None, (drive.model, *drive.physical_devices, *drive.layers)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "-m", "sweeps.training", *sys.argv[1:]]),
-        "processor": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(memory)} of memory",
-        "kernel": f"{platform.system()} {platform.release()}",
-        "drive": f"{disk or drive.device}; requests up to {drive.max_block_kib} KiB, scheduler {drive.scheduler}",
-        "filesystem": f"{drive.filesystem} ({', '.join(drive.mount_options)}), {format_bytes(drive.free_bytes)} free",
-        "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
-        "versions": f"commit {_commit()}",
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _commit() -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        asked = ["git", "describe", "--always", "--dirty"]
-        return subprocess.run(asked, check=True, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    return "unknown"
 
 
 def _say(text: str) -> None:
