@@ -10,7 +10,7 @@ import resource
 import shutil
 import sysconfig
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -171,9 +171,8 @@ def deepspeed_version(version: str | None) -> Finding:
     )
 
 
-def compilers(has_gpu: bool, which: object = shutil.which) -> Finding:
+def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) -> Finding:
     """Whether DeepSpeed can build what it compiles at its first use, of which its CPU Adam is the one that offloading needs."""
-    assert callable(which)
     wanted = {"c++": "g++ (Debian: build-essential)", "ninja": "ninja (pip install ninja, on the PATH)"} | ({"nvcc": "the CUDA toolkit"} if has_gpu else {})
     lacking = {name: remedy for name, remedy in wanted.items() if which(name) is None}
     header = Path(sysconfig.get_path("include")) / "Python.h"

@@ -76,9 +76,7 @@ class OptimizerSwapper:
 
     def close(self) -> None:
         """Forget everything; a second call does nothing."""
-        for name in self._names:
-            if name in self.tier.swapper:
-                self.tier.swapper.discard(name)
+        self.tier.forget(self._names)
         self._names.clear()
 
     # What stage 3 calls.

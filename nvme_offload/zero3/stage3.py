@@ -203,9 +203,9 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return self._kept_gradients[index]
         if getattr(self, "grad_partitions_flat_buffer", None) is None:
             return None
-        params = self.fp16_groups[index]
+        params, numels = self.fp16_groups[index], self.fp16_partitioned_groups_flat_numel
         reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
-        source = self.grad_partitions_flat_buffer.narrow(0, self._first_element[index], self.fp16_partitioned_groups_flat_numel[index])
+        source = self.grad_partitions_flat_buffer.narrow(0, sum(numels[:index]), numels[index])
         if source.dtype == parameter.dtype:
             gradient = source
         else:
@@ -222,8 +222,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
-        clips = self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
-        if not self.swaps_natively or clips or self.loss_scale != 1.0:
+        if not self.swaps_natively or self.loss_scale != 1.0 or (self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0):
             super().unscale_and_clip_grads(sub_group_id, total_norm)
 
     def reset_cpu_buffers(self) -> None:
@@ -233,10 +232,6 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def _index_of(self, parameter: torch.Tensor) -> int:
         return next(index for index, other in enumerate(self.fp32_partitioned_groups_flat) if other is parameter)
-
-    @property
-    def _first_element(self) -> list[int]:
-        return list(itertools.accumulate(self.fp16_partitioned_groups_flat_numel, initial=0))
 
     def _get_norm_groups(self) -> Any:
         if not self.swaps_natively:

@@ -77,10 +77,12 @@ class Tier:
         if self._swapper is None:
             raise UsageError("no memory was asked for yet")
         while self._abandoned:
-            for name in self._abandoned.popleft():
-                if name in self._swapper:
-                    self._swapper.discard(name)
+            _discard(self._swapper, self._abandoned.popleft())
         return self._swapper
+
+    def forget(self, names: Collection[str]) -> None:
+        """Forget the values *names*, as far as there are such."""
+        _discard(self.swapper, names)
 
     def abandon_with(self, owner: object, names: Collection[str]) -> None:
         """Forget the values *names*, whatever they are by then, when *owner* is gone."""
@@ -169,6 +171,12 @@ def local_ranks() -> int:
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
 _tiers_lock = threading.Lock()
+
+
+def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:
+    for name in names:
+        if name in swapper:
+            swapper.discard(name)
 
 
 def _close(resources: contextlib.ExitStack) -> None:
