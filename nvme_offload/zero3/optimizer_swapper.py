@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .tier import Tier
+from ..tier import Tier
 
 _SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
 _HINTED = 4  # sub-groups read ahead in the first step, before the swapper has learned the order

@@ -18,7 +18,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from .settings import Settings
-from .tier import Tier
+from .shared_tier import tier_of
 
 _MANY = 1 << 30
 _PAGE_BYTES = 4096  # that a partition takes at least
@@ -34,7 +34,7 @@ class ParameterSwapper:
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
         self.dtype = model_dtype
-        self.tier = Tier.of(ds_config._param_dict)
+        self.tier = tier_of(ds_config._param_dict)
         self._prefix = f"parameter{next(_serial)}"
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
         self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away

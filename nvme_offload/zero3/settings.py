@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config import BACKENDS, AioConfig
-from ..errors import OffloadError, UsageError
-from ..units import parse_bytes
+from ..errors import UsageError
+from ..tier import engine_config, memory_size
 
 SECTION = "nvme_offload"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Settings:
         _require(values, "swappers", ("native", "deepspeed"))
         _require(values, "backend", BACKENDS)
         _require(values, "checksum", (True, False))
-        if "host_memory" in values and values["host_memory"] != "auto":
+        if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
         if "paths" in values:
             values["paths"] = _strings(values["paths"])
@@ -82,11 +79,7 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
     """
     aio = ds_config.get("aio")
     if aio is None:
-        try:
-            return AioConfig.for_path(path, backend=settings.backend, direct="auto")
-        except (OffloadError, OSError) as reason:
-            _log.info("no tuned settings for %s, so the engine's defaults are used: %s", path, reason)
-            return AioConfig(backend=settings.backend, direct="auto")
+        return engine_config(path, settings.backend)
     keys = {"block_size": "block_size", "queue_depth": "queue_depth", "single_submit": "single_submit", "overlap_events": "overlap_events"}
     keys |= {"thread_count": "thread_count", "intra_op_parallelism": "thread_count"}  # the last is the one that DeepSpeed reads
     return AioConfig(**{ours: aio[key] for key, ours in keys.items() if key in aio}, backend=settings.backend, direct="auto")
@@ -101,16 +94,11 @@ def _as_json(value: Any) -> str:
     return {True: "true", False: "false"}.get(value, f'"{value}"')
 
 
-def _host_memory(value: Any) -> int:
+def _host_memory(value: Any) -> int | Literal["auto"]:
     try:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(value)
-        nbytes = parse_bytes(value)
+        return memory_size(value)
     except ValueError:
-        nbytes = 0
-    if nbytes < 1:
-        raise UsageError(f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}')
-    return nbytes
+        raise UsageError(f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}') from None
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ from . import archive, states
 from .optimizer_swapper import OptimizerSwapper, state_bytes
 from .param_swapper import ParameterSwapper
 from .settings import Settings
+from .shared_tier import tier_of
 from .step_stats import StepClock, StepStats
-from .tier import Tier
 
 # Sub-groups that the budget should hold, where parameters are small enough: one is in use, two are read ahead, one is written back, and the more
 # the others are, the less of the budget is lost to what does not fit whole.
@@ -93,7 +93,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         widened = (min(_LARGEST_SUB_GROUP, sum(sizes)) + self._least_sub_group) * self.master_weights_and_grads_dtype.itemsize
         self._whole_bytes = sum(sizes) * self._state_bytes + widened + (len(sizes) + 2) * _SLACK_BYTES
         gradients = sum(sizes) * self.gradient_accumulation_dtype.itemsize
-        self._tier = Tier.of(self._ds_config)
+        self._tier = tier_of(self._ds_config)
         self._tier.require_memory(self._whole_bytes, gradients)
         self._tier.require_space(sum(sizes) * (self._state_bytes + self._parameter_bytes))
         _log.info("host memory for gradients, beside that for offload: %s (%s)", format_bytes(gradients), self.gradient_accumulation_dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OffloadError, UsageError
 
 if TYPE_CHECKING:
-    from .tier import Tier
+    from ..tier import Tier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Watch:
     def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
         """Enable the package, with *faults* in every engine of a store."""
         import nvme_offload.store
-        import nvme_offload.zero3.tier as tier
+        import nvme_offload.tier as tier
         from nvme_offload import zero3
         from nvme_offload._aio import FaultKind
         from nvme_offload.engine import Engine

@@ -1,25 +1,23 @@
-"""`Tier`: the drives and the host memory that one rank trains with, shared by everything in the process that has the same settings."""
+"""`Tier`: the drives and the host memory that one rank trains with: a store, and a swapper with one budget in front of it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from ..config import AioConfig
-from ..errors import NoSpaceError, OffloadError, UsageError
-from ..machine import available_bytes
-from ..pool import PinnedPool
-from ..store import TensorStore
-from ..swapper import TensorSwapper
-from ..units import format_bytes
-from .settings import Settings, aio_config, nvme_paths
+from .config import AioConfig
+from .errors import NoSpaceError, OffloadError, UsageError
+from .machine import available_bytes
+from .pool import PinnedPool
+from .store import TensorStore
+from .swapper import TensorSwapper
+from .units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,44 +30,41 @@ _log = logging.getLogger(__name__)
 
 
 class Tier:
-    """A store on drives, and a swapper with the one budget of host memory in front of it.
+    """A store on the drives of *paths*, and a swapper with the one budget of host memory in front of it.
 
-    The parameters of a model and its optimizer states share a tier where their paths are the same, so that one cap holds for both. The memory is
-    taken as `require` learns how much of it the model can use.
+    Whatever streams through a tier shares its budget. The memory is taken as `require` learns how much of it can be used.
+
+    *aio* are the engine's settings; *host_memory* is a number of bytes, or "auto" for a share of what is available now to each rank of this
+    machine; *weights* are the shares of the paths, equal unless given; with *checksum* every byte that comes back is compared with what was written.
 
     Attributes: *cap_bytes*, the most host memory that this rank may hold.
-    Lifetime: closed when the last swapper that uses it is gone, or when the process ends.
+    Lifetime: closed by `close`, when the last object that uses it is gone, or when the process ends.
     Raises: UsageError; IOFailure or UnsupportedError when a directory cannot be used.
     """
 
-    def __init__(self, settings: Settings, aio: AioConfig, paths: tuple[str, ...]) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        paths: Sequence[str],
+        aio: AioConfig,
+        *,
+        host_memory: int | Literal["auto"] = "auto",
+        weights: Sequence[float] = (),
+        checksum: bool = False,
+    ) -> None:
         self.aio = aio
-        self.paths = paths
+        self.paths = tuple(paths)
         for path in paths:
             Path(path).mkdir(parents=True, exist_ok=True)
-        self.store = TensorStore(list(paths), aio, weights=list(settings.weights) or None, checksum=settings.checksum)
+        self.store = TensorStore(list(paths), aio, weights=list(weights) or None, checksum=checksum)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
         self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
         self._needed_bytes = 0
         self._scratch: dict[str, torch.Tensor] = {}
-        automatic = settings.host_memory == "auto"
-        self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if automatic else int(settings.host_memory)
-        weakref.finalize(self, _close, self._resources)
-
-    @classmethod
-    def of(cls, ds_config: Mapping[str, Any]) -> Tier:
-        """The tier of *ds_config*: made, or found where it is in use already."""
-        settings = Settings.of(ds_config)
-        paths = settings.paths or nvme_paths(ds_config)
-        key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
-        with _tiers_lock:
-            tier = _tiers.get(key)
-            if tier is None:
-                tier = _tiers[key] = cls(settings, aio, paths)
-        return tier
+        self._automatic = host_memory == "auto"
+        self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if host_memory == "auto" else host_memory
+        self.close = weakref.finalize(self, _close, self._resources)
 
     @property
     def swapper(self) -> TensorSwapper:
@@ -124,7 +119,7 @@ class Tier:
 
     def _make_pool(self, nbytes: int) -> PinnedPool:
         self._pool = PinnedPool(nbytes)
-        automatic = ", from the memory available" if self.settings.host_memory == "auto" else ""
+        automatic = ", from the memory available" if self._automatic else ""
         _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(nbytes), format_bytes(self.cap_bytes), automatic, self._pool.pinned)
         return self._pool
 
@@ -135,7 +130,7 @@ class Tier:
         """
         ranks = local_ranks()
         available = available_bytes() // ranks
-        if self._swapper is None and self.settings.host_memory == "auto":
+        if self._swapper is None and self._automatic:
             self.cap_bytes = max(min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0)
         held = min(self.cap_bytes, whole_bytes) - (self._pool.nbytes if self._swapper is not None else 0)
         if held + beside_bytes > available:
@@ -169,8 +164,25 @@ def local_ranks() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1), 1)
 
 
-_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
-_tiers_lock = threading.Lock()
+def engine_config(path: str, backend: str = "libaio") -> AioConfig:
+    """What `nvme-sweep` chose for the drive of *path*, or the engine's defaults where it was never swept; direct wherever the filesystem can."""
+    try:
+        return AioConfig.for_path(path, backend=backend, direct="auto")
+    except (OffloadError, OSError) as reason:
+        _log.info("no tuned settings for %s, so the engine's defaults are used: %s", path, reason)
+        return AioConfig(backend=backend, direct="auto")
+
+
+def memory_size(value: object) -> int | Literal["auto"]:
+    """*value* as the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises: ValueError."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)
+    nbytes = parse_bytes(value)
+    if nbytes < 1:
+        raise ValueError(value)
+    return nbytes
 
 
 def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:

@@ -1,0 +1,27 @@
+"""Which `Tier` a ds_config means: parameters and optimizer states share one where their settings are the same, so that one cap holds for both."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import AioConfig
+from ..tier import Tier
+from .settings import Settings, aio_config, nvme_paths
+
+_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def tier_of(ds_config: Mapping[str, Any]) -> Tier:
+    """The tier of *ds_config*: made, or found where it is in use already. Raises: as `Tier`; UsageError naming a wrong key."""
+    settings = Settings.of(ds_config)
+    paths = settings.paths or nvme_paths(ds_config)
+    key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
+    with _lock:
+        tier = _tiers.get(key)
+        if tier is None:
+            tier = _tiers[key] = Tier(paths, aio, host_memory=settings.host_memory, weights=settings.weights, checksum=settings.checksum)
+    return tier
