@@ -1,8 +1,8 @@
 """`python -m sweeps.regret DIR`: how far what nvme-sweep chooses is from the best of an exhaustive grid, and how far its choices are from each other.
 
 The sweep runs several times. Then fio measures every setting of the sweep's own space under the mixed load, with the control after every few, since
-a drive drifts; then the best of the grid, what the sweeps chose and the control run by turns, and only this last part is judged: the best of a
-hundred noisy runs is flattered by being picked.
+a drive drifts; then the best of the grid, what the sweeps chose and the control run by turns, and only this last part is judged. Whatever is picked as
+the best of noisy runs is flattered by them, so the best is picked by one half of the rounds and judged by the other, both ways about.
 
 The last part is run twice: by fio, which moves the same few blocks of memory again and again, and by the engine, which moves requests of 16 MiB
 through more memory than a cache holds, as training does. Where they disagree about a setting, memory is what they disagree about.
@@ -11,6 +11,7 @@ through more memory than a cache holds, as training does. Where they disagree ab
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import platform
 import shlex
@@ -42,7 +43,7 @@ BEST = 4  # of the grid that go into the last part
 @click.option("--seconds", default=60.0, show_default=True, help="Of each sweep.")
 @click.option("--window", default=0.5, show_default=True, help="Seconds of each run of the grid.")
 @click.option("--turn", default=1.0, show_default=True, help="Seconds of each run of the last part.")
-@click.option("--rounds", default=8, show_default=True, help="Of the last part.")
+@click.option("--rounds", default=12, show_default=True, help="Of the last part; 4 at the least.")
 @click.option("--size", default=FILE_BYTES, show_default=True, help="Bytes of each of the two files.")
 def main(directory: Path, name: str, sweeps: int, seconds: float, window: float, turn: float, rounds: int, size: int) -> None:
     """Measure the drive of DIRECTORY; prints Markdown."""
@@ -103,6 +104,7 @@ def report(
 ) -> str:
     """The Markdown."""
     drive = describe_drive(directory)
+    chosen = [profile.chosen for profile, _ in found]
     command = shlex.join(["python", "-m", "sweeps.regret", *sys.argv[1:]])
     when = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
     machine = f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores, {fio.version()}, load average {os.getloadavg()[2]:.1f} over 15 minutes"
@@ -119,18 +121,30 @@ def report(
     for by, values in turns.items():
         medians = {setting: statistics.median(each) for setting, each in values.items()}
         fastest = max(medians, key=lambda setting: medians[setting])
-        shares = [share(values[profile.chosen], values[fastest]) for profile, _ in found]
-        chosen = [medians[profile.chosen] for profile, _ in found]
-        lines.append(
-            f"| {by} | {describe(fastest)} | {' | '.join(shares)} | {share(values[DEEPSPEED_DEFAULTS], values[fastest])} | "
-            f"{max(chosen) / min(chosen) - 1:.1%} |"
-        )
+        shares = [summary(of_the_best(values, setting)) for setting in [*chosen, DEEPSPEED_DEFAULTS]]
+        lines.append(f"| {by} | {describe(fastest)} | {' | '.join(shares)} | {apart(values, chosen):.1%} |")
     return "\n".join([*lines, ""])
 
 
-def share(values: Sequence[float], best: Sequence[float]) -> str:
-    """The median ratio of the rounds, and the quartiles."""
-    ratios = [one / other for one, other in zip(values, best, strict=True)]
+def of_the_best(values: dict[Setting, list[float]], setting: Setting) -> list[float]:
+    """By round: *setting* over the best, which is the best of the rounds that are odd where this one is even, and the other way about."""
+    ratios = []
+    for parity in (0, 1):
+        best = max(values, key=lambda other: statistics.median(values[other][1 - parity :: 2]))
+        ratios += [one / other for one, other in zip(values[setting][parity::2], values[best][parity::2], strict=True)]
+    return ratios
+
+
+def apart(values: dict[Setting, list[float]], chosen: Sequence[Setting]) -> float:
+    """How far the two of *chosen* that are farthest apart are: by the median ratio of the rounds."""
+    ratios = [
+        statistics.median(one / other for one, other in zip(values[first], values[second], strict=True)) for first, second in itertools.permutations(chosen, 2)
+    ]
+    return max(ratios, default=1.0) - 1
+
+
+def summary(ratios: Sequence[float]) -> str:
+    """The median, and the quartiles."""
     low, high = quartiles(ratios)
     return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
