@@ -1,0 +1,186 @@
+"""States of an optimizer in 8 bits: small floats with 3 bits of mantissa and an exponent shared by a block, rounded stochastically.
+
+A code is cut out of the IEEE half: value = code << 7 read as float16, times the block's power of two.
+
+- States without a sign (the second moment) have 5 bits of exponent and 3 of mantissa: 30 octaves from the block's largest value down. Less than that, but
+  not zero, is kept as the least: a second moment must not vanish, for the step is divided by its root. Only zero is zero.
+- States with a sign (the first moment) have 4 bits of exponent: 14 octaves, and below them even steps, 2**-17 of the largest value's octave, down to zero.
+
+The largest value's octave and not the value is the scale, so that the values that have a code are the same whatever the scale is: what was rounded once
+is not rounded again when the block's maximum moves. It also bounds the step. In Adam, |exp_avg| <= 7.3 sqrt(exp_avg_sq) with the usual betas; in these
+codes both have the same blocks, the first moment comes out at most an eighth larger than it was or as its least step, and the second's root at least
+2**-15 of the block's octave, so that no combination of them makes a step larger than one that exact states make.
+
+Rounding is stochastic and unbiased: up with the probability of the share of the step between two codes. To the nearest would not do: with beta2 = 0.999 a
+second moment moves by a thousandth a step, and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a table of 2**16
+that a hash of seed and place shifts: the same seed gives the same codes, on every device.
+
+A block that holds an infinity or a NaN, or a magnitude of 1.6e38 or more, comes back as NaN, all of it: a fault must not become a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+from .split import chunk_elements
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 256
+
+_SIGNED = {
+    "exp_avg": True,  # Adam, AdamW, NAdam, RAdam, Adamax, Lion
+    "exp_avg_sq": False,
+    "max_exp_avg_sq": False,  # Adam with amsgrad
+    "exp_inf": False,  # Adamax
+    "momentum_buffer": True,  # SGD, RMSprop
+    "square_avg": False,  # RMSprop, Adadelta
+    "acc_delta": False,  # Adadelta
+    "sum": False,  # Adagrad
+}
+
+_MANTISSA_BITS = 3
+_DROPPED = 23 - _MANTISSA_BITS  # bits of fp32's mantissa that go
+_STEP = 1 << _DROPPED
+_LEAST_NORMAL = 2.0**-14  # of float16
+_CODE_ZERO = (127 - 15) << 23  # what an fp32 pattern is less, once it is cut to a code
+_TOP_OCTAVE = {True: 0, False: 15}  # where the block's largest value is put among float16's, by signed
+_LEAST_EXPONENT = 32  # of a block, so that neither its scale nor its values are fp32's denormals
+_NOT_FINITE = 255
+_ROW = 1 << 16  # elements that one shift of the random table serves
+
+
+def is_signed(key: str, optimizer: str) -> bool:
+    """Whether values of the state *key* have signs. Raises: UnsupportedError for a state that nobody has thought about."""
+    if key not in _SIGNED:
+        raise UnsupportedError(
+            f'state_format="compact" does not know the state {key!r} of {optimizer}, so not how it may be rounded; '
+            f'it knows {", ".join(sorted(_SIGNED))}: use state_format="split" or "exact"'
+        )
+    return _SIGNED[key]
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...]) -> None:
+    """Round *values* into *codes*, with an exponent for every block. Shapes: flat; float32, uint8 of the same size, uint8 for each `BLOCK` begun."""
+    import torch
+
+    device = values.device
+    values = values.view(-1)
+    chunk = chunk_elements(device)
+    keys = _keys(-(-values.numel() // _ROW), seed, device)
+    size = min(chunk, -(-values.numel() // BLOCK) * BLOCK)
+    scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
+    for start in range(0, values.numel(), chunk):
+        part = values[start : start + chunk]
+        count = part.numel()
+        if count % BLOCK:
+            part = torch.nn.functional.pad(part, (0, -count % BLOCK))
+        blocks = part.view(-1, BLOCK)
+        first_block = start // BLOCK
+        exponent = _exponents(blocks, signed)
+        exponents[first_block : first_block + len(blocks)].copy_(exponent)
+
+        a, b = scaled[: part.numel()], other[: part.numel()]
+        torch.mul(blocks, ((254 + _TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None], out=a.view(-1, BLOCK))
+        bits = a.view(torch.int32)
+        if signed:
+            # Above the least normal the logarithm's steps, below it even ones: whichever is more. They meet there.
+            torch.add(a.abs_(), _LEAST_NORMAL, out=b)
+            torch.maximum(bits, b.view(torch.int32).sub_(1 << 23), out=bits)
+        else:
+            a.clamp_(min=_LEAST_NORMAL)
+        bits.add_(_randoms(b.view(torch.int32), keys[start // _ROW :]))
+        bits.bitwise_right_shift_(_DROPPED)
+        if signed:
+            sign = torch.bitwise_right_shift(part.view(torch.int32), 24, out=b.view(torch.int32))
+            bits.bitwise_or_(sign.bitwise_and_(0x80))
+        target = codes[start : start + count]
+        target.copy_(bits[:count])
+        if not signed:
+            target.mul_((part[:count] != 0).view(torch.uint8))
+
+
+def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
+    """The *values* of *codes*. Shapes: as in `encode`."""
+    import torch
+
+    chunk = chunk_elements(values.device)
+    halves = torch.empty(min(chunk, values.numel()), dtype=torch.int16, device=values.device)
+    for start in range(0, values.numel(), chunk):
+        part = values[start : start + chunk]
+        half = halves[: part.numel()]
+        half.copy_(codes[start : start + chunk].view(torch.int8 if signed else torch.uint8)).bitwise_left_shift_(7)
+        if signed:
+            half.bitwise_and_(~0x4000)  # what the sign left there as it was shifted
+        part.copy_(half.view(torch.float16))
+        exponent = exponents[start // BLOCK : -(-(start + part.numel()) // BLOCK)].to(torch.int32)
+        scale = ((exponent.clamp(min=_LEAST_EXPONENT) - _TOP_OCTAVE[signed]) << 23).view(torch.float32)
+        scale = torch.where(exponent == _NOT_FINITE, torch.nan, scale)
+        whole = part.numel() // BLOCK * BLOCK
+        part[:whole].view(-1, BLOCK).mul_(scale[: whole // BLOCK, None])
+        if whole < part.numel():
+            part[whole:].mul_(scale[-1])
+
+
+def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
+    """fp32's exponent field of each block's largest magnitude once it is rounded up, as int32; `_NOT_FINITE` where values are not what they should be."""
+    import torch
+
+    least, most = torch.aminmax(blocks, dim=1)  # NaN where there is any
+    most = torch.maximum(most, -least) if signed else torch.where(least < 0, torch.nan, most)
+    exponent = ((most.view(torch.int32) & 0x7FFFFFFF) + (_STEP - 1)) >> 23
+    exponent = exponent.clamp(min=_LEAST_EXPONENT)
+    return torch.where(exponent >= 254, _NOT_FINITE, exponent)
+
+
+def _randoms(out: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """For every element of *out* a number from 0 to less than a step, with what makes a pattern a code taken off."""
+    import torch
+
+    table = _table(out.device)
+    rows = out.numel() // _ROW
+    if rows:
+        torch.add(table, keys[:rows, None], out=out[: rows * _ROW].view(rows, _ROW))
+    if rows * _ROW < out.numel():
+        torch.add(table[: out.numel() - rows * _ROW], keys[rows], out=out[rows * _ROW :])
+    return out.bitwise_and_(_STEP - 1).sub_(_CODE_ZERO)
+
+
+@functools.cache
+def _table(device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.randint(0, _STEP, (_ROW,), dtype=torch.int32, generator=torch.Generator().manual_seed(0x5EED)).to(device)
+
+
+def _keys(count: int, seed: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The shift of the random table for each of *count* rows: a hash of *seed* and the row's number, from 0 to less than a step."""
+    import torch
+
+    state = 0
+    for part in seed:
+        state = _mixed(state ^ (part % (1 << 64)))
+    key = torch.arange(count, dtype=torch.int64, device=device).mul_(_GOLDEN).add_(_as_signed(state))
+    for multiplier in _MULTIPLIERS:
+        key.bitwise_xor_((key >> 29) & ((1 << 35) - 1)).mul_(multiplier)
+    return ((key >> 32) & (_STEP - 1)).to(torch.int32)
+
+
+def _mixed(number: int) -> int:
+    """A hash of 64 bits to as many, one to one."""
+    number = (number + _GOLDEN) % (1 << 64)
+    for multiplier in _MULTIPLIERS:
+        number = ((number ^ (number >> 29)) * multiplier) % (1 << 64)
+    return number ^ (number >> 32)
+
+
+def _as_signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+# Odd, about half of the bits set, without a pattern.
+_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+_MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)

@@ -1,0 +1,219 @@
+"""`StateFormat`: the fp32 master and the optimizer's states of one bundle of parameters as one flat buffer of bytes, and back.
+
+Bytes for each parameter of a 16-bit model with Adam's two moments, read and written once a step:
+
+| format    | master | each state     | Adam in all            |
+| exact     | 4      | 4, as it is    | 12                     |
+| split     | 2      | 4, as it is    | 10                     |
+| compact   | 2      | 1 + 1/256      | 4 + 2/256              |
+
+Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8 and 2 + 2/256. Every slot begins at a multiple of 64
+bytes, which adds at most 63 bytes to each.
+
+"exact" gives everything back bit for bit, and working weights as `Tensor.copy_` rounds them. "split" gives everything back bit for bit too, with working
+weights rounded half away from zero (see `split.py`), which differ from "exact"'s in ties, one master in 65536. "compact" keeps states in 8 bits (see
+`eight_bit.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError, UsageError
+from .eight_bit import BLOCK, decode, encode, is_signed
+from .split import join, split
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a bundle's buffer, in bytes."""
+
+    offset: int
+    nbytes: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bytes of this slot in *buffer*, as a view."""
+        return buffer[self.offset : self.offset + self.nbytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSlot:
+    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each block's exponent and whether values have signs."""
+
+    dtype: torch.dtype
+    values: Slot
+    exponents: Slot | None = None
+    signed: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a bundle's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master: None where the working weight is its own master."""
+
+    numel: int
+    working_dtype: torch.dtype
+    master: Slot | None
+    states: Mapping[str, StateSlot]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateFormat:
+    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits."""
+
+    name: str
+    splits_master: bool
+    eight_bit: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `unpack` gives views of the buffer, so that what changes them has changed the buffer."""
+        return not self.splits_master
+
+    def layout(self, numel: int, states: Mapping[str, torch.dtype], working_dtype: torch.dtype, optimizer: str = "the optimizer") -> Layout:
+        """Plan the buffer of a bundle of *numel* parameters of *working_dtype* with these states of one value each for a parameter, by key.
+
+        optimizer: its name, for messages. Scalars and whatever else is not one value a parameter stay with the caller.
+        Raises: UnsupportedError where this format cannot keep such weights or states.
+        """
+        import torch
+
+        if self.splits_master and working_dtype == torch.float16:
+            raise UnsupportedError(
+                f'state_format="{self.name}" needs bfloat16 or float32 weights: float16 has fewer exponents than the fp32 master, so the two '
+                'do not share their bits; train in bfloat16 or use state_format="exact"'
+            )
+        end = 0
+
+        def slot(nbytes: int) -> Slot:
+            nonlocal end
+            begin, end = end, end + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            return Slot(begin, nbytes)
+
+        master = None
+        if working_dtype.itemsize == 2:
+            master = slot(numel * (2 if self.splits_master else 4))
+        slots = {}
+        for key, dtype in states.items():
+            if not self.eight_bit:
+                slots[key] = StateSlot(dtype, slot(numel * dtype.itemsize))
+                continue
+            if dtype != torch.float32:
+                raise UnsupportedError(f'state_format="{self.name}" keeps float32 states; {optimizer} has {key!r} in {dtype}: use "exact" or "split"')
+            signed = is_signed(key, optimizer)
+            slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
+        return Layout(numel, working_dtype, master, slots, end)
+
+    def unpack(self, layout: Layout, buffer: torch.Tensor, working: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bundle's numel, on *buffer*'s device.
+
+        The master is None where the working weight is its own. With "exact" all of them are views of *buffer*; with "split" the states are, and the
+        master is new memory; with "compact" all are new. A buffer of zeros means states of zero, and (but for "exact") the working weights as masters.
+        Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bundle's weights as `pack` left them, contiguous, in order, on that device.
+        A working weight that was changed since gets its master's low bits: a master within one step of bfloat16 of it.
+        Raises: UsageError where shapes do not fit.
+        """
+        import torch
+
+        _check(layout, buffer)
+        master = None
+        if layout.master is not None:
+            kept = layout.master.of(buffer)
+            if self.splits_master:
+                master = torch.empty(layout.numel, dtype=torch.float32, device=buffer.device)
+                for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
+                    join(weight, low, whole)
+            else:
+                master = kept.view(torch.float32)
+        states = {}
+        for key, slot in layout.states.items():
+            if slot.exponents is None:
+                states[key] = slot.values.of(buffer).view(slot.dtype)
+            else:
+                states[key] = torch.empty(layout.numel, dtype=slot.dtype, device=buffer.device)
+                decode(slot.values.of(buffer), slot.exponents.of(buffer), states[key], signed=slot.signed)
+        return master, states
+
+    def pack(
+        self,
+        layout: Layout,
+        buffer: torch.Tensor,
+        working: Sequence[torch.Tensor],
+        master: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
+        seed: int = 0,
+    ) -> None:
+        """Write *master* and *states* into *buffer*, and the master, rounded, into the *working* weights. The other way about of `unpack`.
+
+        Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing. Where there is no master the working weights stay.
+        seed: what "compact" rounds by, any int; another for every bundle and step, the same to repeat a run bit for bit. Others ignore it.
+        Raises: UsageError where shapes do not fit.
+        """
+        import torch
+
+        _check(layout, buffer)
+        if layout.states.keys() != states.keys():
+            raise UsageError(f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}")
+        if (master is None) != (layout.master is None):
+            raise UsageError(f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master")
+        if master is not None and layout.master is not None:
+            kept = layout.master.of(buffer)
+            if self.splits_master:
+                for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
+                    split(whole, weight, low)
+            else:
+                _place(master, kept.view(torch.float32))
+                for weight, whole in _pieces(layout, working, master):
+                    weight.copy_(whole)
+        for index, (key, slot) in enumerate(layout.states.items()):
+            if slot.exponents is None:
+                _place(states[key], slot.values.of(buffer).view(slot.dtype))
+            else:
+                encode(states[key], slot.values.of(buffer), slot.exponents.of(buffer), signed=slot.signed, seed=(seed, index))
+
+
+FORMATS = {
+    format.name: format
+    for format in (
+        StateFormat("exact", splits_master=False, eight_bit=False),
+        StateFormat("split", splits_master=True, eight_bit=False),
+        StateFormat("compact", splits_master=True, eight_bit=True),
+    )
+}
+
+
+def state_format(name: str) -> StateFormat:
+    """The format of that name. Raises: UsageError where there is none."""
+    try:
+        return FORMATS[name]
+    except (KeyError, TypeError):
+        raise UsageError(f"state_format must be one of {', '.join(map(repr, FORMATS))}, not {name!r}") from None
+
+
+def _place(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy *tensor* to *place*, unless it is there already."""
+    if tensor.data_ptr() != place.data_ptr():
+        place.copy_(tensor.reshape(-1))
+
+
+def _check(layout: Layout, buffer: torch.Tensor) -> None:
+    import torch
+
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < layout.nbytes:
+        raise UsageError(f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}")
+
+
+def _pieces(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Each of the *working* weights, flat, with its part of each of the *flat* tensors."""
+    sizes = [weight.numel() for weight in working]
+    if sum(sizes) != layout.numel or any(weight.dtype != layout.working_dtype or not weight.is_contiguous() for weight in working):
+        raise UsageError(f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all; they have {sum(sizes)}")
+    parts = [tensor.view(-1).split_with_sizes(sizes) for tensor in flat]
+    return [(weight.detach().view(-1), *part) for weight, *part in zip(working, *parts, strict=True)]
