@@ -19,6 +19,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .activations import save_on_nvme
     from .pool import PinnedPool
     from .store import TensorStore
     from .swapper import TensorSwapper
@@ -41,10 +42,11 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "WaitTimeout",
+    "save_on_nvme",
 ]
 
 # On first use: they need numpy, which the engine and the sweep's command line start without.
-_LAZY = {"PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper"}
+_LAZY = {"PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper", "save_on_nvme": "activations"}
 
 
 def __getattr__(name: str) -> Any:
