@@ -99,6 +99,7 @@ _force_option = click.option("--force", is_flag=True, help="Measure also memory,
 @click.option("--resume", is_flag=True, help="Go on with a sweep of the same drive that was interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON, without its samples over time.")
 @_force_option
+@click.option("--local_rank", "--local-rank", type=int, hidden=True, expose_value=False)  # DeepSpeed's launcher adds it; the variables say the same
 @click.version_option(__version__, prog_name="nvme-sweep")
 def command(
     paths: Sequence[str],
@@ -124,6 +125,7 @@ def command(
     nvme-sweep show [PATH]                 print what was found before
     nvme-sweep compare A B                 two profiles or reports side by side
     nvme-sweep check PATH --config FILE    whether a config's settings still hold
+    deepspeed --hostfile=FILE --module nvme_offload.sweep PATH    every node's drive
 
     Exit status: 0 tuned, 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
     """

@@ -67,7 +67,8 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     for rank, drive in enumerate(drives):
         said = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": 2, "MASTER_PORT": port}
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in said.items()}}
-        command = [sys.executable, *SWEEP, str(drive), "--report-dir", str(tmp_path / str(rank)), "--seconds", "1", "--size", "128MiB", "--json"]
+        command = [sys.executable, *SWEEP, "--local_rank=0", str(drive), "--report-dir", str(tmp_path / str(rank))]  # the first word is the launcher's
+        command += ["--seconds", "1", "--size", "128MiB", "--json"]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
     try:
         (out, errors), (other_out, other_errors) = [process.communicate(timeout=100) for process in started]
