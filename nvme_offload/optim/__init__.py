@@ -1,0 +1,8 @@
+"""Plain PyTorch: any optimizer's states on NVMe."""
+
+from __future__ import annotations
+
+from .optimizer import NVMeOptimizer
+from .stats import UpdateStats
+
+__all__ = ["NVMeOptimizer", "UpdateStats"]

@@ -1,0 +1,72 @@
+"""How large bundles are made, and whether a cap of host memory holds them. Pure but for the dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from ..units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..state_formats import StateFormat
+    from .trial import Habits
+
+_IN_MEMORY = 16  # bundles that the cap holds: of those in use, read ahead and written back, each is a small part
+_LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
+_LEAST_ELEMENTS = 4096
+_UNIT = 1024
+_PAGE = 4096
+_BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the bundles
+
+
+def beside_bytes(state_format: StateFormat, habits: Habits, dtype: torch.dtype) -> int:
+    """Bytes for each element of a bundle that an update takes beside the bundle's value: widened gradients, what is no view, and new states."""
+    states = sum(state.itemsize for state in habits.states.values())
+    widened = 4 if dtype.itemsize == 2 else 0
+    return widened + (widened if state_format.splits_master else 0) + (2 * states if state_format.eight_bit else states)
+
+
+def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
+    """Elements that a bundle should have at most, with *value_bytes* and *beside* bytes for each."""
+    wanted = min(_LARGEST_BYTES, cap_bytes // _IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
+    return max(int(wanted) // _UNIT * _UNIT, _LEAST_ELEMENTS)
+
+
+class Budget:
+    """The division of *cap_bytes*: what values may take, and what is kept for what is beside them. Attributes: *values_bytes*, of the former."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_bytes = cap_bytes
+        self.values_bytes = cap_bytes
+        self._divided = False
+
+    def divide(self, values: Sequence[int], beside: Sequence[int]) -> int:
+        """Make room for bundles with values of such sizes, and for the largest of what is *beside* them on the host; the bytes of all values.
+
+        Raises: UsageError with what would do.
+        """
+        largest = max((_rounded(value) for value in values), default=0) + _PAGE
+        aside = max(beside, default=0)
+        if not self._divided and beside:
+            aside = max(aside, self.cap_bytes // _BESIDE_SHARE) if largest + aside <= self.cap_bytes else aside
+        aside = max(aside, self.cap_bytes - self.values_bytes)
+        if largest + aside > self.cap_bytes:
+            raise UsageError(
+                f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bundle of states, {format_bytes(largest)}, and "
+                f"{format_bytes(aside)} beside it: allow at least {largest + aside} bytes ({format_bytes(largest + aside)})"
+            )
+        if self._divided and aside > self.cap_bytes - self.values_bytes:
+            raise UsageError(
+                f"the new group needs {format_bytes(aside)} of host_memory beside the states, and {format_bytes(self.cap_bytes - self.values_bytes)} "
+                "were kept for that: name its parameters when the optimizer is made, or allow more"
+            )
+        aside = min(aside, self.cap_bytes - largest)
+        self.values_bytes, self._divided = self.cap_bytes - aside, True
+        return sum(_rounded(value) for value in values) + _PAGE
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,193 @@
+"""`Bundle`: parameters that are updated together, whose states are one value of a `TensorSwapper`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..state_formats import Layout
+from .trial import Habits
+
+_UNIT = 1024  # elements that a piece of a parameter consists of: whole vectors and whole blocks of every format
+
+
+@dataclasses.dataclass(eq=False)
+class Weight:
+    """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next.
+
+    *habits*: of the optimizer's class with parameters like this one.
+    """
+
+    parameter: torch.Tensor
+    habits: Habits
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    seen: tuple[int, int] | None = None
+    changes: int = 0
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """What is kept in memory: of the first piece, since all have the same."""
+        return self.pieces[0].states
+
+    def look(self) -> None:
+        """Notice whether somebody else has changed the parameter since the last update."""
+        if self.seen not in (None, now := self._now()):
+            self.changes += 1
+            self.seen = now
+
+    def updated(self) -> None:
+        """An update has changed the parameter, which autograd is told as of every other change in place."""
+        if self.parameter.grad is not None:
+            torch.autograd.graph.increment_version(self.parameter)
+        self.seen = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self.parameter._version, local(self.parameter).data_ptr()
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle.
+
+    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it; what travels is only there while the bundle is
+    bound, and *keys* says of which of the bundle's states this piece has a part.
+    """
+
+    weight: Weight
+    bundle: Bundle
+    start: int
+    stop: int
+    place: int
+    shape: torch.Size
+    shadow: torch.Tensor
+    states: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keys: set[str] = dataclasses.field(default_factory=set)
+    changes: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the parameter is in another piece."""
+        return len(self.weight.pieces) == 1
+
+    def of_weight(self) -> torch.Tensor:
+        """The elements themselves, where the parameter has them."""
+        whole = local(self.weight.parameter).detach()
+        return whole if self.is_whole else whole.view(-1)[self.start : self.stop]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of *whole*, which is shaped like the parameter; where it has to be, a copy."""
+        return whole if self.is_whole else whole.reshape(-1)[self.start : self.stop]
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of *flat*, which has a value for each element of the bundle."""
+        return flat[self.place : self.place + self.numel].view(self.shape)
+
+    def gradient(self) -> torch.Tensor | None:
+        """What the shadow is to be given."""
+        parameter = self.weight.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if is_distributed(gradient):
+            placements = parameter.placements  # type: ignore[attr-defined]
+            if gradient.placements != placements:  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+        return self.of(local(gradient)).to(self.shadow.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class Bundle:
+    """*pieces*, of one parameter group and one *dtype* on one *device*. *layout*: of the value *name*, None while there is none."""
+
+    name: str
+    number: int
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    habits: Habits
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    inner: torch.optim.Optimizer | None = None
+    layout: Layout | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return sum(piece.numel for piece in self.pieces)
+
+    def add(self, weight: Weight, start: int, stop: int) -> None:
+        """Take in a part of *weight*."""
+        whole = local(weight.parameter)
+        shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
+        shadow = torch.empty(0, dtype=master_dtype(self.dtype), device=self.device)  # its data is put there for the time of each step
+        piece = Piece(weight, self, start, stop, self.numel, shape, shadow)
+        self.pieces.append(piece)
+        weight.pieces.append(piece)
+
+    @property
+    def trained(self) -> bool:
+        """Whether its parameters are not frozen; all are or none is."""
+        return self.pieces[0].weight.parameter.requires_grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an update would do anything."""
+        return any(piece.weight.parameter.grad is not None for piece in self.pieces)
+
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters' own elements."""
+        return [piece.of_weight() for piece in self.pieces]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of *tensor* that is on this rank."""
+    if not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is a DTensor. Nothing is imported to find that out."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What weights of *dtype* are updated in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool]) -> list[list[tuple[int, int, int]]]:
+    """Divide things of *sizes* elements into lists of at most *most* elements, in order: of each list, (which thing, start, stop).
+
+    Only what is larger than *most* by itself is cut, if it is *divisible*; otherwise it has a list of its own.
+    """
+    lists: list[list[tuple[int, int, int]]] = []
+    room = -1
+    for index, size in enumerate(sizes):
+        for start, stop in _parts(size, most, max(room, 0)) if size > most and divisible[index] else [(0, size)]:
+            if stop - start > room:
+                lists.append([])
+                room = most
+            lists[-1].append((index, start, stop))
+            room -= stop - start
+    return lists
+
+
+def _parts(size: int, most: int, room: int) -> Iterator[tuple[int, int]]:
+    """The bounds of parts of *size* elements: the first fills *room*, the others have at most *most*."""
+    start, count = 0, room // _UNIT * _UNIT
+    while start < size:
+        if count:
+            yield start, min(start + count, size)
+            start += count
+        count = most // _UNIT * _UNIT

@@ -1,0 +1,168 @@
+"""`HostLane` and `DeviceLane`: how the bytes of a bundle come to where its parameters are, and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..errors import UsageError
+from ..tier import Tier
+
+_PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
+
+
+class Lane(Protocol):
+    """Bytes of values of a tier, on the device of the parameters. One at a time is between `fetch` or `renew` and `give_back`."""
+
+    def fetch(self, name: str, nbytes: int) -> torch.Tensor:
+        """The bytes of value *name*. Raises: as `TensorSwapper.swap_in`, and nothing is changed."""
+
+    def renew(self, name: str, nbytes: int) -> torch.Tensor:
+        """Room for *nbytes* in place of the value *name*, which may be the one that is fetched. Raises: as `TensorSwapper.create`."""
+
+    def give_back(self, *, changed: bool) -> None:
+        """The caller is done with what it has, if anything. Never waits for a drive."""
+
+    def drain(self) -> None:
+        """Return when everything that was given back is where it should be."""
+
+
+class HostLane:
+    """For parameters on the CPU: the bytes are used where they lie."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._held: str | None = None
+
+    def fetch(self, name: str, nbytes: int) -> torch.Tensor:
+        """See `Lane`."""
+        memory = self._tier.swapper.swap_in(name)[:nbytes]
+        self._held = name
+        return memory
+
+    def renew(self, name: str, nbytes: int) -> torch.Tensor:
+        """See `Lane`."""
+        self._held = None
+        if name in self._tier.swapper:
+            self._tier.swapper.discard(name)
+        memory = self._tier.swapper.create(name, nbytes)
+        self._held = name
+        return memory
+
+    def give_back(self, *, changed: bool) -> None:
+        """See `Lane`."""
+        if self._held is not None:
+            self._tier.swapper.release(self._held, changed=changed)
+            self._held = None
+
+    def drain(self) -> None:
+        """See `Lane`."""
+
+
+class _Return(NamedTuple):
+    """A value whose copy to the host is under way."""
+
+    name: str
+    changed: bool
+    done: Any  # torch.cuda.Event
+
+
+class _Place:
+    """Memory of the device that values pass through. *free*: when what was in it has left."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self.free: Any = None
+
+
+class DeviceLane:
+    """For parameters on a GPU: copies to it and from it on streams of their own, while the stream that is current computes.
+
+    A value stays in use until its copy to the host is done, so that the swapper writes nothing that is not there yet.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device) -> None:
+        self._tier = tier
+        self._device = device
+        cuda: Any = torch.cuda  # untyped there
+        self._inward, self._outward = (cuda.Stream(device) for _ in range(2))
+        self._places = deque(_Place() for _ in range(_PLACES))
+        self._returns: deque[_Return] = deque()
+        self._held: tuple[str, torch.Tensor] | None = None  # what the caller has: its name, and its memory on the host
+
+    def fetch(self, name: str, nbytes: int) -> torch.Tensor:
+        """See `Lane`."""
+        self._release(at_most=_PLACES - 1)
+        host = self._obtain(lambda: self._tier.swapper.swap_in(name))
+        memory = self._place(nbytes)
+        place = self._places[0]
+        if place.free is not None:
+            self._inward.wait_event(place.free)
+        with torch.cuda.stream(self._inward):
+            memory.copy_(host[:nbytes], non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._inward)
+        self._held = name, host
+        return memory
+
+    def renew(self, name: str, nbytes: int) -> torch.Tensor:
+        """See `Lane`."""
+        if self._held is not None:
+            self._inward.synchronize()  # which may still read it
+            self._held = None
+        if name in self._tier.swapper:
+            self._tier.swapper.discard(name)
+        self._release(at_most=_PLACES - 1)
+        host = self._obtain(lambda: self._tier.swapper.create(name, nbytes))
+        memory = self._place(nbytes)
+        if self._places[0].free is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
+        self._held = name, host
+        return memory
+
+    def give_back(self, *, changed: bool) -> None:
+        """See `Lane`."""
+        place = self._places[0]
+        if self._held is None or place.memory is None:
+            return
+        (name, host), self._held = self._held, None
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            if changed:
+                host.copy_(place.memory[: host.numel()], non_blocking=True)
+            place.free = self._outward.record_event()
+        self._returns.append(_Return(name, changed, place.free))
+        self._places.rotate(-1)
+        self._release(at_most=_PLACES)
+
+    def drain(self) -> None:
+        """See `Lane`."""
+        self._release(at_most=0)
+
+    def _obtain(self, ask: Any) -> torch.Tensor:
+        while True:
+            try:
+                host: torch.Tensor = ask()
+            except UsageError:  # no room beside what is on its way back
+                if not self._returns:
+                    raise
+                self._release(at_most=len(self._returns) - 1)
+            else:
+                return host
+
+    def _release(self, at_most: int) -> None:
+        """Let the swapper have what is back, and wait until no more than so many are on their way."""
+        while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
+            name, changed, done = self._returns.popleft()
+            done.synchronize()
+            self._tier.swapper.release(name, changed=changed)
+
+    def _place(self, nbytes: int) -> torch.Tensor:
+        place = self._places[0]
+        if place.memory is None or place.memory.numel() < nbytes:
+            torch.cuda.synchronize(self._device)  # rarely: what is let go may be in use on any of the streams, and so may be what comes instead
+            place.memory = None
+            place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            torch.cuda.synchronize(self._device)
+        return place.memory[:nbytes]

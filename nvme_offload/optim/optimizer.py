@@ -1,0 +1,508 @@
+"""`NVMeOptimizer`: a `torch.optim.Optimizer` whose states are on a drive."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from ..errors import UnsupportedError, UsageError
+from ..state_formats import state_format as format_called
+from ..tier import Tier, engine_config, memory_size
+from . import saved
+from .budget import Budget, beside_bytes, most_elements
+from .bundles import Bundle, Weight, cut, is_distributed, local, master_dtype
+from .spent import SpentGradient
+from .stats import UpdateClock, UpdateStats
+from .trial import Habits, examine
+from .update import Updater
+
+_NOT_OPTIONS = {"params", "param_names"}  # of what a parameter group has
+_SEEDS = 1 << 20  # that each step has for its bundles
+
+_log = logging.getLogger(__name__)
+_serial = itertools.count()
+
+
+class NVMeOptimizer(torch.optim.Optimizer):
+    """*optimizer_class* over *params*, with its states, and the fp32 master weights of 16-bit parameters, on the drives of *paths*.
+
+    *kwargs* are the optimizer's own. A step streams them: drive, pinned memory, the device of the parameters, and back. What fits *host_memory*,
+    a cap in bytes ("8GB", or "auto" for a share of what is available), never touches the drive.
+
+    *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies where parameters have 16 bits; "split" is
+    lossless too and moves 10 bytes for each bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
+
+    *step_in_backward* updates parameters during backward(), as soon as their gradients are complete, and lets the gradients go; `step` does the rest.
+    It excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the last backward() under
+    `no_sync`.
+
+    In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
+    `state` has only what is small; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside which 16-bit
+    parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
+
+    A step that raises an error of the drive has updated some parameters and not others: calling `step` again, with the same gradients, goes on with
+    those others, and updates none twice; `zero_grad` gives the rest of that step up. After an error in the midst of an update, or with the process
+    gone, go back to a checkpoint; a step after it is refused.
+
+    Lifetime: the memory and the room on the drive are given back by `close`, at the end of a `with`, or when the optimizer is garbage.
+    Raises: UsageError; UnsupportedError for optimizers that do not update parameters one by one by dense gradients; NoSpaceError; as `Tier`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        host_memory: int | str = "auto",
+        state_format: Literal["exact", "split", "compact"] = "exact",
+        step_in_backward: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        given = _materialised(params)
+        self._format = format_called(state_format)
+        self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+        self._in_backward = step_in_backward
+        self._weights: list[Weight] = []
+        self._bundles: list[Bundle] = []
+        self._updated: set[Bundle] = set()  # in the step that goes on
+        self._options: dict[int, dict[str, Any]] = {}  # of its groups, as they were when it began
+        self._outcomes: dict[int, Mapping[str, Any]] = {}  # of its groups, as inner optimizers left them
+        self._waiting: dict[Bundle, set[Weight]] = {}  # with step_in_backward: whose gradients are not complete
+        self._hooks: list[Any] = []
+        self._accumulating = False
+        self._broken = ""  # what happened, where parameters or states are no longer whole
+        self._closed = self._ready = False
+        self._steps = 0
+        self._last: UpdateStats | None = None
+        self._lock = threading.RLock()  # backward() has a thread for every GPU
+        first = local(_first_tensor(given))
+        template = optimizer_class([torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device)], **kwargs)
+        super().__init__(given, dict(template.defaults))
+
+        places = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+        if not places:
+            raise UsageError("paths must name at least one directory on a drive")
+        try:
+            memory = memory_size(host_memory)
+        except ValueError:
+            raise UsageError(f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}') from None
+        self._tier = Tier(places, engine_config(places[0]), host_memory=memory)
+        self._prefix = f"optimizer{next(_serial)}"
+        try:
+            self._budget = Budget(self._tier.cap_bytes)
+            self._updater = Updater(self._tier, self._format, functools.partial(_make, optimizer_class, kwargs), self._class_name)
+            self._admit(range(len(self.param_groups)))
+            self._clock = UpdateClock(self._tier)
+        except BaseException:
+            self._tier.close()
+            raise
+        self._ready = True
+
+    # A torch.optim.Optimizer.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters. Raises: UsageError; the drive's errors, after which it may be called again: see the class."""
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            with self._clock.running():
+                self._take_up_states()
+                due = [bundle for bundle in self._bundles if bundle not in self._updated and bundle.has_gradient]
+                for weight in {piece.weight for bundle in due for piece in bundle.pieces}:
+                    _check_gradient(weight)
+                self._tier.swapper.prefetch(bundle.name for bundle in due)
+                try:
+                    for bundle in due:
+                        self._update(bundle)
+                finally:
+                    self._updater.drain()
+                self._end_step()
+            self._last = self._clock.end_step(self._steps)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays as it is."""
+        if self._updated:
+            if not self._in_backward:
+                _log.warning(
+                    "a step that failed after %d of %d bundles is given up: their parameters are one step ahead", len(self._updated), len(self._bundles)
+                )
+            self._end_step()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError; UnsupportedError; and nothing is changed."""
+        super().add_param_group(param_group)
+        if self._ready:
+            try:
+                self._admit([len(self.param_groups) - 1])
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's, on the CPU and mapped from a file: memory is taken as it is read, and can be taken back.
+
+        "nvme_offload" beside "state" and "param_groups" says how the states are kept, which loading it anywhere does not depend on.
+        Raises: NoSpaceError; UsageError.
+        """
+        self._check_usable()
+        with self._lock:
+            self._updater.drain()
+            small = self.state
+
+            def show(_: torch.optim.Optimizer) -> None:
+                self._take_up_states()
+                found = saved.collect(self._updater, self._bundles, self._weights, self._tier.paths[0])
+                self.state = type(small)(dict, {weight.parameter: state for weight, state in zip(self._weights, found, strict=True) if state})
+
+            handle = self.register_state_dict_pre_hook(show)  # after those of others
+            try:
+                packed: dict[str, Any] = super().state_dict()
+            finally:
+                handle.remove()
+                self.state = small
+            return {**packed, "nvme_offload": {"state_format": self._format.name, "steps": self._steps}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what this or the plain optimizer saved, one bundle at a time; the masters of 16-bit parameters without a "master" are made from them.
+
+        Load the model's weights, too: they are not made from the masters.
+        Raises: UsageError or ValueError when it is of other parameters, and nothing is changed; as `step`, after which it is to be loaded again.
+        """
+        loaded: dict[Weight, dict[str, Any]] = {}
+        steps = 0
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            nonlocal steps
+            steps = given.get("nvme_offload", {}).get("steps", 0)
+            indices = [index for group in given["param_groups"] for index in group["params"]]
+            for weight, index in zip(self._weights, indices, strict=False):  # if there are more of the one, the base says so
+                loaded[weight] = given["state"].get(index, {})
+                saved.check(loaded[weight], weight)
+            return {**given, "state": {}}
+
+        def put(_: torch.optim.Optimizer) -> None:
+            for group in self.param_groups:
+                for key, value in self.defaults.items():
+                    group.setdefault(key, value)
+            self._forget_step()
+            self._restore(loaded)
+            self._steps = steps
+
+        with self._lock:
+            self._check_open()
+            self._updater.drain()
+            hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True)]
+            try:
+                super().load_state_dict(dict(state_dict))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    # Beyond it.
+
+    def stats(self) -> UpdateStats:
+        """Of the last step. Raises: UsageError when there was none."""
+        if self._last is None:
+            raise UsageError("this optimizer has made no step yet")
+        return self._last
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With `step_in_backward`: let gradients accumulate in the backward passes of the context, without updates."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def close(self) -> None:
+        """Give back memory and room on the drives; a second call does nothing. Nothing but the parameters is left."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for hook in self._hooks:
+                    hook.remove()
+                self._updater.drain()
+                self._tier.close()
+
+    def __enter__(self) -> NVMeOptimizer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError("an NVMeOptimizer cannot be copied, as its states are on a drive: make another one, and load this one's state_dict() into it")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError("an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()")
+
+    # Inside.
+
+    def _admit(self, indices: Sequence[int]) -> None:
+        """Make bundles of the groups of these *indices*, and see that memory and drives have room for them."""
+        weights: list[Weight] = []
+        bundles: list[Bundle] = []
+        for index in indices:
+            for weight_list, most in self._kinds(index):
+                tensors = [local(weight.parameter) for weight in weight_list]
+                divisible = [tensor.is_contiguous() and weight.habits.elementwise for tensor, weight in zip(tensors, weight_list, strict=True)]
+                for parts in cut([tensor.numel() for tensor in tensors], most, divisible):
+                    number = len(self._bundles) + len(bundles)
+                    bundle = Bundle(f"{self._prefix}/{number}", number, index, tensors[0].dtype, tensors[0].device, weight_list[0].habits)
+                    for which, start, stop in parts:
+                        bundle.add(weight_list[which], start, stop)
+                    bundles.append(bundle)
+                weights += weight_list
+        trained = [bundle for bundle in bundles if bundle.trained]
+        layouts = [self._format.layout(bundle.numel, bundle.habits.states, bundle.dtype, self._class_name) for bundle in trained]
+        beside = [bundle.numel * beside_bytes(self._format, bundle.habits, bundle.dtype) for bundle in trained if bundle.device.type == "cpu"]
+        nbytes = self._budget.divide([layout.nbytes for layout in layouts], beside)
+        self._tier.cap_bytes = self._budget.values_bytes
+        self._tier.require_memory(nbytes)
+        self._tier.require_space(nbytes)
+        self._tier.require(nbytes)
+        self._weights += weights
+        self._bundles += bundles
+        if self._in_backward:
+            self._watch(weights)
+        with torch.no_grad():
+            for bundle in trained:
+                if bundle.habits.eager:
+                    self._updater.start(bundle, self._updater.open(bundle), self._options_of(bundle.group))
+                    self._show(bundle)
+        self._updater.drain()
+        self._options.clear()
+
+    def _kinds(self, index: int) -> Iterator[tuple[list[Weight], int]]:
+        """The parameters of group *index* in consecutive lists of one kind, with the most elements that a bundle of such may have."""
+        group = self.param_groups[index]
+        parameters: list[torch.Tensor] = group["params"]
+        if len(set(parameters)) < len(parameters):
+            raise UsageError("a parameter is more than once in a group: each may be there once")
+        for parameter in parameters:
+            _check_parameter(parameter)
+            if self._in_backward:
+                _check_undistributed(parameter)
+        options = self._options_of(index)
+        if _is_number(options.get("lr")):
+            options["lr"] = 0.1  # in the trial: a rate of zero would show nothing
+
+        def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+            return self._updater.make([{**copy.deepcopy(options), "params": list(samples)}])
+
+        dimensions = max((parameter.dim() for parameter in parameters), default=1)
+        habits: dict[tuple[torch.dtype, str], Habits] = {}
+        for (dtype, device, _), run in itertools.groupby(parameters, lambda p: (p.dtype, local(p).device, p.requires_grad)):
+            wide = master_dtype(dtype)
+            if (wide, device.type) not in habits:
+                habits[wide, device.type] = examine(self._class_name, make, dimensions, wide, device)
+            found = habits[wide, device.type]
+            weights = [Weight(parameter, found) for parameter in run]
+            if not found.elementwise and any(is_distributed(weight.parameter) and _is_cut(weight.parameter) for weight in weights):
+                raise UnsupportedError(
+                    f"{self._class_name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
+                    "use an optimizer that treats every element by itself, such as AdamW"
+                )
+            value_bytes = self._format.layout(1 << 20, found.states, dtype, self._class_name).nbytes / (1 << 20)
+            yield weights, most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
+
+    def _update(self, bundle: Bundle) -> None:
+        memory = self._updater.open(bundle)  # what this raises leaves everything as it was
+        try:
+            for piece in bundle.pieces:
+                piece.weight.look()
+            seed = self._steps * _SEEDS + bundle.number
+            self._outcomes[bundle.group] = self._updater.step(bundle, memory, self._options_of(bundle.group), seed)
+        except BaseException as error:
+            self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
+            self._updater.fail(bundle)
+            raise
+        self._updated.add(bundle)
+        self._show(bundle)
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """The options of a group as they were when the step began: an optimizer that changes them does so once a step, whatever the bundles are."""
+        if index not in self._options:
+            group = self.param_groups[index]
+            for key in ("capturable", "differentiable"):
+                if group.get(key):
+                    raise UnsupportedError(f"{key}=True cannot be used with NVMeOptimizer: its steps wait for a drive, which no graph has in it")
+            self._options[index] = copy.deepcopy({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
+        return dict(self._options[index])
+
+    def _end_step(self) -> None:
+        for index, outcome in self._outcomes.items():
+            group, before = self.param_groups[index], self._options[index]
+            for key, value in outcome.items():
+                if key not in _NOT_OPTIONS and not (key in before and _same(before[key], value)):
+                    group[key] = value
+        self._steps += 1
+        self._tier.swapper.step()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        for weight in self._weights:
+            if isinstance(weight.parameter.grad, SpentGradient):
+                weight.parameter.grad = None
+        self._updated.clear()
+        self._options.clear()
+        self._outcomes.clear()
+        self._waiting.clear()
+
+    def _show(self, bundle: Bundle) -> None:
+        """Let `state` have what is in memory of the bundle's parameters."""
+        for piece in bundle.pieces:
+            if piece is piece.weight.pieces[0] and piece.states:
+                self.state[piece.weight.parameter] = piece.states
+
+    def _take_up_states(self) -> None:
+        """Take what somebody has put into `state`, as `ZeroRedundancyOptimizer` does when it loads."""
+        given = {}
+        for weight in self._weights:
+            state = self.state.get(weight.parameter)
+            if state and state is not weight.states:
+                saved.check(state, weight)
+                given[weight] = state
+        if given:
+            self._restore(given)
+
+    def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
+        self._broken = "states were being loaded"
+        for bundle in self._bundles:
+            if any(piece.weight in given for piece in bundle.pieces):
+                saved.restore(self._updater, bundle, given, self.param_groups[bundle.group])
+        for weight in given:
+            self.state.pop(weight.parameter, None)
+            if weight.states:
+                self.state[weight.parameter] = weight.states
+        self._broken = ""
+
+    # During backward().
+
+    def _watch(self, weights: Sequence[Weight]) -> None:
+        """Have `_gradient_is_complete` called for each of *weights*. The hooks do not keep this optimizer alive."""
+        own = weakref.ref(self)
+
+        def hook_for(weight: Weight) -> Callable[[torch.Tensor], None]:
+            def ready(_: torch.Tensor) -> None:
+                optimizer = own()
+                if optimizer is not None:
+                    optimizer._gradient_is_complete(weight)
+
+            return ready
+
+        for weight in weights:
+            if weight.parameter.requires_grad:
+                self._hooks.append(weight.parameter.register_post_accumulate_grad_hook(hook_for(weight)))
+
+    @torch.no_grad()
+    def _gradient_is_complete(self, weight: Weight) -> None:
+        if self._accumulating:
+            return
+        self._check_usable()
+        with self._lock, self._clock.running():
+            for bundle in {piece.bundle: None for piece in weight.pieces}:
+                waiting = self._waiting.setdefault(bundle, {piece.weight for piece in bundle.pieces if piece.weight.parameter.requires_grad})
+                waiting.discard(weight)
+                if waiting or bundle in self._updated:
+                    continue
+                for piece in bundle.pieces:
+                    _check_gradient(piece.weight)
+                self._update(bundle)
+                for piece in bundle.pieces:
+                    if all(other.bundle in self._updated for other in piece.weight.pieces) and piece.weight.parameter.grad is not None:
+                        piece.weight.parameter.grad = SpentGradient(piece.weight.parameter)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the optimizer is closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._broken:
+            raise UsageError(f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint")
+
+
+def _check_parameter(parameter: torch.Tensor) -> None:
+    device = local(parameter).device
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model before the optimizer is made")
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")
+
+
+def _check_gradient(weight: Weight) -> None:
+    gradient = weight.parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise UnsupportedError("a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False")
+    device = local(weight.parameter).device
+    if device != weight.pieces[0].shadow.device:
+        raise UsageError(f"a parameter has moved from {weight.pieces[0].shadow.device} to {device} since the optimizer was made: make the optimizer after")
+
+
+def _check_undistributed(parameter: torch.Tensor) -> None:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if is_distributed(parameter) or distributed:
+        raise UnsupportedError(
+            "step_in_backward=True works in a single process: elsewhere a gradient that is complete on this rank is not yet reduced over the others, "
+            "and the parameter would be updated by this rank's part of it; leave it out here"
+        )
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    return any(placement.is_shard() for placement in parameter.placements)  # type: ignore[attr-defined]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) or torch.is_tensor(other):
+        return torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _materialised(params: Any) -> Any:
+    """*params*, of which nothing is an iterator that ends."""
+    if isinstance(params, torch.Tensor):
+        return params
+    entries = list(params)
+    for entry in entries:
+        if isinstance(entry, dict) and not isinstance(entry.get("params"), torch.Tensor | set | None):
+            entry["params"] = list(entry["params"])
+    return entries
+
+
+def _first_tensor(params: Any) -> torch.Tensor:
+    """The first parameter that *params*, in any of the forms that an optimizer takes, has; some tensor where it has none."""
+    for entry in [] if isinstance(params, torch.Tensor) else params:
+        inner = entry.get("params", ()) if isinstance(entry, Mapping) else (entry,)
+        for item in (inner,) if isinstance(inner, torch.Tensor) else inner:
+            tensor = item[-1] if isinstance(item, tuple) else item
+            if isinstance(tensor, torch.Tensor):
+                return tensor
+    return torch.zeros(1)
+
+
+def _make(optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return optimizer_class(groups, **kwargs)

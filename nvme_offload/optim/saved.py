@@ -1,0 +1,156 @@
+"""Checkpoints of bundles: as the plain optimizer's `state_dict` has the states, and back, one bundle in memory at a time."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import mmap
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import NoSpaceError, UsageError
+from .bundles import Bundle, Piece, Weight, is_distributed, local, master_dtype
+from .update import MASTER, Updater
+
+_ALIGNMENT = 64
+
+State = dict[str, Any]
+
+
+def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weight], directory: str) -> list[State]:
+    """The state of each of *weights* as the plain optimizer has it, and its master where it has one.
+
+    Large tensors are mapped from a file without a name in *directory*, so that they are page cache, which the kernel takes back when it needs to.
+    Raises: NoSpaceError when the drive has no room for it; as `Updater.reading`.
+    """
+    places: dict[tuple[Weight, str], tuple[int, torch.dtype]] = {}
+    end = 0
+    for bundle in bundles:
+        for piece in bundle.pieces:
+            for key, dtype in _travelling(bundle, piece).items():
+                if (piece.weight, key) not in places:
+                    places[piece.weight, key] = end, dtype
+                    nbytes = local(piece.weight.parameter).numel() * dtype.itemsize
+                    end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            file.truncate(end)
+            for bundle in bundles:
+                if bundle.layout is None:
+                    continue
+                with updater.reading(bundle) as (master, states):
+                    for piece in bundle.pieces:
+                        for key, dtype in _travelling(bundle, piece).items():
+                            flat = master if key == MASTER else states[key]
+                            assert flat is not None
+                            file.seek(places[piece.weight, key][0] + piece.start * dtype.itemsize)
+                            content: Any = piece.within(flat).reshape(-1).view(torch.uint8).numpy()
+                            file.write(content)
+            file.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise NoSpaceError(
+                error.errno, f"a state dict takes {end} bytes on the drive, beside the states", operation="write", path=directory, offset=0, nbytes=0, done=0
+            ) from error
+        mapped = mmap.mmap(file.fileno(), end) if end else b""
+
+    def tensor(weight: Weight, key: str) -> torch.Tensor:
+        offset, dtype = places[weight, key]
+        shape = local(weight.parameter).shape
+        flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset) if shape.numel() else torch.empty(0, dtype=dtype)
+        return _like(weight.parameter, flat.view(shape))
+
+    collected: dict[Weight, State] = {weight: {} for weight in weights}
+    for weight in weights:
+        collected[weight].update(copy.deepcopy(weight.states))
+    for weight, key in places:
+        collected[weight][key] = tensor(weight, key)
+    return [collected[weight] for weight in weights]
+
+
+def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], group: Mapping[str, Any]) -> None:
+    """Give *bundle* the states *given*, whose tensors may be mapped from a file; a weight that is not among them keeps its own."""
+    sources: dict[Piece, State] = {}
+    kept: dict[Piece, State] = {}
+    if bundle.layout is not None and any(piece.weight not in given for piece in bundle.pieces):
+        with updater.reading(bundle) as (master, states):
+            for piece in bundle.pieces:
+                if piece.weight not in given:
+                    flats = {key: states[key] for key in piece.keys} | ({} if master is None else {MASTER: master})
+                    kept[piece] = {key: piece.within(flat).clone() for key, flat in flats.items()}
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in bundle.pieces:
+        if piece.weight not in given:
+            sources[piece] = kept.get(piece, {})
+        else:
+            state = given[piece.weight]
+            sources[piece] = {key: local(value) for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
+            piece.states = {key: _small(key, value, piece, group) for key, value in state.items() if key not in sources[piece] and key != MASTER}
+            piece.keys = sources[piece].keys() - {MASTER}
+        for key, value in sources[piece].items():
+            if key != MASTER:
+                dtypes[key] = bundle.habits.states.get(key, piece.shadow.dtype if value.is_floating_point() else value.dtype)
+    bundle.inner = None
+    if not any(sources.values()):
+        bundle.layout = None  # the first update makes it
+        return
+
+    def fill(master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
+        for piece, source in sources.items():
+            for key, value in source.items():
+                target = master if key == MASTER else states[key]
+                if target is not None:
+                    part = value if piece in kept else piece.of(value)
+                    piece.within(target).copy_(part)
+
+    updater.store(bundle, dtypes, fill)
+    for piece in bundle.pieces:
+        piece.changes = piece.weight.changes
+
+
+def check(state: Any, weight: Weight) -> None:
+    """See that *state* can be one of *weight*. Raises: UsageError."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state of a parameter must be a dictionary, not {type(state).__name__}")
+    own = local(weight.parameter).shape
+    for key, value in state.items():
+        if (key == MASTER or key in weight.habits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
+            shape = list(local(value).shape) if torch.is_tensor(value) else type(value).__name__
+            raise UsageError(
+                f"the loaded {key!r} has the shape {shape} where the parameter has {list(own)} on this rank: load what the same model saved, "
+                "cut over as many ranks in the same way, or load it through torch.distributed.checkpoint"
+            )
+
+
+def stands_for_each(key: str, value: Any, weight: Weight) -> bool:
+    """Whether *value* has an element for each of the parameter's; on whatever device it is."""
+    return torch.is_tensor(value) and key != "step" and value.dim() > 0 and local(value).shape == local(weight.parameter).shape
+
+
+def _travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
+    layout = bundle.layout
+    if layout is None:
+        return {}
+    found = {key: slot.dtype for key, slot in layout.states.items() if key in piece.keys}
+    return found if layout.master is None else found | {MASTER: master_dtype(bundle.dtype)}
+
+
+def _small(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:
+    """*value*, which stays in memory, as torch's optimizers load it. Source: torch.optim.Optimizer.load_state_dict."""
+    if not torch.is_tensor(value):
+        return copy.deepcopy(value)
+    if key == "step" and not group.get("fused"):
+        return value.clone()
+    return value.to(piece.shadow.device, torch.float32 if key == "step" else piece.shadow.dtype if value.is_floating_point() else value.dtype, copy=True)
+
+
+def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """*part* as the part of a tensor that is distributed as *parameter* is."""
+    if not is_distributed(parameter):
+        return part
+    make: Callable[..., torch.Tensor] = type(parameter.detach()).from_local  # type: ignore[attr-defined]
+    return make(part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())  # type: ignore[attr-defined]

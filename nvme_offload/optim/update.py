@@ -1,0 +1,204 @@
+"""`Updater`: the steps of bundles, each by an optimizer of its own over what the bundle's value holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..state_formats import StateFormat
+from ..tier import Tier
+from .bundles import Bundle, Piece
+from .lanes import DeviceLane, HostLane, Lane
+from .trial import has_a_value_for_each, raw_step
+
+MASTER = "master"  # the key that the fp32 weights have in a state dict
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Updater:
+    """Opens bundles, steps over them and stores them. *make* makes the inner optimizers, which are called *name*."""
+
+    def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
+        self._tier = tier
+        self._format = state_format
+        self.make = make
+        self._name = name
+        self._host = HostLane(tier)
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def drain(self) -> None:
+        """Return when no bundle is in use."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def open(self, bundle: Bundle) -> torch.Tensor:
+        """Have the bundle's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`; nothing is changed by then, so that it may be tried again."""
+        lane = self._lane(bundle)
+        if bundle.layout is not None:
+            return lane.fetch(bundle.name, bundle.layout.nbytes) if bundle.layout.nbytes else _nothing(bundle)
+        layout = self._format.layout(bundle.numel, bundle.habits.states, bundle.dtype, self._name)
+        memory = lane.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bundle)
+        bundle.layout = layout
+        for piece in bundle.pieces:
+            piece.keys.clear()
+            piece.changes = -1  # so that the master is made from the weight
+        return memory
+
+    def step(self, bundle: Bundle, memory: torch.Tensor, options: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+        """Update the parameters of the opened *bundle* by their gradients; what the inner optimizer has made of the *options* of its group."""
+        inner, memory = self._bound(bundle, memory, options, seed, raw_step)
+        self._give_back(bundle, changed=True)
+        for piece in bundle.pieces:
+            piece.weight.updated()
+        return inner.param_groups[0]
+
+    def start(self, bundle: Bundle, memory: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Keep what the inner optimizer has before its first step, for one that has something by then."""
+        self._bound(bundle, memory, options, 0, lambda inner: lambda _: None)
+        self._give_back(bundle, changed=True)
+
+    def fail(self, bundle: Bundle) -> None:
+        """Give an opened bundle back after an error, as it was in memory."""
+        self._unbind(bundle)
+        self._give_back(bundle, changed=bundle.device.type == "cpu")
+
+    # Whole values, for checkpoints; on the CPU, wherever the parameters are.
+
+    @contextlib.contextmanager
+    def reading(self, bundle: Bundle) -> Iterator[tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]]:
+        """The master and the states of a bundle that has a layout: flat, on the CPU, for the time of the context."""
+        layout = bundle.layout
+        assert layout is not None
+        memory = self._host.fetch(bundle.name, layout.nbytes) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+        try:
+            yield self._format.unpack(layout, memory, _host_copies(bundle))
+        finally:
+            if layout.nbytes:
+                self._host.give_back(changed=False)
+
+    def store(self, bundle: Bundle, dtypes: Mapping[str, torch.dtype], fill: Callable[[torch.Tensor | None, Mapping[str, torch.Tensor]], None]) -> None:
+        """Make the bundle's value anew, with states of *dtypes*. *fill* is given all of it, of zeros and, where there is a master, of the weights."""
+        layout = self._format.layout(bundle.numel, dtypes, bundle.dtype, self._name)
+        memory = self._host.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+        try:
+            working = _host_copies(bundle)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
+            master, states = self._format.unpack(layout, memory, working)
+            if master is not None:
+                for piece, weight in zip(bundle.pieces, working, strict=True):
+                    piece.within(master).copy_(weight)
+            fill(master, states)
+            self._format.pack(layout, memory, working, master, states)
+            bundle.layout = layout
+        finally:
+            if layout.nbytes:
+                self._host.give_back(changed=True)
+
+    # Inside.
+
+    def _lane(self, bundle: Bundle) -> Lane:
+        lane = self._lanes.get(bundle.device)
+        if lane is None:
+            lane = self._lanes[bundle.device] = HostLane(self._tier) if bundle.device.type == "cpu" else DeviceLane(self._tier, bundle.device)
+        return lane
+
+    def _give_back(self, bundle: Bundle, *, changed: bool) -> None:
+        if bundle.layout is not None and bundle.layout.nbytes:
+            self._lane(bundle).give_back(changed=changed)
+
+    def _bound(
+        self,
+        bundle: Bundle,
+        memory: torch.Tensor,
+        options: Mapping[str, Any],
+        seed: int,
+        act: Callable[[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Any]],
+    ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+        """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
+        assert bundle.layout is not None
+        weights = bundle.weights()
+        working = [weight.contiguous() for weight in weights]
+        master, states = self._format.unpack(bundle.layout, memory, working)
+        for piece, weight in zip(bundle.pieces, weights, strict=True):
+            if master is not None:
+                self._follow(piece, weight, piece.within(master))
+            piece.shadow.data = weight if master is None else piece.within(master)
+            piece.shadow.grad = piece.gradient()
+            piece.states.update({key: piece.within(states[key]) for key in piece.keys})
+        inner = self._inner(bundle, options)
+        act(inner)(inner)
+        memory, master, states = self._collected(bundle, memory, working, master, states)
+        self._format.pack(bundle.layout, memory, working, master, states, seed)
+        if master is not None:
+            for weight, contiguous in zip(weights, working, strict=True):
+                if weight.data_ptr() != contiguous.data_ptr():
+                    weight.copy_(contiguous)
+        self._unbind(bundle)
+        return inner, memory
+
+    def _follow(self, piece: Piece, weight: torch.Tensor, master: torch.Tensor) -> None:
+        """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps what the weight does not have."""
+        if piece.changes != piece.weight.changes and self._format.in_place:
+            new = torch.ones_like(weight, dtype=torch.bool) if piece.changes < 0 else master.to(weight.dtype) != weight
+            master.copy_(torch.where(new, weight.to(master.dtype), master))
+        piece.changes = piece.weight.changes
+
+    def _inner(self, bundle: Bundle, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        given = copy.deepcopy(dict(options))
+        if bundle.inner is None:
+            bundle.inner = self.make([{**given, "params": [piece.shadow for piece in bundle.pieces]}])
+            loaded = {piece.shadow: piece.states for piece in bundle.pieces if piece.states}
+            if loaded:  # by an earlier version of the class, perhaps, so that it must look at them as it does when it loads by itself
+                bundle.inner.state.update(loaded)
+                bundle.inner.__setstate__({"state": bundle.inner.state, "param_groups": bundle.inner.param_groups})
+        bundle.inner.param_groups[0].update(given)
+        return bundle.inner
+
+    def _collected(
+        self, bundle: Bundle, memory: torch.Tensor, working: list[torch.Tensor], master: torch.Tensor | None, states: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """See that all that travels is in *states*; where the bundle's value has no place for it, make it anew."""
+        layout = bundle.layout
+        assert layout is not None
+        found: dict[str, torch.dtype] = {}
+        for piece in bundle.pieces:
+            if bundle.inner is not None and piece.shadow in bundle.inner.state:
+                piece.states = bundle.inner.state[piece.shadow]
+            piece.keys = {key for key, value in piece.states.items() if has_a_value_for_each(key, value, piece.shadow)}
+            found.update({key: piece.states[key].dtype for key in piece.keys})
+        kept = {key: slot.dtype for key, slot in layout.states.items()}
+        if {**kept, **found} != kept:
+            bundle.layout = self._format.layout(bundle.numel, {**kept, **found}, bundle.dtype, self._name)
+            for piece in bundle.pieces:
+                piece.states.update({key: piece.states[key].clone() for key in piece.keys})
+            copied = None if master is None else master.clone()
+            memory = self._lane(bundle).renew(bundle.name, bundle.layout.nbytes).zero_()
+            master, states = self._format.unpack(bundle.layout, memory, working)
+            if master is not None and copied is not None:
+                master.copy_(copied)
+        for piece in bundle.pieces:
+            for key in piece.keys:
+                place = piece.within(states[key])
+                if place.data_ptr() != piece.states[key].data_ptr():
+                    place.copy_(piece.states[key])
+        return memory, master, states
+
+    @staticmethod
+    def _unbind(bundle: Bundle) -> None:
+        for piece in bundle.pieces:
+            for key in piece.keys:
+                piece.states.pop(key, None)
+            piece.shadow.grad = None
+            piece.shadow.data = torch.empty(0, dtype=piece.shadow.dtype, device=piece.shadow.device)
+
+
+def _nothing(bundle: Bundle) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=bundle.device)
+
+
+def _host_copies(bundle: Bundle) -> list[torch.Tensor]:
+    return [torch.empty(weight.shape, dtype=weight.dtype).copy_(weight) for weight in bundle.weights()]
