@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 if TYPE_CHECKING:
     from .step_stats import StepStats
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("nvme_offload")  # also what is below this speaks: memory, drives
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
 
@@ -41,7 +41,7 @@ def enable() -> None:
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
 
-    _log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)  # all ranks choose and spend alike
+    _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)  # all ranks choose and spend alike
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
     op.install()
@@ -73,6 +73,12 @@ def stats(engine: Any) -> StepStats:
     from .step_stats import last_step
 
     return last_step(engine)
+
+
+def _is_first_rank() -> bool:
+    """Whether this is rank 0, as far as the launcher has said it by now: Lightning's own tells only which one of this machine."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
