@@ -85,7 +85,8 @@ def zero_infinity(aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_p
     """The text of a config for ZeRO-Infinity, parameters and optimizer states on *nvme_path*: plain JSON that DeepSpeed takes as it stands.
 
     `max_in_cpu` is 0, or DeepSpeed would keep the first billion parameters in host memory. `pipeline_read` and `pipeline_write` stay off, because
-    with them `zero_to_fp32` collates wrong weights. Batch size, optimizer and learning rate (DeepSpeed's default) are there to be edited.
+    with them `zero_to_fp32` collates wrong weights. Batch size, optimizer and learning rate (DeepSpeed's default) are there to be edited. Lightning takes
+    it too: it refuses a `gradient_accumulation_steps`, and its `test` and `predict` fail without `zero_allow_untested_optimizer`.
 
     Units: max_in_cpu and buffer_size in elements. Shapes: *nvme_path* is written as given, so give an absolute one.
     Raises: UsageError, as `aio_section`.
@@ -94,8 +95,8 @@ def zero_infinity(aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_p
     offload = {"device": "nvme", "nvme_path": os.fspath(nvme_path), "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,
