@@ -50,21 +50,20 @@ class Budget:
         """
         largest = max((_rounded(value) for value in values), default=0) + _PAGE
         aside = max(beside, default=0)
-        if not self._divided and beside:
-            aside = max(aside, self.cap_bytes // _BESIDE_SHARE) if largest + aside <= self.cap_bytes else aside
-        aside = max(aside, self.cap_bytes - self.values_bytes)
-        if largest + aside > self.cap_bytes:
+        kept = self.cap_bytes - self.values_bytes
+        if not self._divided and beside and largest + aside <= self.cap_bytes:
+            kept = max(aside, min(self.cap_bytes // _BESIDE_SHARE, self.cap_bytes - largest))
+        elif self._divided and aside > kept:
+            raise UsageError(
+                f"the new group needs {format_bytes(aside)} of host_memory beside its states, and {format_bytes(kept)} were kept for such: "
+                "give the optimizer its parameters when it is made, or allow more"
+            )
+        if largest + max(aside, kept) > self.cap_bytes:
             raise UsageError(
                 f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bundle of states, {format_bytes(largest)}, and "
-                f"{format_bytes(aside)} beside it: allow at least {largest + aside} bytes ({format_bytes(largest + aside)})"
+                f"{format_bytes(max(aside, kept))} beside it: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
             )
-        if self._divided and aside > self.cap_bytes - self.values_bytes:
-            raise UsageError(
-                f"the new group needs {format_bytes(aside)} of host_memory beside the states, and {format_bytes(self.cap_bytes - self.values_bytes)} "
-                "were kept for that: name its parameters when the optimizer is made, or allow more"
-            )
-        aside = min(aside, self.cap_bytes - largest)
-        self.values_bytes, self._divided = self.cap_bytes - aside, True
+        self.values_bytes, self._divided = self.cap_bytes - kept, True
         return sum(_rounded(value) for value in values) + _PAGE
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -20,14 +18,14 @@ from ..errors import UnsupportedError, UsageError
 from ..state_formats import state_format as format_called
 from ..tier import Tier, engine_config, memory_size
 from . import saved
-from .budget import Budget, beside_bytes, most_elements
-from .bundles import Bundle, Weight, cut, is_distributed, local, master_dtype
-from .spent import SpentGradient
+from .admission import Admission
+from .backward import BackwardUpdates, check_undistributed, clear_spent
+from .budget import Budget
+from .bundles import Bundle, Weight, local
+from .options import StepOptions, first_tensor, materialised
 from .stats import UpdateClock, UpdateStats
-from .trial import Habits, examine
 from .update import Updater
 
-_NOT_OPTIONS = {"params", "param_names"}  # of what a parameter group has
 _SEEDS = 1 << 20  # that each step has for its bundles
 
 _log = logging.getLogger(__name__)
@@ -70,24 +68,20 @@ class NVMeOptimizer(torch.optim.Optimizer):
         step_in_backward: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = _materialised(params)
+        given = materialised(params)
         self._format = format_called(state_format)
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        self._in_backward = step_in_backward
         self._weights: list[Weight] = []
         self._bundles: list[Bundle] = []
         self._updated: set[Bundle] = set()  # in the step that goes on
-        self._options: dict[int, dict[str, Any]] = {}  # of its groups, as they were when it began
-        self._outcomes: dict[int, Mapping[str, Any]] = {}  # of its groups, as inner optimizers left them
-        self._waiting: dict[Bundle, set[Weight]] = {}  # with step_in_backward: whose gradients are not complete
-        self._hooks: list[Any] = []
-        self._accumulating = False
+        self._options = StepOptions()
+        self._backward = BackwardUpdates(self, self._updated) if step_in_backward else None
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
-        first = local(_first_tensor(given))
+        first = local(first_tensor(given))
         template = optimizer_class([torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device)], **kwargs)
         super().__init__(given, dict(template.defaults))
 
@@ -99,10 +93,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         except ValueError:
             raise UsageError(f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}') from None
         self._tier = Tier(places, engine_config(places[0]), host_memory=memory)
-        self._prefix = f"optimizer{next(_serial)}"
         try:
+            make = functools.partial(_make, optimizer_class, kwargs)
+            self._updater = Updater(self._tier, self._format, make, self._class_name)
             self._budget = Budget(self._tier.cap_bytes)
-            self._updater = Updater(self._tier, self._format, functools.partial(_make, optimizer_class, kwargs), self._class_name)
+            self._admission = Admission(self._class_name, make, self._format, self._budget, f"optimizer{next(_serial)}")
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -139,7 +134,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays as it is."""
         if self._updated:
-            if not self._in_backward:
+            if self._backward is None:
                 _log.warning(
                     "a step that failed after %d of %d bundles is given up: their parameters are one step ahead", len(self._updated), len(self._bundles)
                 )
@@ -227,19 +222,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """With `step_in_backward`: let gradients accumulate in the backward passes of the context, without updates."""
-        before, self._accumulating = self._accumulating, True
+        if self._backward is None:  # they accumulate anyway
+            yield
+            return
+        before, self._backward.accumulating = self._backward.accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._backward.accumulating = before
 
     def close(self) -> None:
         """Give back memory and room on the drives; a second call does nothing. Nothing but the parameters is left."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for hook in self._hooks:
-                    hook.remove()
+                if self._backward is not None:
+                    self._backward.close()
                 self._updater.drain()
                 self._tier.close()
 
@@ -262,68 +260,30 @@ class NVMeOptimizer(torch.optim.Optimizer):
         weights: list[Weight] = []
         bundles: list[Bundle] = []
         for index in indices:
-            for weight_list, most in self._kinds(index):
-                tensors = [local(weight.parameter) for weight in weight_list]
-                divisible = [tensor.is_contiguous() and weight.habits.elementwise for tensor, weight in zip(tensors, weight_list, strict=True)]
-                for parts in cut([tensor.numel() for tensor in tensors], most, divisible):
-                    number = len(self._bundles) + len(bundles)
-                    bundle = Bundle(f"{self._prefix}/{number}", number, index, tensors[0].dtype, tensors[0].device, weight_list[0].habits)
-                    for which, start, stop in parts:
-                        bundle.add(weight_list[which], start, stop)
-                    bundles.append(bundle)
-                weights += weight_list
+            group = self.param_groups[index]
+            if self._backward is not None:
+                for parameter in group["params"]:
+                    check_undistributed(parameter)
+            made = self._admission.admit(index, group["params"], self._options.of(index, group), len(self._bundles) + len(bundles))
+            weights += made[0]
+            bundles += made[1]
         trained = [bundle for bundle in bundles if bundle.trained]
-        layouts = [self._format.layout(bundle.numel, bundle.habits.states, bundle.dtype, self._class_name) for bundle in trained]
-        beside = [bundle.numel * beside_bytes(self._format, bundle.habits, bundle.dtype) for bundle in trained if bundle.device.type == "cpu"]
-        nbytes = self._budget.divide([layout.nbytes for layout in layouts], beside)
+        nbytes = self._admission.required_bytes(trained)
         self._tier.cap_bytes = self._budget.values_bytes
         self._tier.require_memory(nbytes)
         self._tier.require_space(nbytes)
         self._tier.require(nbytes)
-        self._weights += weights
-        self._bundles += bundles
-        if self._in_backward:
-            self._watch(weights)
         with torch.no_grad():
             for bundle in trained:
                 if bundle.habits.eager:
-                    self._updater.start(bundle, self._updater.open(bundle), self._options_of(bundle.group))
+                    self._updater.start(bundle, self._updater.open(bundle), self._options.of(bundle.group, self.param_groups[bundle.group]))
                     self._show(bundle)
         self._updater.drain()
-        self._options.clear()
-
-    def _kinds(self, index: int) -> Iterator[tuple[list[Weight], int]]:
-        """The parameters of group *index* in consecutive lists of one kind, with the most elements that a bundle of such may have."""
-        group = self.param_groups[index]
-        parameters: list[torch.Tensor] = group["params"]
-        if len(set(parameters)) < len(parameters):
-            raise UsageError("a parameter is more than once in a group: each may be there once")
-        for parameter in parameters:
-            _check_parameter(parameter)
-            if self._in_backward:
-                _check_undistributed(parameter)
-        options = self._options_of(index)
-        if _is_number(options.get("lr")):
-            options["lr"] = 0.1  # in the trial: a rate of zero would show nothing
-
-        def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-            return self._updater.make([{**copy.deepcopy(options), "params": list(samples)}])
-
-        dimensions = max((parameter.dim() for parameter in parameters), default=1)
-        habits: dict[tuple[torch.dtype, str], Habits] = {}
-        for (dtype, device, _), run in itertools.groupby(parameters, lambda p: (p.dtype, local(p).device, p.requires_grad)):
-            wide = master_dtype(dtype)
-            if (wide, device.type) not in habits:
-                habits[wide, device.type] = examine(self._class_name, make, dimensions, wide, device)
-            found = habits[wide, device.type]
-            weights = [Weight(parameter, found) for parameter in run]
-            if not found.elementwise and any(is_distributed(weight.parameter) and _is_cut(weight.parameter) for weight in weights):
-                raise UnsupportedError(
-                    f"{self._class_name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
-                    "use an optimizer that treats every element by itself, such as AdamW"
-                )
-            value_bytes = self._format.layout(1 << 20, found.states, dtype, self._class_name).nbytes / (1 << 20)
-            yield weights, most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
+        self._options.forget()
+        self._weights += weights
+        self._bundles += bundles
+        if self._backward is not None:
+            self._backward.watch(weights)
 
     def _update(self, bundle: Bundle) -> None:
         memory = self._updater.open(bundle)  # what this raises leaves everything as it was
@@ -331,7 +291,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             for piece in bundle.pieces:
                 piece.weight.look()
             seed = self._steps * _SEEDS + bundle.number
-            self._outcomes[bundle.group] = self._updater.step(bundle, memory, self._options_of(bundle.group), seed)
+            options = self._options.of(bundle.group, self.param_groups[bundle.group])
+            self._options.left(bundle.group, self._updater.step(bundle, memory, options, seed))
         except BaseException as error:
             self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
             self._updater.fail(bundle)
@@ -339,34 +300,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._updated.add(bundle)
         self._show(bundle)
 
-    def _options_of(self, index: int) -> dict[str, Any]:
-        """The options of a group as they were when the step began: an optimizer that changes them does so once a step, whatever the bundles are."""
-        if index not in self._options:
-            group = self.param_groups[index]
-            for key in ("capturable", "differentiable"):
-                if group.get(key):
-                    raise UnsupportedError(f"{key}=True cannot be used with NVMeOptimizer: its steps wait for a drive, which no graph has in it")
-            self._options[index] = copy.deepcopy({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
-        return dict(self._options[index])
-
     def _end_step(self) -> None:
-        for index, outcome in self._outcomes.items():
-            group, before = self.param_groups[index], self._options[index]
-            for key, value in outcome.items():
-                if key not in _NOT_OPTIONS and not (key in before and _same(before[key], value)):
-                    group[key] = value
+        self._options.end(self.param_groups)
         self._steps += 1
         self._tier.swapper.step()
         self._forget_step()
 
     def _forget_step(self) -> None:
         for weight in self._weights:
-            if isinstance(weight.parameter.grad, SpentGradient):
-                weight.parameter.grad = None
+            clear_spent(weight.parameter)
         self._updated.clear()
-        self._options.clear()
-        self._outcomes.clear()
-        self._waiting.clear()
+        self._options.forget()
+        if self._backward is not None:
+            self._backward.end_step()
 
     def _show(self, bundle: Bundle) -> None:
         """Let `state` have what is in memory of the bundle's parameters."""
@@ -396,41 +342,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self.state[weight.parameter] = weight.states
         self._broken = ""
 
-    # During backward().
-
-    def _watch(self, weights: Sequence[Weight]) -> None:
-        """Have `_gradient_is_complete` called for each of *weights*. The hooks do not keep this optimizer alive."""
-        own = weakref.ref(self)
-
-        def hook_for(weight: Weight) -> Callable[[torch.Tensor], None]:
-            def ready(_: torch.Tensor) -> None:
-                optimizer = own()
-                if optimizer is not None:
-                    optimizer._gradient_is_complete(weight)
-
-            return ready
-
-        for weight in weights:
-            if weight.parameter.requires_grad:
-                self._hooks.append(weight.parameter.register_post_accumulate_grad_hook(hook_for(weight)))
-
     @torch.no_grad()
     def _gradient_is_complete(self, weight: Weight) -> None:
-        if self._accumulating:
+        """What autograd calls during backward()."""
+        assert self._backward is not None
+        if self._backward.accumulating:
             return
         self._check_usable()
         with self._lock, self._clock.running():
-            for bundle in {piece.bundle: None for piece in weight.pieces}:
-                waiting = self._waiting.setdefault(bundle, {piece.weight for piece in bundle.pieces if piece.weight.parameter.requires_grad})
-                waiting.discard(weight)
-                if waiting or bundle in self._updated:
-                    continue
+            for bundle in self._backward.complete(weight):
                 for piece in bundle.pieces:
                     _check_gradient(piece.weight)
                 self._update(bundle)
-                for piece in bundle.pieces:
-                    if all(other.bundle in self._updated for other in piece.weight.pieces) and piece.weight.parameter.grad is not None:
-                        piece.weight.parameter.grad = SpentGradient(piece.weight.parameter)
+                self._backward.spend(bundle)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -442,14 +366,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint")
 
 
-def _check_parameter(parameter: torch.Tensor) -> None:
-    device = local(parameter).device
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model before the optimizer is made")
-    if parameter.layout is not torch.strided:
-        raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")
-
-
 def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
@@ -457,51 +373,6 @@ def _check_gradient(weight: Weight) -> None:
     device = local(weight.parameter).device
     if device != weight.pieces[0].shadow.device:
         raise UsageError(f"a parameter has moved from {weight.pieces[0].shadow.device} to {device} since the optimizer was made: make the optimizer after")
-
-
-def _check_undistributed(parameter: torch.Tensor) -> None:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if is_distributed(parameter) or distributed:
-        raise UnsupportedError(
-            "step_in_backward=True works in a single process: elsewhere a gradient that is complete on this rank is not yet reduced over the others, "
-            "and the parameter would be updated by this rank's part of it; leave it out here"
-        )
-
-
-def _is_cut(parameter: torch.Tensor) -> bool:
-    return any(placement.is_shard() for placement in parameter.placements)  # type: ignore[attr-defined]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) or torch.is_tensor(other):
-        return torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape and torch.equal(one, other)
-    return bool(one == other)
-
-
-def _materialised(params: Any) -> Any:
-    """*params*, of which nothing is an iterator that ends."""
-    if isinstance(params, torch.Tensor):
-        return params
-    entries = list(params)
-    for entry in entries:
-        if isinstance(entry, dict) and not isinstance(entry.get("params"), torch.Tensor | set | None):
-            entry["params"] = list(entry["params"])
-    return entries
-
-
-def _first_tensor(params: Any) -> torch.Tensor:
-    """The first parameter that *params*, in any of the forms that an optimizer takes, has; some tensor where it has none."""
-    for entry in [] if isinstance(params, torch.Tensor) else params:
-        inner = entry.get("params", ()) if isinstance(entry, Mapping) else (entry,)
-        for item in (inner,) if isinstance(inner, torch.Tensor) else inner:
-            tensor = item[-1] if isinstance(item, tuple) else item
-            if isinstance(tensor, torch.Tensor):
-                return tensor
-    return torch.zeros(1)
 
 
 def _make(optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

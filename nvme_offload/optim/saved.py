@@ -6,7 +6,7 @@ import copy
 import errno
 import mmap
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,5 +152,8 @@ def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """*part* as the part of a tensor that is distributed as *parameter* is."""
     if not is_distributed(parameter):
         return part
-    make: Callable[..., torch.Tensor] = type(parameter.detach()).from_local  # type: ignore[attr-defined]
-    return make(part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())  # type: ignore[attr-defined]
+    # Not DTensor.from_local, which moves to the device of the mesh.
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    kind: Any = type(parameter.detach())
+    like: torch.Tensor = kind(part, type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)), requires_grad=False)
+    return like
