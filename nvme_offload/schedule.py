@@ -43,10 +43,11 @@ class _Entry:
     writing: bool = False
     leaving: bool = False  # chosen to make room
     unused: bool = False  # read, and not used since
-    claimed: bool = False
+    claimed: int = 0  # so many bytes of its place, from the first, are meant for something else
     write_failed: bool = False
     read_failed: bool = False
     last_use: int = 0
+    lowest: bool = False  # where it is to be placed
 
     @property
     def holds_up(self) -> bool:
@@ -103,8 +104,8 @@ class Schedule:
 
     # What a user does.
 
-    def create(self, name: str, nbytes: int) -> None:
-        """Room for a new value *name* is needed: `plan` makes it, `take` hands it out once it is `ready`.
+    def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
+        """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so, `take` hands it out once it is `ready`.
 
         Raises: UsageError when *name* is in use, or when there cannot be room, and nothing is changed.
         """
@@ -122,7 +123,7 @@ class Schedule:
             self._check_fits(name, nbytes, size)
             if old is not None:
                 self.discard(name)
-            self._entries[name] = _Entry(name, nbytes, nbytes, size)
+            self._entries[name] = _Entry(name, nbytes, nbytes, size, lowest=lowest)
         self._need(self._entries[name], created=True)
 
     def need(self, name: str) -> None:
@@ -191,13 +192,13 @@ class Schedule:
         self._in_the_way = []
         needed = self._needed
         if needed is not None and needed.offset is None and not needed.read_failed:
-            run = self._room(needed.size, _LAST_RESORT)
+            run = self._room(needed.size, _LAST_RESORT, needed.lowest)
             if run is not None and not self._settle(needed, run, transfers):
                 self._in_the_way = [member for member in run[1] if member.holds_up]
         if self._overflowed or (self.order.creates and self.nbytes - self.used_bytes < self.lookahead_bytes):
             self._look_ahead(transfers)
         for entry in self._claims:
-            entry.claimed = False
+            entry.claimed = 0
         for hole in self._claimed_holes:
             self._placed.remove(hole)
         self._claims, self._claimed_holes = [], []
@@ -306,7 +307,7 @@ class Schedule:
 
     def _keep_clean(self, nbytes: int, transfers: list[Transfer]) -> None:
         room = self.nbytes - self.used_bytes
-        for entry in sorted((entry for entry in self._placed if self._rank(entry) >= 0), key=self._rank, reverse=True):
+        for entry in sorted((entry for entry in self._placed if not entry.claimed and self._rank(entry) >= 0), key=self._rank, reverse=True):
             if room >= nbytes:
                 return
             room += entry.size
@@ -320,7 +321,9 @@ class Schedule:
             self._claim(run, entry.size, transfers)
             return False
         for member in run[1]:
+            offset, claimed, member.claimed = member.offset or 0, member.claimed, 0
             self._drop(member)
+            self._claim_hole(offset, offset + claimed)
         entry.offset = run[0]
         self._placed.insert(bisect_left(self._placed, run[0], key=_offset), entry)
         self.used_bytes += entry.size
@@ -335,9 +338,11 @@ class Schedule:
         start, members = run
         position = start
         for member in members:
-            self._claim_hole(position, member.offset or 0)
-            position = (member.offset or 0) + member.size
-            member.claimed = member.leaving = True
+            offset = member.offset or 0
+            self._claim_hole(position, offset)
+            position = offset + member.size
+            member.claimed = min(start + size, position) - offset  # what comes next may have the rest
+            member.leaving = True
             self._claims.append(member)
             if member.dirty and not member.writing and not member.reading and not member.write_failed:
                 self._write(member, transfers)
@@ -345,7 +350,7 @@ class Schedule:
 
     def _claim_hole(self, start: int, end: int) -> None:
         if start < end:
-            hole = _Entry("", 0, 0, end - start, offset=start, claimed=True)
+            hole = _Entry("", 0, 0, end - start, offset=start, claimed=end - start)
             self._placed.insert(bisect_left(self._placed, start, key=_offset), hole)
             self._claimed_holes.append(hole)
 
@@ -360,8 +365,8 @@ class Schedule:
         entry.offset = None
         entry.leaving = entry.unused = False
 
-    def _room(self, size: int, beyond: float) -> tuple[int, list[_Entry]] | None:
-        """The offset of the cheapest stretch of *size* bytes, and who has to leave it: only entries with a rank above *beyond*.
+    def _room(self, size: int, beyond: float, lowest: bool = False) -> tuple[int, list[_Entry]] | None:
+        """The offset of the cheapest or *lowest* stretch of *size* bytes, and who has to leave it: only entries with a rank above *beyond*.
 
         Cheapest is where the soonest to be used again is farthest away, then where nobody need be waited for, then where the fewest bytes leave;
         then the tightest.
@@ -373,7 +378,10 @@ class Schedule:
             if offset > position:
                 pieces.append((position, offset, math.inf, None))
             position = offset + entry.size
-            pieces.append((offset, position, self._rank(entry), entry))
+            if entry.claimed:
+                pieces.append((offset, offset + entry.claimed, _STAYS, entry))
+            if entry.claimed < entry.size:
+                pieces.append((offset + entry.claimed, position, self._rank(entry), entry))
         if position < self.nbytes:
             pieces.append((position, self.nbytes, math.inf, None))
         best: tuple[float, int, int, int] = (math.inf, 0, 0, 0)
@@ -395,13 +403,15 @@ class Schedule:
                     if found is None or cost < best:
                         best, found = cost, (start, first, index)
                     break
+            if lowest and found is not None:
+                break
         if found is None:
             return None
         start, first, last = found
         return start, [piece[3] for piece in pieces[first : last + 1] if piece[3] is not None]
 
     def _rank(self, entry: _Entry) -> float:
-        if entry.in_use or entry is self._needed or entry.claimed:
+        if entry.in_use or entry is self._needed:
             return _STAYS
         if entry.write_failed:
             return _WRITE_FAILED

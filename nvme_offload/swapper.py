@@ -88,8 +88,10 @@ class TensorSwapper:
         self._hits = 0
         self._misses = 0
 
-    def create(self, name: str, nbytes: int) -> torch.Tensor:
+    def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
         """Make room for a new value *name*, in place of an older one; it is in use, its contents are undefined.
+
+        What stays in use for long is best placed *lowest*, whoever has to leave, so that it does not divide the room of others.
 
         Shapes: one dimension of *nbytes* unsigned bytes.
         Raises: UsageError when *name* is in use, or when what is in use leaves no room, which says what would; the error of a write that was
@@ -100,7 +102,7 @@ class TensorSwapper:
             self._live()
             while name in self._flights and (nbytes != self._schedule.size(name) or not self._flights[name].transfer.writes):
                 self._finish(name)
-            self._schedule.create(name, nbytes)
+            self._schedule.create(name, nbytes, lowest)
             self._write_errors.pop(name, None)  # that value is no more
             self._read_errors.pop(name, None)
             return self._obtain(name)[0]
@@ -161,6 +163,12 @@ class TensorSwapper:
                 self._on_drive.remove(name)
                 self._delete(name)
             self._pump()
+
+    @property
+    def learned(self) -> bool:
+        """Whether an order of use is known: a whole period of it has been seen."""
+        with self._lock:
+            return self._schedule.order.learned
 
     def step(self) -> None:
         """One period of the order of use ends here: call it once a training step."""

@@ -97,16 +97,16 @@ class Tier:
             if not self.swapper.in_use():
                 # Twice as much, since all values go to the drive and come back at every change.
                 self.swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
-            for name, room in self._scratch.items():  # before all else, so that it does not lie in the midst
-                self._scratch[name] = self.swapper.create(name, room.numel())
+            for name, room in self._scratch.items():
+                self._scratch[name] = self.swapper.create(name, room.numel(), lowest=True)
 
     def give_back(self, nbytes: int) -> None:
         """The opposite of `require`: so many bytes are no longer of use to who asked for them."""
         self._needed_bytes -= nbytes
 
     def make_scratch(self, name: str, nbytes: int) -> None:
-        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`."""
-        self._scratch[name] = self.swapper.create(name, nbytes)
+        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`. Raises: as `TensorSwapper.create`."""
+        self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)  # not in the midst, where it would divide the rest
 
     def scratch(self, name: str) -> torch.Tensor:
         """The memory of `make_scratch`. Shapes: unsigned bytes. Lifetime: to be asked for at every use; `require` may move it, without its contents."""
@@ -123,7 +123,7 @@ class Tier:
         _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(nbytes), format_bytes(self.cap_bytes), automatic, self._pool.pinned)
         return self._pool
 
-    def require_memory(self, whole_bytes: int, beside_bytes: int) -> None:
+    def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
         """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and for *beside_bytes* beside; "auto" gives way to those.
 
         Raises: UsageError with the numbers, rather than that the kernel ends the process later.
@@ -135,8 +135,9 @@ class Tier:
         held = min(self.cap_bytes, whole_bytes) - (self._pool.nbytes if self._swapper is not None else 0)
         if held + beside_bytes > available:
             raise UsageError(
-                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for parameters and states and {format_bytes(beside_bytes)} "
-                f'for gradients, and {format_bytes(available)} are available to it: lower "host_memory", or use fewer ranks or a smaller model'
+                f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for what it offloads"
+                f"{f' and {format_bytes(beside_bytes)} beside' if beside_bytes else ''}, and {format_bytes(available)} are available to it: "
+                'lower "host_memory", or use fewer ranks or a smaller model'
             )
 
     def require_space(self, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """`OptimizerSwapper`: the fp32 master weights and the optimizer states of ZeRO-3's sub-groups, each sub-group one packed name of a `TensorSwapper`.
 
 It stands where stage 3 expects `deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper`, and answers to the same calls. Gradients are no
-business of it: they stay where stage 3 reduces them to, in 16 bit (see `stage3.py`).
+business of it: see `gradients.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ..errors import UnsupportedError
 from ..tier import Tier
 
 _SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
-_HINTED = 4  # sub-groups read ahead in the first step, before the swapper has learned the order
 _MASTER = ""  # the key of the slot that the master weights are in
 _serial = itertools.count()
 
@@ -52,21 +51,12 @@ class OptimizerSwapper:
     Whatever the optimizer's state holds for a sub-group that has the sub-group's shape travels with the master weights, and whatever else (step
     counts and the like) stays in memory. The state's tensors stay the same objects: they are empty while their bytes are away.
 
-    *optimizer* and *gradient* are asked for at every use: stage 3 replaces the one, and makes the other from what it has reduced (None: nothing yet).
+    *optimizer* is asked for at every use: stage 3 replaces it.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        optimizer: Callable[[], torch.optim.Optimizer],
-        gradient: Callable[[torch.Tensor], torch.Tensor | None],
-        keep_gradient: Callable[[torch.Tensor], None],
-        state_bytes: int,
-    ) -> None:
+    def __init__(self, tier: Tier, optimizer: Callable[[], torch.optim.Optimizer], state_bytes: int) -> None:
         self.tier = tier
         self._optimizer = optimizer
-        self._gradient = gradient
-        self._keep_gradient = keep_gradient
         self._state_bytes = state_bytes
         self._prefix = f"optimizer{next(_serial)}"
         self._sub_groups: dict[int, _SubGroup] = {}  # by the parameter's id, in the order of the step
@@ -78,6 +68,10 @@ class OptimizerSwapper:
         """Forget everything; a second call does nothing."""
         self.tier.forget(self._names)
         self._names.clear()
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """What *parameter* and its states are called in the tier."""
+        return self._sub_groups[id(parameter)].name
 
     # What stage 3 calls.
 
@@ -98,13 +92,10 @@ class OptimizerSwapper:
             self._release(sub_group, changed=True)
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
-        """Bring *parameter*, its optimizer states and its gradient to memory."""
+        """Bring *parameter* and its optimizer states to memory."""
         sub_group = self._sub_groups[id(parameter)]
-        if async_parameter is not None:
-            self.tier.swapper.prefetch([following.name for following in self._following(parameter)])
         sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
         self._bind(parameter, sub_group)
-        parameter.grad = self._gradient(parameter)
 
     def swap_out_optimizer_state(self, parameter: torch.Tensor, async_swap: bool = False) -> None:
         """Give back what `swap_in_optimizer_state` brought, with its changes and what the optimizer has added; the writing goes on behind."""
@@ -114,15 +105,6 @@ class OptimizerSwapper:
     def release_swap_buffers(self, parameter: torch.Tensor) -> None:
         """Give back what `swap_in_optimizer_state` brought, unchanged."""
         self._give_back(parameter, changed=False)
-
-    def writeback_optimizer_state_and_gradients(self, parameter: torch.Tensor, write_opt_state: bool, write_gradients: bool) -> None:
-        """Give back what `swap_in_optimizer_state` brought, with the changes to the states, to the gradient, or to both."""
-        if write_gradients and parameter.grad is not None:
-            self._keep_gradient(parameter)
-        if write_opt_state:
-            self.swap_out_optimizer_state(parameter)
-        else:
-            self.release_swap_buffers(parameter)
 
     def states(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The optimizer states of *parameter* that travel with it, by key."""
@@ -164,11 +146,6 @@ class OptimizerSwapper:
         """Nothing to finish: gradients stay where they are."""
 
     # Inside.
-
-    def _following(self, parameter: torch.Tensor) -> Iterator[_SubGroup]:
-        position = next(index for index, other in enumerate(self._parameters) if other is parameter)
-        for other in self._parameters[position : position + _HINTED]:
-            yield self._sub_groups[id(other)]
 
     def _capacity(self, numel: int) -> int:
         return numel * self._state_bytes + 4 * _SLOT_BYTES

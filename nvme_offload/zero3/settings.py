@@ -19,7 +19,7 @@ class Settings:
     """The section "nvme_offload" of a ds_config; every key may be left out.
 
     swappers: "native" for this package's, "deepspeed" for DeepSpeed's own on this package's op.
-    host_memory: bytes of host memory a rank may hold for parameters and optimizer states, pinned or cached; or "auto", which takes from the memory
+    host_memory: bytes of host memory a rank may hold for parameters, gradients and optimizer states, pinned or cached; or "auto", which takes from the memory
     that is available what the model needs.
     backend: of the engine, as in `AioConfig`.
     paths: directories on the drives to use instead of nvme_path; large tensors are striped over them.

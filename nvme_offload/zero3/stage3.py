@@ -1,7 +1,7 @@
 """`Stage3`: DeepSpeed's ZeRO-3 optimizer with this package's swappers behind it.
 
-What differs from the class below it: sub-groups are cut to sizes that the host memory can read ahead; gradients stay in the buffer that they are
-reduced to, in 16 bit, until the optimizer wants them widened; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
+What differs from the class below it: sub-groups are cut to sizes that the host memory can read ahead; gradients are kept as they are reduced, in 16 bit,
+until the optimizer wants them widened, in `Gradients`; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
 Results do not differ, by a bit: norms are summed in the sub-groups that the user asked for.
 """
 
@@ -20,41 +20,34 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ..errors import OffloadError, UsageError
-from ..pool import PinnedPool
 from ..units import format_bytes
 from . import archive, states
+from .gradients import Gradients
 from .optimizer_swapper import OptimizerSwapper, state_bytes
 from .param_swapper import ParameterSwapper
 from .settings import Settings
 from .shared_tier import tier_of
 from .step_stats import StepClock, StepStats
+from .sub_groups import Footprint, cut, is_elementwise
 
-# Sub-groups that the budget should hold, where parameters are small enough: one is in use, two are read ahead, one is written back, and the more
-# the others are, the less of the budget is lost to what does not fit whole.
-_IN_MEMORY = 16
-_LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
 _VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
 _WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
-_SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
+_HINTED = 4  # sub-groups read ahead in the first step, before the swapper has learned the order, and whenever a checkpoint is written
 
 _log = logging.getLogger(__name__)
-_serial = itertools.count()
 
 
 class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
 
-    offload_optimizer_pin_memory: bool
-    grad_partitions_flat_buffer: torch.Tensor
+    fp16_groups: list[list[Any]]
 
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
         self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
         self.native = Settings.of(self._ds_config).swappers == "native" and not kwargs.get("zenflow_config")
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
-        self._kept_gradients: dict[int, torch.Tensor] = {}  # by sub-group: gradients that were set from outside, which 16 bit might not hold
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.last_step: StepStats | None = None
-        self.norm_for_param_grads: dict[int, Any] = {}  # which the base makes later than it asks for states
         self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
         super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
 
@@ -83,34 +76,31 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def _open_tier(self, param_groups: Any) -> None:
         """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
-        self._state_bytes = state_bytes(self.optimizer, self.master_weights_and_grads_dtype)
+        self._footprint = Footprint(
+            states=state_bytes(self.optimizer, self.master_weights_and_grads_dtype),
+            gradient=self.gradient_accumulation_dtype.itemsize,
+            widened=self.master_weights_and_grads_dtype.itemsize,
+            parameter=self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0,
+        )
         self._elementwise = is_elementwise(self.optimizer)
         sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
         groups = [super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups]
         uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
         self._least_sub_group = max(sizes if self._elementwise else uncut)  # elements of the largest, however small they are made
-        self._parameter_bytes = self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0
-        widened = (min(_LARGEST_SUB_GROUP, sum(sizes)) + self._least_sub_group) * self.master_weights_and_grads_dtype.itemsize
-        self._whole_bytes = sum(sizes) * self._state_bytes + widened + (len(sizes) + 2) * _SLACK_BYTES
-        gradients = sum(sizes) * self.gradient_accumulation_dtype.itemsize
+        self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
         self._tier = tier_of(self._ds_config)
-        self._tier.require_memory(self._whole_bytes, gradients)
-        self._tier.require_space(sum(sizes) * (self._state_bytes + self._parameter_bytes))
-        _log.info("host memory for gradients, beside that for offload: %s (%s)", format_bytes(gradients), self.gradient_accumulation_dtype)
+        self._tier.require_memory(self._whole_bytes)
+        self._tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _plan(self) -> None:
-        """Choose how large sub-groups may be. Raises: UsageError when the host memory cannot hold the largest that cannot be cut."""
-        widened = self.master_weights_and_grads_dtype.itemsize
-        cap = self._tier.cap_bytes
-        fewest = self._least_sub_group * (self._state_bytes + widened + self._parameter_bytes) + 2 * _SLACK_BYTES
+        """See that the host memory can hold the largest sub-group that cannot be cut. Raises: UsageError."""
+        cap, fewest = self._tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
         if cap < fewest:
             largest = "parameter" if self._elementwise else "sub-group (sub_group_size says how large they are)"
             raise UsageError(
                 f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {self._least_sub_group} '
                 f"elements on this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
             )
-        self._most_elements = (cap - 2 * _SLACK_BYTES) // (self._state_bytes + widened + self._parameter_bytes)
-        self._largest_sub_group = min(_LARGEST_SUB_GROUP, max(1, cap // (_IN_MEMORY * self._state_bytes + widened)))
 
     def _create_fp16_sub_groups(self, params_group: Any) -> Any:
         groups = super()._create_fp16_sub_groups(params_group)
@@ -118,11 +108,12 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return groups
         # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
         unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
-        cut = [_cut(group, self._largest_sub_group, self._most_elements, unit) if self._elementwise else [group] for group in groups]
-        if not all(sum(param.partition_numel() for param in part) % unit == 0 for parts in cut for part in parts[:-1]):
+        wanted, most = self._footprint.wanted_elements(self._tier.cap_bytes), self._footprint.most_elements(self._tier.cap_bytes)
+        parts = [cut(group, wanted, most, unit) if self._elementwise else [group] for group in groups]
+        if not all(sum(param.partition_numel() for param in part) % unit == 0 for group in parts for part in group[:-1]):
             _log.warning('sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it')
-        self._logical_groups += cut
-        return list(itertools.chain.from_iterable(cut))
+        self._logical_groups += parts
+        return list(itertools.chain.from_iterable(parts))
 
     def _configure_tensor_swapping(self, offload_optimizer_config: Any, aio_config: Any) -> None:
         if not self.native:
@@ -130,11 +121,9 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return
         self._tier.require(self._whole_bytes)
         self._clock = StepClock(self._tier)
-        self._widened = f"gradient{next(_serial)}"
-        if self.gradient_accumulation_dtype != self.master_weights_and_grads_dtype:
-            largest = max(self.fp16_partitioned_groups_flat_numel)
-            self._tier.make_scratch(self._widened, largest * self.master_weights_and_grads_dtype.itemsize)
-        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._gradient, self._keep_gradient, self._state_bytes)
+        widened = self.master_weights_and_grads_dtype
+        self._gradients = Gradients(self._tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
+        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._footprint.states)
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
@@ -154,84 +143,99 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
                 start = self.optimizer.defaults["initial_accumulator_value"]
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, start, requires_grad=False)}
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
+        # What it makes after this is a buffer for the gradients of all that it finds here.
+        self.fp16_groups = [params for index, params in enumerate(self.fp16_groups) if not self._swappable_optimizer_subgroup(index)]
 
     def destroy(self) -> None:
         """Give up the states, as the base does its hooks."""
         super().destroy()
         if self.swaps_natively:
+            self._gradients.close()
             self.optimizer_swapper.close()
-            self._tier.drop_scratch(self._widened)
             self._tier.give_back(self._whole_bytes)
             self._whole_bytes = 0
 
     # Gradients.
 
     def _setup_for_real_optimizer(self) -> None:
-        pins = self.offload_optimizer_pin_memory
-        self.offload_optimizer_pin_memory = pins and not self.swaps_natively
+        groups = self.fp16_groups
         super()._setup_for_real_optimizer()
-        self.offload_optimizer_pin_memory = pins
-        if self.swaps_natively and (pins or get_accelerator().device_name() == "cuda"):
-            self._pin_gradients()
+        self.fp16_groups = groups
 
-    def _pin_gradients(self) -> None:
-        """Pin the buffer that gradients are reduced to, in as many bytes as it has: torch would take the next power of two, and two buffers at once."""
-        numel, dtype = self.grad_partitions_flat_buffer.numel(), self.grad_partitions_flat_buffer.dtype
-        partitions = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        partitions.clear()
-        del self.grad_partitions_flat_buffer  # the last reference, so that its memory is there for the other
-        self.grad_partitions_flat_buffer = PinnedPool(numel * dtype.itemsize).empty(numel, dtype).zero_()
-        params = list(itertools.chain.from_iterable(self.fp16_groups))
-        sizes = [param.partition_numel() for param in params]
-        for param, size, start in zip(params, sizes, itertools.accumulate(sizes, initial=0), strict=False):
-            partitions[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, start, size)
+    def _settle_copies(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
 
-    def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, gradients: Any, offsets: Any) -> None:
-        identifier = self.get_param_id(param)
-        index, offset, _ = self.grad_position[identifier]
-        if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
-            super()._offload_grad_partition_at_boundary(param, grad_buffer, gradients, offsets)
-            return
-        self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(grad_buffer)
-        if index in self._kept_gradients:
-            self._kept_gradients[index].narrow(0, offset, grad_buffer.numel()).copy_(grad_buffer)
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """As the base; but the gradients of sub-groups that are swapped go to the tier, and their norms are made of what is at hand."""
+        if not self.swaps_natively:
+            return super().partition_grads(params_to_release, grad_partitions)
+        swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
+        others = []
+        for param, partition in zip(params_to_release, grad_partitions, strict=True):
+            index, offset, numel = self.grad_position[self.get_param_id(param)]
+            if not self._swappable_optimizer_subgroup(index):
+                others.append((param, partition))
+                continue
+            if numel * self._get_param_partition_rank(param) < param.ds_numel:  # not only padding
+                swapped.setdefault(index, []).append((offset, partition, param))
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        for index in sorted(swapped, reverse=True):  # what the update needs first stays longest
+            pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
+            totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
+            if self.is_gradient_accumulation_boundary():
+                for (_, _, param), total in zip(swapped[index], totals, strict=True):
+                    self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(total)
+        return super().partition_grads([param for param, _ in others], [partition for _, partition in others])
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a sub-group, in the optimizer's type: zeros for parameters that got none since the last step; None before the first pass."""
-        index = self._index_of(parameter)
-        if index in self._kept_gradients:
-            return self._kept_gradients[index]
-        if getattr(self, "grad_partitions_flat_buffer", None) is None:
-            return None
-        params, numels = self.fp16_groups[index], self.fp16_partitioned_groups_flat_numel
-        reduced = [self.get_param_id(param) in self.norm_for_param_grads for param in params]
-        source = self.grad_partitions_flat_buffer.narrow(0, sum(numels[:index]), numels[index])
-        if source.dtype == parameter.dtype:
-            gradient = source
-        else:
-            gradient = self._tier.scratch(self._widened).view(parameter.dtype).narrow(0, 0, source.numel()).copy_(source)
-        for param, has_gradient in zip(params, reduced, strict=True):
-            if not has_gradient:
-                _, offset, numel = self.grad_position[self.get_param_id(param)]
-                gradient.narrow(0, offset, numel).zero_()
-        return gradient
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The backward pass is over."""
+        super().independent_gradient_partition_epilogue()
+        if self.swaps_natively:
+            self._gradients.pause()
 
-    def _keep_gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._kept_gradients[self._index_of(parameter)] = parameter.grad.clone()
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        super()._finalize_offload_gradient_accumulation()
+        self._make_missing_norms()
+
+    def _make_missing_norms(self) -> None:
+        """Make the norms of gradients that nobody knew to be complete when they were reduced."""
+        for index, params in enumerate(self.fp16_groups if self.swaps_natively else []):
+            for param in params:
+                identifier = self.get_param_id(param)
+                offset = self.grad_position[identifier][1]
+                if identifier not in self.norm_for_param_grads and offset in self._gradients.reduced(index):
+                    partition = self._gradients.partition(index, offset).to(get_accelerator().current_device_name())
+                    self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(partition)
+        if self.swaps_natively:
+            self._gradients.pause()
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """As the base, which looks at the gradients that it has itself: of the others the norms tell."""
+        if self.swaps_natively and self.norm_for_param_grads:
+            norms = torch.stack([norm.to(self.inf_or_nan_tracker.device) for norm in self.norm_for_param_grads.values()])
+            self.inf_or_nan_tracker.logical_or_(norms.isfinite().all().logical_not())
+        overflows: bool = super().has_overflow(partition_gradients)
+        return overflows
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
         if not self.swaps_natively or self.loss_scale != 1.0 or (self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0):
             super().unscale_and_clip_grads(sub_group_id, total_norm)
 
-    def reset_cpu_buffers(self) -> None:
-        """Forget the gradients of the step that is over, as the base does."""
-        super().reset_cpu_buffers()
-        self._kept_gradients.clear()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as the base does those of parameters."""
+        super().zero_grad(set_to_none)
+        if self.swaps_natively:
+            self._gradients.forget()
 
-    def _index_of(self, parameter: torch.Tensor) -> int:
-        return next(index for index, other in enumerate(self.fp32_partitioned_groups_flat) if other is parameter)
+    def reset_cpu_buffers(self) -> None:
+        """Forget the gradients of the step that is over, as the base does their norms."""
+        super().reset_cpu_buffers()
+        if self.swaps_natively:
+            self._gradients.forget()
 
     def _get_norm_groups(self) -> Any:
         if not self.swaps_natively:
@@ -247,6 +251,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             super().step(closure)
             return
         self._clock.begin_update()
+        self._make_missing_norms()
         super().step(closure)
         if not self.overflow:
             self._tier.swapper.step()
@@ -264,18 +269,54 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         with _with_shape(param):
             super().set_local_hp_param(value, param, optim_state_key)
 
+    # Bringing states and gradients.
+
+    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
+        if not self.swaps_natively:
+            super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+            return
+        parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
+        if steps and not self._tier.swapper.learned:
+            self.read_ahead(sub_group_id)
+        gradient = self._gradients.widened(sub_group_id, last=steps)  # before the states: so no two values need have room at once
+        super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        parameter.grad = gradient
+
+    def read_ahead(self, index: int) -> None:
+        """The gradient and the states of sub-group *index* and of those after it are used next."""
+        following = [number for number in range(index, min(index + _HINTED, len(self.fp16_groups))) if self._swappable_optimizer_subgroup(number)]
+        names = ((self._gradients.name(number), self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number])) for number in following)
+        self._tier.swapper.prefetch(itertools.chain.from_iterable(names))
+
+    def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
+        if not self.swaps_natively:
+            super()._writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
+            return
+        parameter = self.fp32_partitioned_groups_flat[sub_group_id]
+        if write_opt_state:
+            self.optimizer_swapper.swap_out_optimizer_state(parameter)
+        else:
+            self.optimizer_swapper.release_swap_buffers(parameter)
+        if write_gradients:
+            self._gradients.replace(sub_group_id)
+
     # Fragments: what is handed out must not be memory that the next read overwrites.
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
-        fragment, index = super()._get_fp32_grad_state_partition(param, release_swap_buffers=False)
-        return self._detached(fragment, index, release_swap_buffers)
+        index, offset, numel = self.grad_position[self.get_param_id(param)]
+        if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
+            return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+        fragment = self._gradients.widened(index).narrow(0, offset, numel)
+        return fragment.clone() if release_swap_buffers else fragment, index
 
     def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
-        fragment, index = super()._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=optim_state_key)
-        return self._detached(fragment, index, release_swap_buffers)
-
-    def _detached(self, fragment: torch.Tensor, index: int, release: bool) -> Any:
-        if release and self._swappable_optimizer_subgroup(index):
+        index, offset, numel = self.grad_position[self.get_param_id(param)]
+        if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
+            return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
+        parameter = self.fp32_partitioned_groups_flat[index]
+        self.optimizer_swapper.swap_in_optimizer_state(parameter)
+        fragment = (parameter if optim_state_key is None else self.optimizer.state[parameter][optim_state_key]).narrow(0, offset, numel)
+        if release_swap_buffers:
             fragment = fragment.clone()
             self._release_swap_buffers(index)
         return fragment, index
@@ -360,28 +401,3 @@ def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
         unused = [key for key in section if key in _WITHOUT_EFFECT]
         if section.get("device") == "nvme" and unused:
             _log.info('%s in "%s": no longer needed; the one budget "host_memory" holds for all', ", ".join(unused), name)
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether *optimizer* is known to update every element by itself, so that it does not matter which are in a tensor together."""
-    kind = type(optimizer)
-    known = kind.__module__.startswith(("torch.optim.", "deepspeed.ops.adam.", "deepspeed.ops.lion.", "deepspeed.ops.adagrad."))
-    return known and kind.__name__ not in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-
-
-def _cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:
-    """*params* in consecutive lists of at most *wanted* elements each, or of one parameter, that are whole *units* but for the last.
-
-    Where they cannot be both, they are longer, up to *most* elements; and where that does not help, they are not whole units.
-    """
-    lists: list[list[Any]] = []
-    rest = list(params)
-    while rest:
-        ends = list(itertools.accumulate(param.partition_numel() for param in rest))
-        fitting = max(sum(end <= wanted for end in ends), 1)
-        whole = [count for count, end in enumerate(ends, 1) if (end % unit == 0 or count == len(rest)) and (count <= fitting or end <= most)]
-        shorter = [count for count in whole if count <= fitting]
-        count = shorter[-1] if shorter else whole[0] if whole else fitting
-        lists.append(rest[:count])
-        rest = rest[count:]
-    return lists

@@ -265,7 +265,8 @@ def _loan(stage3: Stage3, index: int) -> Loan:
     def lend() -> Iterator[Mapping[str, torch.Tensor]]:
         swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
         if swapped:
-            stage3.optimizer_swapper.swap_in_optimizer_state(parameter, async_parameter=stage3.next_swappable_fp32_partitioned_groups[index])
+            stage3.read_ahead(index)
+            stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
         try:
             state = stage3.optimizer.state.get(parameter, {})
             yield {_MASTER: parameter.data.cpu(), **{key: state[key].detach().cpu() for key in _cut_states(stage3, index)}}

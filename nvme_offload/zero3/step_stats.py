@@ -19,7 +19,7 @@ class StepStats:
     step: counted from 1, skipped ones too. seconds: all of it; update_seconds: the optimizer's part.
     bytes_read, bytes_written: from and to the drives. waited_seconds: in which training stood still for a drive; update_waited_seconds: those of the
     optimizer's part.
-    resident_bytes: parameters and states that are in host memory at the end. peak_bytes: the most host memory of the pool that was ever in use.
+    resident_bytes: parameters, gradients and states that are in host memory at the end. peak_bytes: the most host memory of the pool that was ever in use.
     tuned_bytes_per_second: what the drive's profile promises for reads and writes at once; None where the drive has no profile.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from nvme_offload.access_order import AccessOrder, Use
 from nvme_offload.errors import UsageError
 from nvme_offload.schedule import Schedule, Transfer
+from nvme_offload.zero3.sub_groups import Footprint, cut
 
 PAGE = 4096
 
@@ -368,6 +370,94 @@ def test_room_for_what_is_created_every_period_is_made_ahead():
         machine.release("new", changed=True)
         machine.discard("new")
         machine.schedule.order.step()
+
+
+def test_several_that_are_created_share_the_room_of_one_that_leaves():
+    machine = Machine(Schedule(24 * PAGE, 8 * PAGE), random.Random(0))
+    small = [f"small{number}" for number in range(8)]
+    counts = []
+    for _ in range(6):
+        for name in small:
+            machine.create(name, PAGE)
+            machine.release(name, changed=True)
+        for name in small:
+            machine.need(name)
+            machine.discard(name)
+        for name in "abcdef":
+            if name in machine.truth:
+                machine.need(name)
+            else:
+                machine.create(name, 4 * PAGE)
+            machine.release(name, changed=True)
+        machine.schedule.order.step()
+        counts.append((machine.reads, machine.writes))
+    # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes places with two more.
+    assert counts[-1][0] - counts[-2][0] <= 4
+    assert counts[-1][1] - counts[-2][1] <= 4
+
+
+SIZES = st.lists(st.integers(1, 40_000), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=SIZES, drawn=st.data(), accumulation=st.integers(1, 2), source=st.randoms(use_true_random=False))
+def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumulation, source):
+    """ZeRO-3 with all on the drive: parameters of *sizes* elements, made before anything else, in sub-groups as they are cut for the budget."""
+    footprint = Footprint(states=12, gradient=2, widened=4, parameter=2)
+    least = footprint.least_bytes(max(sizes))
+    nbytes = drawn.draw(st.just(least) | st.integers(least, 3 * least))
+    groups = cut([Parameter(number, size) for number, size in enumerate(sizes)], footprint.wanted_elements(nbytes), footprint.most_elements(nbytes), 1)
+    numels = [sum(param.size for param in group) for group in groups]
+    machine = Machine(Schedule(nbytes), source)
+
+    def forward_or_backward(params):
+        for param in params:
+            machine.need(param.name)
+            machine.release(param.name, changed=False)
+
+    for param in itertools.chain.from_iterable(groups):
+        machine.create(param.name, 2 * param.size)
+        machine.release(param.name, changed=True)
+    machine.schedule.create("widened", 4 * max(numels), lowest=True)
+    machine.obtain("widened")
+    assert machine.held["widened"].offset == 0
+    machine.change("widened")
+    for index, numel in enumerate(numels):
+        machine.create(f"states{index}", 12 * numel + 256)
+        machine.release(f"states{index}", changed=True)
+    for _ in range(3):
+        for micro in range(accumulation):
+            forward_or_backward(itertools.chain.from_iterable(groups))
+            for index, group in reversed([*enumerate(groups)]):
+                if micro:
+                    machine.need(f"gradient{index}")
+                else:
+                    machine.create(f"gradient{index}", 2 * numels[index])
+                forward_or_backward(group)  # while the gradient is in use
+                machine.release(f"gradient{index}", changed=True)
+        for index, group in enumerate(groups):
+            machine.need(f"gradient{index}")
+            machine.discard(f"gradient{index}")
+            machine.need(f"states{index}")
+            for param in group:
+                machine.create(param.name, 2 * param.size)
+                machine.release(param.name, changed=True)
+            machine.release(f"states{index}", changed=True)
+        machine.schedule.order.step()
+    event(f"{min(len(groups), 4)} sub-groups, some reads: {machine.reads > 0}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    number: int
+    size: int
+
+    @property
+    def name(self):
+        return f"parameter{self.number}"
+
+    def partition_numel(self):
+        return self.size
 
 
 def test_a_value_on_its_way_out_is_kept_when_it_is_needed_again():

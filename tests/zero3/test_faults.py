@@ -79,7 +79,7 @@ def test_a_drive_that_is_too_small_is_refused_before_the_first_step(mounted):
     with tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place:  # 16 MiB
         (result,) = train([Case(model="misaligned", section=SMALLEST)], Path(place))
     assert result["error"] == NoSpaceError.__name__
-    assert "training needs 72" in result["message"]
+    assert "training needs 84" in result["message"]
     assert '"paths"' in result["message"]
 
 

@@ -1,0 +1,77 @@
+"""How ZeRO-3's sub-groups are cut so that a budget of host memory can hold them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Sub-groups that the budget should hold, where parameters are small enough: one is in use, two are read ahead, one is written back, and the more
+# the others are, the less of the budget is lost to what does not fit whole.
+_IN_MEMORY = 16
+_LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
+_SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes that one element takes: of master weights and *states*, of its *gradient* as it is reduced and *widened*, and of a *parameter* on a drive."""
+
+    states: int
+    gradient: int
+    widened: int
+    parameter: int
+
+    @property
+    def _at_once(self) -> int:
+        # An update holds the states, the gradient widened, and one 16-bit parameter after another, to either side of the states.
+        return self.states + self.widened + 2 * self.parameter
+
+    def least_bytes(self, elements: int) -> int:
+        """Memory that sub-groups of *elements*, and parameters of no more, can do with."""
+        return elements * self._at_once + 2 * _SLACK_BYTES
+
+    def most_elements(self, nbytes: int) -> int:
+        """The largest sub-group that *nbytes* of memory can do with."""
+        return (nbytes - 2 * _SLACK_BYTES) // self._at_once
+
+    def wanted_elements(self, nbytes: int) -> int:
+        """How large sub-groups are best made for *nbytes* of memory."""
+        return min(_LARGEST_SUB_GROUP, max(1, nbytes // (_IN_MEMORY * (self.states + self.gradient) + self.widened)))
+
+    def whole_bytes(self, sizes: list[int], least: int) -> int:
+        """Memory in which everything stays but parameters, of which there are *sizes* elements; the largest sub-group cannot be less than *least*."""
+        widened = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
+        return sum(sizes) * (self.states + self.gradient) + widened * self.widened + 2 * (len(sizes) + 1) * _SLACK_BYTES
+
+    def drive_bytes(self, elements: int) -> int:
+        """Of the drive, for *elements*."""
+        return elements * (self.states + self.gradient + self.parameter)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether *optimizer* is known to update every element by itself, so that it does not matter which are in a tensor together."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith(("torch.optim.", "deepspeed.ops.adam.", "deepspeed.ops.lion.", "deepspeed.ops.adagrad."))
+    return known and kind.__name__ not in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+def cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:
+    """*params* in consecutive lists of at most *wanted* elements each, or of one parameter, that are whole *units* but for the last.
+
+    Where they cannot be both, they are longer, up to *most* elements; and where that does not help, they are not whole units.
+    """
+    lists: list[list[Any]] = []
+    rest = list(params)
+    while rest:
+        ends = list(itertools.accumulate(param.partition_numel() for param in rest))
+        fitting = max(sum(end <= wanted for end in ends), 1)
+        whole = [count for count, end in enumerate(ends, 1) if (end % unit == 0 or count == len(rest)) and (count <= fitting or end <= most)]
+        shorter = [count for count in whole if count <= fitting]
+        count = shorter[-1] if shorter else whole[0] if whole else fitting
+        lists.append(rest[:count])
+        rest = rest[count:]
+    return lists

@@ -1,0 +1,178 @@
+"""Gradients in a tier: in memory or on the drive as there is room, summed, widened, replaced and forgotten; and what remains of a failure."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402  # where there is torch
+from hypothesis import strategies as st  # noqa: E402
+
+import nvme_offload.store  # noqa: E402
+from nvme_offload._aio import FaultKind  # noqa: E402
+from nvme_offload.config import AioConfig  # noqa: E402
+from nvme_offload.engine import Engine  # noqa: E402
+from nvme_offload.errors import IOFailure, UsageError  # noqa: E402
+from nvme_offload.tier import Tier  # noqa: E402
+from nvme_offload.zero3.gradients import Gradients  # noqa: E402
+
+NUMELS = [6000, 5000, 7000, 4096]
+SMALLEST = 4 * 7000 + 2 * 7000 + (8 << 10)  # what is widened, one gradient, and both rounded up to pages
+CONFIG = AioConfig(backend="posix", block_size=64 << 10, queue_depth=4, direct="auto")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A function from bytes of memory to a tier and the gradients in it."""
+    tiers = []
+
+    def of(nbytes, dtype=torch.bfloat16):
+        tier = Tier([str(tmp_path)], CONFIG, host_memory=nbytes)
+        tiers.append(tier)
+        tier.require(nbytes)
+        return tier, Gradients(tier, NUMELS, dtype, torch.float32, lambda: None)
+
+    yield of
+    for tier in tiers:
+        tier.close()
+
+
+def some(numel, seed=0):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("nbytes", [SMALLEST, 1 << 20])
+def test_they_come_back_as_they_were_reduced(make, nbytes):
+    tier, gradients = make(nbytes)
+    for step in range(4):
+        for index in reversed(range(4)):
+            gradients.add(index, [(0, some(NUMELS[index], step + index))], to_earlier=False)
+        gradients.pause()
+        for index in range(4):
+            assert torch.equal(gradients.widened(index, last=True), some(NUMELS[index], step + index).float())
+        assert all(name.endswith("widened") for name in tier.swapper.names())  # nothing is kept that nobody needs
+        tier.swapper.step()
+    moved = tier.swapper.stats()
+    assert (moved.bytes_read, moved.bytes_written) == (0, 0) or nbytes == SMALLEST
+    assert nbytes != SMALLEST or 4 * 2 * min(NUMELS) <= moved.bytes_read <= moved.bytes_written <= 4 * 2 * sum(NUMELS)
+
+
+def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_zero(make):
+    _, gradients = make(SMALLEST)
+    first, second = some(1000, 1), some(1000, 2)
+    gradients.add(0, [(500, first), (1500, first)], to_earlier=False)
+    gradients.add(1, [(0, first)], to_earlier=False)  # another in between
+    totals = gradients.add(0, [(1500, second), (5000, second)], to_earlier=True)
+    assert torch.equal(totals[0], first + second)
+    assert torch.equal(totals[1], second)  # of which there was nothing earlier
+    gradients.add(0, [(500, second)], to_earlier=False)  # not added, though there was
+    expected = torch.zeros(6000)
+    expected[500:1500], expected[1500:2500], expected[5000:] = second.float(), (first + second).float(), second.float()
+    assert torch.equal(gradients.widened(0), expected)
+    assert torch.equal(gradients.widened(0), expected)
+    assert gradients.reduced(0) == {500: 1000, 1500: 1000, 5000: 1000}
+    assert torch.equal(gradients.partition(0, 500), second)
+    assert not gradients.widened(2).any()
+    gradients.widened(0, last=True)
+    assert not gradients.widened(0).any()
+    assert torch.equal(gradients.widened(1)[:1000], first.float())
+
+
+def test_what_replaces_them_keeps_all_its_bits_until_it_is_reduced_again(make):
+    _, gradients = make(SMALLEST + (32 << 10))
+    gradients.add(0, [(0, some(6000))], to_earlier=False)
+    gradients.widened(0).mul_(1 / 3)
+    gradients.replace(0)
+    for index in (1, 2, 3):
+        gradients.add(index, [(0, some(NUMELS[index]))], to_earlier=False)
+    expected = some(6000).float() * (1 / 3)
+    assert torch.equal(gradients.widened(0), expected)
+    gradients.add(0, [(100, some(50, 3))], to_earlier=False)
+    expected[100:150] = some(50, 3).float()
+    assert torch.equal(gradients.widened(0, last=True), expected)
+    assert not gradients.widened(0).any()
+
+
+def test_what_is_forgotten_is_gone(make):
+    tier, gradients = make(SMALLEST)
+    for index in range(4):
+        gradients.add(index, [(0, some(NUMELS[index]))], to_earlier=False)
+    gradients.forget()
+    assert len(tier.swapper.names()) == 1
+    assert not any(gradients.widened(index).any() for index in range(4))
+    assert gradients.add(0, [(0, some(6000, 5))], to_earlier=True)[0].equal(some(6000, 5))
+    gradients.close()
+    assert tier.swapper.names() == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(slices=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=20))
+def test_any_part_of_a_sub_group_may_be_reduced(tmp_path_factory, slices):
+    numel = sum(size for size, _ in slices)
+    tier = Tier([str(tmp_path_factory.mktemp("drive"))], CONFIG, host_memory=1 << 20)
+    tier.require(1 << 20)
+    gradients = Gradients(tier, [numel], torch.float16, torch.float32, lambda: None)
+    gradients.add(0, [(0, torch.full((numel,), 77.0))], to_earlier=False)
+    gradients.widened(0, last=True)  # leaves its bytes where the next is widened
+    expected = torch.zeros(numel)
+    offset = 0
+    for number, (size, reduced) in enumerate(slices):
+        if reduced:
+            gradients.add(0, [(offset, torch.full((size,), number + 1.0))], to_earlier=False)
+            expected[offset : offset + size] = number + 1
+        offset += size
+    assert torch.equal(gradients.widened(0, last=True), expected)
+    tier.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copies_are_waited_for_before_anybody_may_have_the_memory(make, dtype):
+    tier, _ = make(1 << 20)
+    settled = []
+
+    def settle():
+        with pytest.raises(UsageError, match="is in use already"):
+            tier.swapper.swap_in(gradients.name(len(settled)))
+        settled.append(tier.swapper.nbytes(gradients.name(len(settled))))
+
+    gradients = Gradients(tier, NUMELS, dtype, torch.float32, settle)
+    gradients.add(0, [(0, some(6000))], to_earlier=False)
+    gradients.add(0, [(0, some(6000))], to_earlier=True)
+    assert settled == []
+    gradients.add(1, [(0, some(5000))], to_earlier=False)
+    gradients.pause()
+    gradients.pause()
+    assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
+    gradients.widened(1)
+    gradients.forget()
+    assert settled == [6000 * dtype.itemsize, 5000 * dtype.itemsize]
+
+
+def test_a_drive_that_fails_is_an_error_and_nothing_is_lost_when_it_works_again(make, monkeypatch):
+    engines = []
+
+    def faulty(*arguments, **named):
+        engines.append(Engine(*arguments, _faults=[(0, 3, FaultKind.FAIL, errno.EIO)], **named))
+        return engines[-1]
+
+    monkeypatch.setattr(nvme_offload.store, "Engine", faulty)
+    _, gradients = make(SMALLEST)
+    failures = 0
+    for index in range(4):
+        while True:
+            try:
+                gradients.add(index, [(0, some(NUMELS[index], index))], to_earlier=False)
+                break
+            except IOFailure:
+                failures += 1
+    for index in range(4):
+        while True:
+            try:
+                assert torch.equal(gradients.widened(index, last=True), some(NUMELS[index], index).float())
+                break
+            except IOFailure:
+                failures += 1
+    assert 1 <= failures <= 3
