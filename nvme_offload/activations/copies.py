@@ -43,8 +43,11 @@ class Copy:
             self._computing.wait_event(self._ended)
             self._memory = None
 
-    def precede(self, computing: Any, storage: torch.UntypedStorage) -> None:
-        """See that what is computed on the stream *computing* from here on finds *storage*, the target's, filled."""
+    def precede(self, storage: torch.UntypedStorage) -> None:
+        """See that what is computed from here on finds *storage*, the target's, filled."""
+        import torch
+
+        computing: Any = torch.cuda.current_stream(storage.device)
         computing.wait_event(self._ended)
         if computing != self._computing:
             bytes_of(storage, 0, storage.nbytes()).record_stream(computing)
@@ -57,9 +60,13 @@ class Copier:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
 
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether copies to and from *device* are made beside its computing, so that it is worth starting them early."""
+        return device.type == "cuda"
+
     def save(self, source: torch.Tensor, place: torch.Tensor) -> Copy | None:
         """Copy *source* into *place* of host memory; None when that is done already."""
-        if not source.is_cuda:
+        if not self.overlaps(source.device):
             place.copy_(source)
             return None
         return self._start(place, source, saving=True)
@@ -69,7 +76,7 @@ class Copier:
         import torch
 
         target = torch.empty(place.numel(), dtype=torch.uint8, device=device)
-        if not target.is_cuda:
+        if not self.overlaps(device):
             target.copy_(place)
             return target, None
         return target, self._start(target, place, saving=False)
@@ -85,7 +92,7 @@ class Copier:
 
 
 def check_no_capture(tensor: torch.Tensor) -> None:
-    """Raises: UnsupportedError when *tensor* is made for a CUDA graph that is being captured, whose replays would write to no drive."""
+    """Raises: UnsupportedError when *tensor* is made for a CUDA graph, whose replays would not save it again."""
     import torch
 
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():

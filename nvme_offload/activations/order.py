@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+
+_MOST_OF_A_NODE = 1 << 20
 
 
 class BackwardOrder:
-    """Serial numbers of saved tensors, in the order of their saves, and which of them backward has yet to ask for. Pure bookkeeping.
+    """Saved tensors by number, and which of them backward has yet to ask for: node by node the other way about, each node's as they were saved.
 
-    Backward goes back from wherever it is: through one of several graphs, or through one that a checkpoint has just made anew. That it should ask
-    in the very order of the saves within an operation, or for one tensor twice, changes nothing but how well the next ones are told.
+    A node is an operation, or a compiled block, which may save many. Backward goes back from wherever it is: through one of several graphs, or
+    through one that a checkpoint has just made anew. Where it does otherwise the next tensors are told less well, no more. Pure bookkeeping.
     """
 
     def __init__(self) -> None:
-        self._alive: list[int] = []
+        self._node: Hashable = None
+        self._next = 0  # of the node; it counts down
+        self._alive: list[int] = []  # ascending: what is asked for last comes first
         self._waiting: list[int] = []  # of these
 
-    def saved(self, serial: int) -> None:
-        """A tensor was saved; each has a higher number than the one before."""
-        self._alive.append(serial)
-        self._waiting.append(serial)
+    def save(self, node: Hashable) -> int:
+        """A tensor is saved by *node*; its number."""
+        if node != self._node or self._next % _MOST_OF_A_NODE == 0:
+            self._node = node
+            self._next = (self._next // _MOST_OF_A_NODE + 2) * _MOST_OF_A_NODE
+        self._next -= 1
+        insort(self._alive, self._next)
+        insort(self._waiting, self._next)
+        return self._next
 
-    def forgotten(self, serial: int) -> None:
+    def forget(self, number: int) -> None:
         """No graph has it any more."""
-        _remove(self._alive, serial)
-        _remove(self._waiting, serial)
+        _remove(self._alive, number)
+        _remove(self._waiting, number)
 
-    def asked(self, serial: int) -> None:
+    def ask(self, number: int) -> None:
         """Backward asks for it; for the second time where it goes through a graph that was retained once more, and all of it waits again."""
-        if not _remove(self._waiting, serial):
+        if not _remove(self._waiting, number):
             self._waiting = self._alive.copy()
-            _remove(self._waiting, serial)
+            _remove(self._waiting, number)
 
-    def after(self, serial: int, count: int) -> list[int]:
-        """The *count* tensors that are likely asked for after *serial*, the next one first."""
-        place = bisect_left(self._waiting, serial)
+    def after(self, number: int, count: int) -> list[int]:
+        """The *count* tensors that are likely asked for after *number*, the next one first."""
+        place = bisect_left(self._waiting, number)
         return self._waiting[max(place - count, 0) : place][::-1]
+
+    def next_node(self, number: int, count: int) -> list[int]:
+        """The tensors, of `after`, that the node of *number* still asks for, and those of the next node; or the first *count*, where that is more."""
+        found: list[int] = []
+        nodes = {number // _MOST_OF_A_NODE}
+        for one in reversed(self._waiting[: bisect_left(self._waiting, number)]):
+            nodes.add(one // _MOST_OF_A_NODE)
+            if len(nodes) > 2 and len(found) >= count:
+                break
+            found.append(one)
+        return found
 
 
 def _remove(numbers: list[int], number: int) -> bool:

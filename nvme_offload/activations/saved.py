@@ -37,26 +37,13 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (0, whole) if 2 * (end - begin) >= whole else (begin // _ALIGNED * _ALIGNED, end)
 
 
-class _Version:
-    """Whether a tensor was modified in place since; without its memory, of which it keeps nothing."""
-
-    __slots__ = ("_at_first", "_like", "_what")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        import torch
-
-        self._at_first = tensor._version
-        self._what = f"{tensor.dtype}, {list(tensor.shape)}"
-        self._like = tensor.detach()  # which counts the modifications with it; also when what is in it is taken away
-        self._like.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    def check(self) -> None:
-        """Raises: RuntimeError, as autograd itself does for a tensor that no hook has packed."""
-        if self._like._version != self._at_first:
-            raise RuntimeError(
-                f"a tensor that backward needs ({self._what}) was modified by an inplace operation after it was saved: it is at version "
-                f"{self._like._version}, and was saved at version {self._at_first}"
-            )
+def _check(like: torch.Tensor, version: int, size: torch.Size) -> None:
+    """Raises: RuntimeError, as autograd itself does where no hooks are, when what *like* is of was modified in place after *version*."""
+    if like._version != version:
+        raise RuntimeError(
+            f"a tensor that backward needs ({like.dtype}, {list(size)}) was modified by an inplace operation after it was saved: "
+            f"it is at version {like._version}, and was saved at version {version}"
+        )
 
 
 class Stayed:
@@ -66,40 +53,43 @@ class Stayed:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()  # an output would otherwise hold the graph that holds it
-        self._version = _Version(tensor)
+        self._version = tensor._version
 
     def restore(self) -> torch.Tensor:
         """The tensor. Raises: RuntimeError when it was modified since."""
-        self._version.check()
+        _check(self._tensor, self._version, self._tensor.shape)
         return self._tensor
 
 
 class Moved:
-    """A tensor whose bytes are elsewhere; when the graph lets go of it, *gone* is told its *serial* number, from whatever thread."""
+    """A tensor whose bytes are elsewhere; when the graph lets go of it, *gone* is told its *number*, from whatever thread."""
 
-    __slots__ = ("_begin", "_dtype", "_gone", "_size", "_stride", "_version", "serial")
+    __slots__ = ("_begin", "_gone", "_like", "_size", "_stride", "_version", "number")
 
-    def __init__(self, tensor: torch.Tensor, serial: int, gone: deque[int]) -> None:
-        self.serial = serial
+    def __init__(self, tensor: torch.Tensor, number: int, gone: deque[int]) -> None:
+        import torch
+
+        self.number = number
         self._gone = gone
         self._begin = tensor.storage_offset() * tensor.element_size()
-        self._dtype = tensor.dtype
         self._size = tensor.size()
         self._stride = tensor.stride()
-        self._version = _Version(tensor)
+        self._version = tensor._version
+        self._like = tensor.detach()  # which counts modifications with it, also when its memory is taken away
+        self._like.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def __del__(self) -> None:
-        self._gone.append(self.serial)  # no more: the garbage collector calls this in the middle of any line
+        self._gone.append(self.number)  # no more: the garbage collector calls this in the middle of any line
 
     def check(self) -> None:
         """Raises: RuntimeError when the tensor was modified since."""
-        self._version.check()
+        _check(self._like, self._version, self._size)
 
     def restore(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
         """The tensor on *storage*, which has what was saved from the byte *offset* of the original storage on."""
         import torch
 
-        first = (self._begin - offset) // self._dtype.itemsize
-        tensor: Any = torch.empty(0, dtype=self._dtype, device=storage.device)
+        first = (self._begin - offset) // self._like.element_size()
+        tensor: Any = torch.empty(0, dtype=self._like.dtype, device=storage.device)
         restored: torch.Tensor = tensor.set_(storage, first, self._size, self._stride)
         return restored

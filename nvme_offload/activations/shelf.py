@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..units import format_bytes
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..tier import Tier
 
 _HELD = 2  # tensors that computing need not wait for while they are copied away
-_AHEAD = 2  # tensors that are copied to a GPU before they are asked for
+_AHEAD = 2  # tensors that are copied to a GPU before they are asked for, if the next operation does not want more
 _HINTED = 8  # tensors that the swapper is told of
 _NEAR = 32  # saved tensors among which one that is needed again stays on its device
 
@@ -61,16 +61,15 @@ class Shelf:
     their device already.
     """
 
-    def __init__(self, tier: Tier, least_bytes: int) -> None:
+    def __init__(self, tier: Tier, least_bytes: int, copier: Copier | None = None) -> None:
         self._tier = tier
         self._least_bytes = max(least_bytes, 1)
         self._lock = threading.RLock()  # for all that follows
-        self._copier = Copier()
+        self._copier = copier or Copier()
         self._saving: deque[tuple[Value, Copy]] = deque()  # under way, the first started first
         self._bringing: deque[tuple[Value, Copy]] = deque()
-        self._gone: deque[int] = deque()  # serials of saved tensors that no graph has any more; appended to without the lock
-        self._serial = 0
-        self._values: dict[int, Value] = {}  # by the serial of each saved tensor
+        self._gone: deque[int] = deque()  # numbers of saved tensors that no graph has any more; appended to without the lock
+        self._values: dict[int, Value] = {}  # by the number of each saved tensor
         self._order = BackwardOrder()
         self._storages = Storages()
         self._on_device: set[Value] = set()  # those with memory
@@ -94,6 +93,9 @@ class Shelf:
 
     def pack(self, tensor: torch.Tensor) -> Stayed | Moved:
         """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError; UsageError when closed."""
+        import torch
+
+        autograd: Any = torch.autograd  # not all of it is in its stub
         if not movable(tensor):
             return Stayed(tensor)
         begin, end = span(tensor)
@@ -112,12 +114,11 @@ class Shelf:
                 value = self._save(tensor, storage, begin, end)
             else:
                 self._count(shared_bytes=end - begin)
-            saved = Moved(tensor, self._serial, self._gone)
-            self._serial += 1
             value.users += 1
-            self._values[saved.serial] = value
-            self._order.saved(saved.serial)
-            return saved
+            # All that a node saves is saved before the next one has its number. Source: at::sequence_number.
+            number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
+            self._values[number] = value
+            return Moved(tensor, number, self._gone)
 
     def unpack(self, saved: Stayed | Moved) -> torch.Tensor:
         """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's errors; UsageError when closed."""
@@ -129,11 +130,11 @@ class Shelf:
         with self._lock, torch.no_grad():
             self._check_open()
             self._collect()
-            value = self._values[saved.serial]
+            value = self._values[saved.number]
             storage, offset = value.on_device() or self._bring(value)
             if value.filled is not None:
-                value.filled.precede(torch.cuda.current_stream(value.device), storage)
-            self._look_ahead(saved.serial)
+                value.filled.precede(storage)
+            self._look_ahead(saved.number)
             return saved.restore(storage, offset)
 
     def let_go(self) -> None:
@@ -221,15 +222,16 @@ class Shelf:
         value.restored = weak_reference(storage)
         return storage, value.begin
 
-    def _look_ahead(self, serial: int) -> None:
-        """Backward is at *serial*: see that what it wants next is on its way, and that nothing else stays on a device."""
-        self._order.asked(serial)
-        near = list(dict.fromkeys(self._values[one] for one in self._order.after(serial, _NEAR)))
+    def _look_ahead(self, number: int) -> None:
+        """Backward is at *number*: see that what it wants next is on its way, and that nothing else stays on a device."""
+        self._order.ask(number)
+        near = list(dict.fromkeys(self._values[one] for one in self._order.after(number, _NEAR)))
         for value in self._on_device.difference(near):
             self._drop(value)
         self._tier.swapper.prefetch([value.name for value in near[:_HINTED]])
-        for value in near[:_AHEAD]:
-            if value.device.type == "cuda" and value.on_device() is None:
+        # A node asks for all of its own before it computes: what the next one wants can only come beside this one's computing.
+        for value in dict.fromkeys(self._values[one] for one in self._order.next_node(number, _AHEAD)):
+            if self._copier.overlaps(value.device) and value.on_device() is None:
                 self._bring(value)
 
     def _drop(self, value: Value) -> None:
@@ -240,9 +242,9 @@ class Shelf:
     def _collect(self) -> None:
         """Draw the consequences of what has ended: saved tensors, and copies."""
         while self._gone:
-            serial = self._gone.popleft()
-            self._order.forgotten(serial)
-            value = self._values.pop(serial)
+            number = self._gone.popleft()
+            self._order.forget(number)
+            value = self._values.pop(number)
             value.users -= 1
             if value.users == 0:
                 self._storages.remove(value)

@@ -1,0 +1,41 @@
+"""Contexts on a drive of the test's own, which must leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # for activation_models, which the tests on a GPU import too
+
+from nvme_offload import AioConfig, save_on_nvme
+
+Make = Callable[..., save_on_nvme]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """A function to a context that saves what has a KiB or more, by default within 96 KiB of host memory; what it saved must be gone after the test."""
+    made = []
+
+    def context(**settings: Any) -> save_on_nvme:
+        aio = AioConfig(block_size=16 << 10, queue_depth=4, direct="auto")
+        offload = save_on_nvme(tmp_path, **{"min_bytes": 1 << 10, "host_memory": 96 << 10, "aio": aio, **settings})
+        made.append(offload)
+        return offload
+
+    yield context
+    gc.collect()
+    for offload in made:
+        assert left(offload) == (0, 0, [])
+        offload.close()
+
+
+def left(offload: save_on_nvme) -> tuple[int, int, list[str]]:
+    """What *offload* still has: for graphs, in host memory, on the drive."""
+    stats = offload.stats()
+    return stats.alive_bytes, stats.host_bytes, offload._shelf._tier.store.names()
