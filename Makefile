@@ -9,13 +9,16 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep test parity build lint format asan tsan clean
+.PHONY: help sweep compare test parity build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 sweep: ## tune the drive under DIR (default: this directory); more options of nvme-sweep in ARGS
 	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
+
+compare: ## measure the engine beside its peers on the drive under DIR; more options of sweeps.compare in ARGS
+	@python=$$(tools/setup-env) && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
 
 test: ## run all tests; more options of pytest in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" -m pytest $(ARGS)
@@ -25,6 +28,12 @@ parity: ## train many combinations with DeepSpeed on a drive and on its device "
 
 build: ## build the package into .venv
 	@tools/setup-env >/dev/null
+
+wheel: ## build the source distribution and a portable wheel for each Python from 3.10 to 3.13 that is here, or in ARGS, into dist/
+	@python=$$(tools/setup-env wheel) && exec "$$python" tools/build_wheels.py $(ARGS)
+
+docs: ## build the API reference from the docstrings into build/docs
+	@python=$$(tools/setup-env docs) && exec "$$python" tools/build_docs.py build/docs
 
 lint: ## ruff, mypy, clang-format, and a compile where every warning is an error
 	@python=$$(tools/setup-env test) && bin=$$(dirname "$$python") && \

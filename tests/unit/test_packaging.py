@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,48 @@ def test_set_up_leaves_the_users_torch_alone(tmp_path):
     assert said[-2:] == [f"setup: using the torch of {tmp_path}/mine/bin/python", "setup: building nvme-offload"]
     seen = subprocess.run([project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"], capture_output=True, text=True, check=True)
     assert seen.stdout == f"{packages}/torch.py\n"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """What `make wheel` builds, for this Python; it tries the wheel by itself, without compilers, on the libraries that the wheel carries."""
+    for module in ("build", "auditwheel", "pybind11", "setuptools"):
+        pytest.importorskip(module, reason=f"{module} is not installed here")
+    into = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, ROOT / "tools" / "build_wheels.py", "--no-isolation", "--into", into, sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "not found; a wheel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "libaio works" in done.stdout
+    (wheel,), (source,) = into.glob("*.whl"), into.glob("*.tar.gz")
+    return wheel, source
+
+
+def test_a_portable_wheel_carries_libraries_and_licences(distributions):
+    wheel, _ = distributions
+    assert re.fullmatch(r"nvme_offload-.*-manylinux_2_\d+_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (record,) = (name for name in names if name.endswith("THIRD-PARTY.txt"))
+        told = archive.read(record).decode()
+    carried = [name for name in names if name.startswith("nvme_offload.libs/") and not name.endswith("/")]
+    assert sorted(re.sub(r"-.*", "", Path(name).name) for name in carried) == ["libaio", "liburing"]
+    assert all(word in told for word in ("libaio", "LGPL-2.1-or-later", "liburing", "xxHash", "pybind11"))
+    assert any(name.endswith("licenses/LGPL-2.1.txt") for name in names)
+    assert {"nvme_offload/_aio.pyi", "nvme_offload/py.typed", "nvme_offload/report/templates/report.html.j2"} <= set(names)
+    assert not any(name.startswith(("tests/", "sweeps/", "tools/")) for name in names)
+
+
+def test_the_source_distribution_has_what_git_has(distributions):
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("this is no clone")
+    _, source = distributions
+    with tarfile.open(source) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    left_out = {".gitignore", ".pre-commit-config.yaml"}
+    assert {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()} - left_out <= packed
 
 
 def test_the_installed_package_says_what_it_is():
