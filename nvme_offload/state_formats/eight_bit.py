@@ -13,7 +13,7 @@ codes both have the same blocks, the first moment comes out at most an eighth la
 
 Rounding is stochastic and unbiased: up with the probability of the share of the step between two codes. To the nearest would not do: with beta2 = 0.999 a
 second moment moves by a thousandth a step, and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a table of 2**16
-that a hash of seed and place shifts: the same seed gives the same codes, on every device.
+that is multiplied and shifted by a hash of seed and place: the same seed gives the same codes, on every device.
 
 A block that holds an infinity or a NaN, or a magnitude of 1.6e38 or more, comes back as NaN, all of it: a fault must not become a number.
 """
@@ -70,7 +70,7 @@ def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *
     device = values.device
     values = values.view(-1)
     chunk = chunk_elements(device)
-    keys = _keys(-(-values.numel() // _ROW), seed, device)
+    factors, summands = _keys(-(-values.numel() // _ROW), seed, device)
     size = min(chunk, -(-values.numel() // BLOCK) * BLOCK)
     scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
     for start in range(0, values.numel(), chunk):
@@ -84,23 +84,22 @@ def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *
         exponents[first_block : first_block + len(blocks)].copy_(exponent)
 
         a, b = scaled[: part.numel()], other[: part.numel()]
+        bits, random = a.view(torch.int32), b.view(torch.int32)
         torch.mul(blocks, ((254 + _TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None], out=a.view(-1, BLOCK))
-        bits = a.view(torch.int32)
         if signed:
             # Above the least normal the logarithm's steps, below it even ones: whichever is more. They meet there.
             torch.add(a.abs_(), _LEAST_NORMAL, out=b)
-            torch.maximum(bits, b.view(torch.int32).sub_(1 << 23), out=bits)
+            torch.maximum(bits, random.sub_(1 << 23), out=bits)
         else:
-            a.clamp_(min=_LEAST_NORMAL)
-        bits.add_(_randoms(b.view(torch.int32), keys[start // _ROW :]))
+            torch.maximum(a, torch.sign(part, out=b).mul_(_LEAST_NORMAL), out=a)
+        bits.add_(_randoms(random, factors[start // _ROW :], summands[start // _ROW :]))
         bits.bitwise_right_shift_(_DROPPED)
         if signed:
-            sign = torch.bitwise_right_shift(part.view(torch.int32), 24, out=b.view(torch.int32))
+            sign = torch.bitwise_right_shift(part.view(torch.int32), 24, out=random)
             bits.bitwise_or_(sign.bitwise_and_(0x80))
-        target = codes[start : start + count]
-        target.copy_(bits[:count])
-        if not signed:
-            target.mul_((part[:count] != 0).view(torch.uint8))
+        else:
+            bits.clamp_(min=0)  # zero, which is far below every code
+        codes[start : start + count].copy_(bits[:count])
 
 
 def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
@@ -129,35 +128,36 @@ def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     """fp32's exponent field of each block's largest magnitude once it is rounded up, as int32; `_NOT_FINITE` where values are not what they should be."""
     import torch
 
-    least, most = torch.aminmax(blocks, dim=1)  # NaN where there is any
+    least, most = blocks.amin(dim=1), blocks.amax(dim=1)  # NaN where there is any; five times as fast as aminmax
     most = torch.maximum(most, -least) if signed else torch.where(least < 0, torch.nan, most)
     exponent = ((most.view(torch.int32) & 0x7FFFFFFF) + (_STEP - 1)) >> 23
     exponent = exponent.clamp(min=_LEAST_EXPONENT)
     return torch.where(exponent >= 254, _NOT_FINITE, exponent)
 
 
-def _randoms(out: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """For every element of *out* a number from 0 to less than a step, with what makes a pattern a code taken off."""
+def _randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
+    """For every element of *out* a number from 0 to less than a step, with what makes a pattern a code taken off. The others: of `_keys`."""
     import torch
 
     table = _table(out.device)
     rows = out.numel() // _ROW
+    rest = out.numel() - rows * _ROW
     if rows:
-        torch.add(table, keys[:rows, None], out=out[: rows * _ROW].view(rows, _ROW))
-    if rows * _ROW < out.numel():
-        torch.add(table[: out.numel() - rows * _ROW], keys[rows], out=out[rows * _ROW :])
-    return out.bitwise_and_(_STEP - 1).sub_(_CODE_ZERO)
+        torch.mul(table, factors[:rows, None], out=out[: rows * _ROW].view(rows, _ROW)).add_(summands[:rows, None])
+    if rest:
+        torch.mul(table[:rest], factors[rows], out=out[rows * _ROW :]).add_(summands[rows])
+    return out.bitwise_right_shift_(32 - _DROPPED).add_(_STEP // 2 - _CODE_ZERO)
 
 
 @functools.cache
 def _table(device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.randint(0, _STEP, (_ROW,), dtype=torch.int32, generator=torch.Generator().manual_seed(0x5EED)).to(device)
+    return torch.randint(-(1 << 31), 1 << 31, (_ROW,), dtype=torch.int32, generator=torch.Generator().manual_seed(0x5EED)).to(device)
 
 
-def _keys(count: int, seed: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The shift of the random table for each of *count* rows: a hash of *seed* and the row's number, from 0 to less than a step."""
+def _keys(count: int, seed: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the random table is multiplied by and what is added to it for each of *count* rows: a hash of *seed* and the row's number."""
     import torch
 
     state = 0
@@ -166,7 +166,7 @@ def _keys(count: int, seed: tuple[int, ...], device: torch.device) -> torch.Tens
     key = torch.arange(count, dtype=torch.int64, device=device).mul_(_GOLDEN).add_(_as_signed(state))
     for multiplier in _MULTIPLIERS:
         key.bitwise_xor_((key >> 29) & ((1 << 35) - 1)).mul_(multiplier)
-    return ((key >> 32) & (_STEP - 1)).to(torch.int32)
+    return (key >> 32).to(torch.int32) | 1, (key ^ (key >> 32)).to(torch.int32)
 
 
 def _mixed(number: int) -> int:

@@ -18,6 +18,7 @@ weights rounded half away from zero (see `split.py`), which differ from "exact"'
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,23 +112,37 @@ class StateFormat:
             slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
         return Layout(numel, working_dtype, master, slots, end)
 
-    def unpack(self, layout: Layout, buffer: torch.Tensor, working: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    def unpacked_elements(self, layout: Layout) -> int:
+        """The float32 elements of memory that `unpack` needs beside the buffer."""
+        parts = sum(slot.exponents is not None for slot in layout.states.values()) + (self.splits_master and layout.master is not None)
+        return parts * layout.numel
+
+    def unpack(
+        self, layout: Layout, buffer: torch.Tensor, working: Sequence[torch.Tensor], memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """The fp32 master and the states, by key, from *buffer*: flat tensors of the bundle's numel, on *buffer*'s device.
 
         The master is None where the working weight is its own. With "exact" all of them are views of *buffer*; with "split" the states are, and the
         master is new memory; with "compact" all are new. A buffer of zeros means states of zero, and (but for "exact") the working weights as masters.
         Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bundle's weights as `pack` left them, contiguous, in order, on that device.
+        memory: flat, float32, at least `unpacked_elements` of them, to be used again and again for what is not a view of *buffer*: on the CPU new memory
+        costs more than all else here.
         A working weight that was changed since gets its master's low bits: a master within one step of bfloat16 of it.
         Raises: UsageError where shapes do not fit.
         """
         import torch
 
         _check(layout, buffer)
+        if memory is None:
+            memory = torch.empty(self.unpacked_elements(layout), dtype=torch.float32, device=buffer.device)
+        elif memory.dtype != torch.float32 or memory.dim() != 1 or memory.numel() < self.unpacked_elements(layout):
+            raise UsageError(f"memory to unpack to must be flat, float32, at least {self.unpacked_elements(layout)} elements")
+        fresh = iter(memory[: self.unpacked_elements(layout)].view(-1, layout.numel)) if layout.numel else itertools.repeat(memory[:0])
         master = None
         if layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
-                master = torch.empty(layout.numel, dtype=torch.float32, device=buffer.device)
+                master = next(fresh)
                 for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
                     join(weight, low, whole)
             else:
@@ -137,7 +152,7 @@ class StateFormat:
             if slot.exponents is None:
                 states[key] = slot.values.of(buffer).view(slot.dtype)
             else:
-                states[key] = torch.empty(layout.numel, dtype=slot.dtype, device=buffer.device)
+                states[key] = next(fresh)
                 decode(slot.values.of(buffer), slot.exponents.of(buffer), states[key], signed=slot.signed)
         return master, states
 
@@ -159,18 +174,15 @@ class StateFormat:
         import torch
 
         _check(layout, buffer)
-        if layout.states.keys() != states.keys():
-            raise UsageError(f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}")
-        if (master is None) != (layout.master is None):
-            raise UsageError(f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master")
+        _check_values(layout, master, states)
         if master is not None and layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
                     split(whole, weight, low)
             else:
-                _place(master, kept.view(torch.float32))
-                for weight, whole in _pieces(layout, working, master):
+                for weight, whole, place in _pieces(layout, working, master, kept.view(torch.float32)):
+                    _place(whole, place)
                     weight.copy_(whole)
         for index, (key, slot) in enumerate(layout.states.items()):
             if slot.exponents is None:
@@ -208,6 +220,21 @@ def _check(layout: Layout, buffer: torch.Tensor) -> None:
 
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < layout.nbytes:
         raise UsageError(f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}")
+
+
+def _check_values(layout: Layout, master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    if (master is None) != (layout.master is None):
+        raise UsageError(f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master")
+    if layout.states.keys() != states.keys():
+        raise UsageError(f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}")
+    values = {f"state {key!r}": (state, layout.states[key].dtype) for key, state in states.items()}
+    if master is not None:
+        values["master"] = (master, torch.float32)
+    for name, (tensor, dtype) in values.items():
+        if tensor.dtype != dtype or tensor.numel() != layout.numel or not tensor.is_contiguous():
+            raise UsageError(f"the {name} is {tensor.numel()} of {tensor.dtype}; it must be contiguous, {layout.numel} of {dtype}")
 
 
 def _pieces(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

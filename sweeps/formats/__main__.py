@@ -1,0 +1,82 @@
+"""`python -m sweeps.formats`: train the transformer with each state format and several seeds, stress the formats, and write the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from nvme_offload.state_formats import FORMATS
+
+from ..machine import commit, facts
+from .report import Results, as_json, draw, render
+from .stress import CASES, stress
+from .text import read_text
+from .trainer import Recipe, train
+from .transformer import Shape
+
+
+@click.command()
+@click.option("--layers", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--width", type=click.IntRange(min=8), default=384, show_default=True)
+@click.option("--heads", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--context", type=click.IntRange(min=2), default=256, show_default=True, help="Bytes that the transformer sees.")
+@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=1200, show_default=True)
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How many.")
+@click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.")
+def main(
+    layers: int,
+    width: int,
+    heads: int,
+    context: int,
+    batch: int,
+    steps: int,
+    seeds: int,
+    format_names: str,
+    device: str,
+    text_megabytes: float,
+    output: Path | None,
+) -> None:
+    """Compare the losses that "exact", "split" and "compact" states train to, and print a report in Markdown."""
+    names = format_names.split(",")
+    for name in names:
+        if name not in FORMATS:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}", param_hint="--formats")
+    if width % heads:
+        raise click.BadParameter(f"{width} is not a multiple of the {heads} heads", param_hint="--width")
+    train_on, held_out, what = read_text(round(text_megabytes * 1e6))
+    train_on, held_out = train_on.to(device), held_out.to(device)
+    recipe = Recipe(Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps // 5 + 1))
+    results = Results(_facts(device) | {"recipe": repr(recipe)}, what, [], [])
+    started = time.monotonic()
+    for seed in range(seeds):
+        for name in names:
+            run = train(train_on, held_out, recipe, name, seed)
+            results.trained.append(run)
+            click.echo(f"{time.monotonic() - started:5.0f} s  {name}, seed {seed}: {run.parameters / 1e6:.2f}M, validation {run.validation:.4f}", err=True)
+    results.stressed.extend(stress(case, name) for case in CASES for name in names)
+    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        draw(results, output.with_name(output.name + ".png"))
+        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
+        output.with_name(output.name + ".md").write_text(render(results, output.name + ".png"), encoding="utf-8")
+    click.echo(render(results, None))
+
+
+def _facts(device: str) -> dict[str, str]:
+    machine = facts(Path(), "sweeps.formats")
+    here = {name: machine[name] for name in ("date", "command", "processor", "kernel")}
+    accelerator = torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "none"
+    return here | {"accelerator": accelerator, "versions": f"{commit()}, torch {torch.__version__}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The split master is lossless. `python tests/property/test_split_master.py` looks at all 2**32 patterns; the tests at those that decide."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload.state_formats.split import join, split
+
+INFINITY = 0x7F800000
+LOWS = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]  # nothing, just above it, just below, at and just above a tie, just below the next
+HIGHS = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFE, 0x7FFF]
+HIGHS += [0x8000 | high for high in HIGHS]
+
+
+def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The working weights of the masters of these patterns, and the patterns that come back."""
+    working = torch.empty(bits.numel(), dtype=torch.bfloat16)
+    low = torch.empty(bits.numel(), dtype=torch.int16)
+    back = torch.empty(bits.numel(), dtype=torch.float32)
+    split(bits.view(torch.float32), working, low)
+    join(working, low, back)
+    return working, back.view(torch.int32)
+
+
+def check(bits: torch.Tensor) -> None:
+    """Every pattern comes back, and its working weight is the nearest bfloat16, of two the one away from zero."""
+    working, back = there_and_back(bits)
+    magnitude = bits & 0x7FFFFFFF
+    homeless = (magnitude > INFINITY) & (magnitude < INFINITY + 0x10000)  # NaN by their lower half alone
+    assert torch.equal(back, torch.where(homeless, bits | 0x400000, bits))
+    master = bits.view(torch.float32)
+    assert torch.equal(working.isnan(), master.isnan())
+    pattern = working.view(torch.int16).to(torch.int32) & 0xFFFF
+    upper, lower = (bits >> 16) & 0xFFFF, bits & 0xFFFF
+    number = magnitude <= INFINITY
+    assert torch.equal(pattern[number], (upper + (lower >= 0x8000))[number])
+    untied = number & (lower != 0x8000)
+    assert torch.equal(working[untied].view(torch.int16), master[untied].bfloat16().view(torch.int16))
+
+
+def as_bits(patterns: torch.Tensor) -> torch.Tensor:
+    return patterns.to(torch.int32)  # from int64, keeping the lower half
+
+
+def test_every_upper_half_with_every_lower_half_that_decides():
+    check(as_bits((torch.arange(1 << 16)[:, None] << 16 | torch.tensor(LOWS)).flatten()))
+
+
+def test_every_lower_half_with_every_upper_half_that_decides():
+    check(as_bits((torch.tensor(HIGHS)[:, None] << 16 | torch.arange(1 << 16)).flatten()))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_any_patterns_side_by_side(patterns):
+    check(as_bits(torch.tensor(patterns)))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
+def test_numbers_come_back_as_numbers(numbers):
+    check(torch.tensor(numbers, dtype=torch.float32).view(torch.int32))
+
+
+def test_ties_go_away_from_zero_and_come_back():
+    # Between 1 and the next bfloat16, and between that and its next: to even, both would round to the one in the middle.
+    tied = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    working, back = there_and_back(tied.view(torch.int32))
+    assert working.tolist() == [1 + 2**-7, 1 + 2 * 2**-7, -1 - 2**-7]
+    assert torch.equal(back.view(torch.float32), tied)
+
+
+def test_what_overflows_comes_back():
+    largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, torch.inf, -torch.inf])
+    working, back = there_and_back(largest.view(torch.int32))
+    assert working.tolist() == [torch.inf, -torch.inf, torch.inf, -torch.inf]
+    assert torch.equal(back.view(torch.float32), largest)
+
+
+@pytest.mark.parametrize("pattern", [0x7F800001, 0x7F808000, 0x7F80FFFF])
+def test_a_nan_that_a_bfloat16_cannot_show_becomes_quiet(pattern):
+    working, back = there_and_back(torch.tensor([pattern], dtype=torch.int32))
+    assert working.isnan().all()
+    assert back.tolist() == [pattern | 0x400000]
+
+
+def main() -> None:
+    """Look at all patterns."""
+    began = time.monotonic()
+    chunk = 1 << 22
+    for start in range(-(1 << 31), 1 << 31, chunk):
+        check(torch.arange(start, start + chunk, dtype=torch.int64).to(torch.int32))
+    print(f"all 2**32 patterns in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
