@@ -24,6 +24,8 @@ PUBLIC = (
     "nvme_offload.pool",
     "nvme_offload.store",
     "nvme_offload.swapper",
+    "nvme_offload.optim",
+    "nvme_offload.activations",
     "nvme_offload.zero3",
     "nvme_offload.zero3.step_stats",
     "nvme_offload.zero3.settings",
