@@ -32,6 +32,7 @@ __all__ = [
     "Engine",
     "File",
     "IOFailure",
+    "NVMeOptimizer",
     "NoSpaceError",
     "OffloadError",
     "PinnedPool",
@@ -45,8 +46,8 @@ __all__ = [
     "save_on_nvme",
 ]
 
-# On first use: they need numpy, which the engine and the sweep's command line start without.
-_LAZY = {"PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper", "save_on_nvme": "activations"}
+# On first use: they need numpy or torch, which the engine and the sweep's command line start without.
+_LAZY = {"NVMeOptimizer": "optim", "PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper", "save_on_nvme": "activations"}
 
 
 def __getattr__(name: str) -> Any:

@@ -54,7 +54,7 @@ class Piece:
     """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle.
 
     *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it; what travels is only there while the bundle is
-    bound, and *keys* says of which of the bundle's states this piece has a part.
+    bound, and *keys* says of which of the bundle's states this piece has a part. *stepped*: it has had a gradient, so that its master is its own.
     """
 
     weight: Weight
@@ -66,6 +66,7 @@ class Piece:
     shadow: torch.Tensor
     states: dict[str, Any] = dataclasses.field(default_factory=dict)
     keys: set[str] = dataclasses.field(default_factory=set)
+    stepped: bool = False
     changes: int = 0
 
     @property

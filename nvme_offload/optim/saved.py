@@ -91,6 +91,7 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
             sources[piece] = {key: local(value) for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
             piece.states = {key: _small(key, value, piece, group) for key, value in state.items() if key not in sources[piece] and key != MASTER}
             piece.keys = sources[piece].keys() - {MASTER}
+            piece.stepped = bool(state)
         for key, value in sources[piece].items():
             if key != MASTER:
                 dtypes[key] = bundle.habits.states.get(key, piece.shadow.dtype if value.is_floating_point() else value.dtype)
@@ -136,7 +137,7 @@ def _travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
     if layout is None:
         return {}
     found = {key: slot.dtype for key, slot in layout.states.items() if key in piece.keys}
-    return found if layout.master is None else found | {MASTER: master_dtype(bundle.dtype)}
+    return found | {MASTER: master_dtype(bundle.dtype)} if layout.master is not None and piece.stepped else found
 
 
 def _small(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:

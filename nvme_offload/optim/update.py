@@ -46,6 +46,7 @@ class Updater:
         bundle.layout = layout
         for piece in bundle.pieces:
             piece.keys.clear()
+            piece.stepped = False
             piece.changes = -1  # so that the master is made from the weight
         return memory
 
@@ -54,6 +55,7 @@ class Updater:
         inner, memory = self._bound(bundle, memory, options, seed, raw_step)
         self._give_back(bundle, changed=True)
         for piece in bundle.pieces:
+            piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
         return inner.param_groups[0]
 

@@ -1,0 +1,137 @@
+"""What `NVMeOptimizer` is held against: the same class in memory, over fp32 copies of what has 16 bits. And parameters and gradients for both."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+
+# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bundle of the smallest budget.
+SHAPES = ((40, 30), (7,), (300, 100), (), (1,), (0, 3), (64, 64), (5, 3, 2))
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw-loop": functools.partial(torch.optim.AdamW, foreach=False, fused=False),
+    "adam-amsgrad": functools.partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    "adam-maximize": functools.partial(torch.optim.Adam, maximize=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, initial_accumulator_value=0.3),
+    "rmsprop": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """Of no module of torch's: the sign of an average. Counts its steps in the group."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter)
+                first, second = group["betas"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"] / group["count"])
+                parameter.sub_(state["average"].lerp(parameter.grad, 1 - first).sign_(), alpha=group["lr"])
+                state["average"].lerp_(parameter.grad, 1 - second)
+
+
+OPTIMIZERS["lion"] = Lion
+
+
+class Reference:
+    """*optimizer_class* over fp32 copies of the parameters that have 16 bits; these follow by a cast."""
+
+    def __init__(self, params: Sequence[Any], optimizer_class: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
+        groups = [dict(entry) if isinstance(entry, dict) else {"params": [entry]} for entry in params]
+        self.pairs = []
+        for group in groups:
+            pairs = [(parameter, parameter.detach().float() if parameter.dtype.itemsize == 2 else parameter) for parameter in group["params"]]
+            self.pairs += pairs
+            group["params"] = [master for _, master in pairs]
+        self.optimizer = optimizer_class(groups if isinstance(params[0], dict) else [master for _, master in self.pairs], **kwargs)
+
+    def step(self) -> None:
+        """One step."""
+        for parameter, master in self.pairs:
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self.pairs:
+                if master is not parameter:
+                    parameter.copy_(master)
+
+
+def parameters(dtype: torch.dtype = torch.float32, device: str = "cpu", shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.nn.Parameter]:
+    """The same ones at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+
+
+def set_gradients(params: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:
+    """Those of a step, whatever the parameters are."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in params:
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device, parameter.dtype)
+
+
+def train(params: Sequence[torch.Tensor], optimizer: Any, steps: int = 3, first: int = 0) -> None:
+    """Some steps."""
+    for step in range(first, first + steps):
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def smallest(make: Callable[[int], NVMeOptimizer]) -> NVMeOptimizer:
+    """What *make* makes with the least host memory that is not refused."""
+    with pytest.raises(UsageError) as refusal:
+        make(1)
+    named = re.search(r"at least (\d+)", str(refusal.value))
+    assert named is not None, refusal
+    return make(int(named[1]))
+
+
+def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
+    """Where the two differ, by a bit."""
+    return [
+        index
+        for index, (one, other) in enumerate(zip(ones, others, strict=True))
+        if one.dtype != other.dtype or not torch.equal(one.detach().cpu().reshape(-1).view(torch.uint8), other.detach().cpu().reshape(-1).view(torch.uint8))
+    ]
+
+
+def unlike(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two state dicts differ."""
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return [at] if one.shape != other.shape or differing([one], [other]) else []
+    if isinstance(one, dict) and isinstance(other, dict):
+        missing = [f"{at}.{key}" for key in one.keys() ^ other.keys()]
+        return missing + [place for key in one.keys() & other.keys() for place in unlike(one[key], other[key], f"{at}.{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [place for index, pair in enumerate(zip(one, other, strict=True)) for place in unlike(*pair, f"{at}.{index}")]
+    return [] if type(one) is type(other) and one == other else [f"{at}: {one!r} and {other!r}"]

@@ -1,0 +1,323 @@
+"""`NVMeOptimizer` where a `torch.optim.Optimizer` is expected: schedulers, scalers, hooks, groups, closures; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from reference import Lion, Reference, differing, parameters, set_gradients, smallest, train
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nvme_offload import NVMeOptimizer as exported
+from nvme_offload.errors import NoSpaceError, UnsupportedError, UsageError
+from nvme_offload.optim import NVMeOptimizer
+
+SCHEDULERS = {
+    "step": lambda one: lr_scheduler.StepLR(one, 2),
+    "multi-step": lambda one: lr_scheduler.MultiStepLR(one, [1, 3]),
+    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.5**epoch),
+    "multiplicative": lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9),
+    "constant": lambda one: lr_scheduler.ConstantLR(one, total_iters=2),
+    "linear": lambda one: lr_scheduler.LinearLR(one),
+    "exponential": lambda one: lr_scheduler.ExponentialLR(one, 0.7),
+    "polynomial": lambda one: lr_scheduler.PolynomialLR(one, 4),
+    "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, 4),
+    "warm-restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 2),
+    "cyclic": lambda one: lr_scheduler.CyclicLR(one, 1e-4, 1e-2, step_size_up=2, cycle_momentum=True),
+    "one-cycle": lambda one: lr_scheduler.OneCycleLR(one, 1e-2, total_steps=10),
+    "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0),
+    "sequential": lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)], [2]),
+    "chained": lambda one: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(tmp_path, name):
+    plain, ours = parameters(shapes=[(30, 20), (5,)]), parameters(shapes=[(30, 20), (5,)])
+    rates = []
+    with NVMeOptimizer(ours, paths=tmp_path) as optimizer:
+        for params, one in ((plain, torch.optim.AdamW(plain)), (ours, optimizer)):
+            scheduler = SCHEDULERS[name](one)
+            for step in range(5):
+                set_gradients(params, step)
+                one.step()
+                scheduler.step(*([1.0] if name == "plateau" else []))
+                rates.append(one.param_groups[0]["lr"])
+    assert rates[:5] == rates[5:]
+    assert len(set(rates)) > 1
+    assert differing(ours, plain) == []
+
+
+def test_a_rate_that_is_a_tensor_stays_the_users(tmp_path):
+    rate = torch.tensor(0.01)
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain, lr=torch.tensor(0.01))
+    with NVMeOptimizer(ours, lr=rate, paths=tmp_path) as optimizer:
+        train(plain, reference)
+        train(ours, optimizer)
+        rate.fill_(0.1)
+        reference.param_groups[0]["lr"].fill_(0.1)
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+        assert optimizer.param_groups[0]["lr"] is rate
+    assert differing(ours, plain) == []
+
+
+def test_a_scaler_skips_steps_and_then_goes_on(tmp_path):
+    def run(params, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = sum((parameter * (step + 1)).sin().sum() for parameter in params)
+            if step in (0, 2):
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            if step == 3:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(params, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            yield scaler.get_scale(), bool(optimizer.state)
+
+    plain, ours = parameters(), parameters()
+    expected = list(run(plain, torch.optim.AdamW(plain)))
+    with NVMeOptimizer(ours, paths=tmp_path) as optimizer:
+        assert list(run(ours, optimizer)) == expected
+        assert expected[0] == (512.0, False)
+        assert optimizer.stats().step == 3
+    assert differing(ours, plain) == []
+
+
+def test_clipping_before_the_step(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = Reference(plain, torch.optim.AdamW)
+    with NVMeOptimizer(ours, paths=tmp_path) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            set_gradients(params, 0, scale=100)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            one.step()
+    assert differing(ours, plain) == []
+
+
+def test_closures_hooks_and_what_step_returns(tmp_path):
+    params = parameters(shapes=[(3, 3)])
+    called = []
+    with NVMeOptimizer(params, torch.optim.SGD, lr=0.1, paths=tmp_path) as optimizer:
+        optimizer.register_step_pre_hook(lambda one, args, kwargs: called.append(("before", one is optimizer)))
+        optimizer.register_step_post_hook(lambda one, args, kwargs: called.append(("after", one is optimizer)))
+        everywhere = register_optimizer_step_pre_hook(lambda one, args, kwargs: called.append(("everywhere", one is optimizer)))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (params[0] ** 2).sum()
+            loss.backward()
+            return loss
+
+        try:
+            first, second = optimizer.step(closure), optimizer.step(closure)
+        finally:
+            everywhere.remove()
+    assert 0 < second.item() < first.item()
+    assert called == [("everywhere", True), ("before", True), ("after", True)] * 2
+
+
+def test_it_is_an_optimizer(tmp_path):
+    with NVMeOptimizer([{"params": parameters(), "lr": 0.5}], torch.optim.SGD, momentum=0.9, paths=tmp_path) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.defaults == torch.optim.SGD(parameters(), momentum=0.9).defaults
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert "Parameter Group 0" in repr(optimizer)
+        set_gradients(optimizer.param_groups[0]["params"], 0)
+        optimizer.zero_grad(set_to_none=False)
+        assert float(optimizer.param_groups[0]["params"][0].grad.abs().max()) == 0
+        optimizer.zero_grad()
+        assert optimizer.param_groups[0]["params"][0].grad is None
+        with pytest.raises(UsageError, match="no step yet"):
+            optimizer.stats()
+    assert exported is NVMeOptimizer
+
+
+def test_named_parameters_iterators_and_single_tensors_in_groups(tmp_path):
+    model = torch.nn.Linear(30, 40)
+    with NVMeOptimizer(model.named_parameters(), paths=tmp_path) as optimizer:
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+        train(list(model.parameters()), optimizer, steps=1)
+        assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    with NVMeOptimizer(({"params": parameter} for parameter in model.parameters()), paths=tmp_path) as optimizer:
+        train(list(model.parameters()), optimizer, steps=1)
+        assert len(optimizer.state) == 2
+
+
+def test_small_states_are_in_memory(tmp_path):
+    params = parameters()
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer:
+        train(params, optimizer)
+        assert [set(optimizer.state[parameter]) for parameter in params] == [{"step", "exp_avg", "exp_avg_sq"} if not p.dim() else {"step"} for p in params]
+        assert all(float(optimizer.state[parameter]["step"]) == 3 for parameter in params)
+
+
+def test_add_param_group(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = Reference([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.1}], torch.optim.AdamW)
+    with NVMeOptimizer(ours[:2], paths=tmp_path, host_memory=420_000) as optimizer:
+        optimizer.add_param_group({"params": ours[2:], "lr": 0.1})
+        train(plain, reference)
+        train(ours, optimizer)
+        assert optimizer.stats().bytes_read > 0
+        before = len(optimizer.param_groups)
+        with pytest.raises(UnsupportedError):
+            optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(3, device="meta"))})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": ours[0]})
+        assert len(optimizer.param_groups) == before
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_a_group_added_after_steps(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain[:3])
+    with NVMeOptimizer(ours[:3], paths=tmp_path, host_memory=300_000) as optimizer:
+        train(plain[:3], reference)
+        train(ours[:3], optimizer)
+        reference.add_param_group({"params": plain[3:]})
+        optimizer.add_param_group({"params": ours[3:]})
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+class TogetherOptimizer(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        norm = torch.stack([parameter.grad.norm() for group in self.param_groups for parameter in group["params"]]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / norm, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda at: NVMeOptimizer([], paths=at), ValueError, "empty parameter list"),
+        (lambda at: NVMeOptimizer(torch.ones(3), paths=at), TypeError, "iterable of Tensors"),
+        (lambda at: NVMeOptimizer([3], paths=at), TypeError, "can only optimize Tensors"),
+        (lambda at: NVMeOptimizer(parameters(), lr=-1.0, paths=at), ValueError, "Invalid learning rate"),
+        (lambda at: NVMeOptimizer(parameters(), rate=1.0, paths=at), TypeError, "rate"),
+        (lambda at: NVMeOptimizer(parameters(), paths=[]), UsageError, "at least one directory"),
+        (lambda at: NVMeOptimizer(parameters(), paths=at, host_memory="much"), UsageError, 'host_memory must be "auto", bytes'),
+        (lambda at: NVMeOptimizer(parameters(), paths=at, host_memory=1000), UsageError, "host_memory of 1000 bytes cannot hold"),
+        (lambda at: NVMeOptimizer(parameters(), paths=at, state_format="tiny"), UsageError, "'exact', 'split', 'compact'"),
+        (lambda at: NVMeOptimizer(parameters(torch.float16), paths=at, state_format="split"), UnsupportedError, "bfloat16"),
+        (lambda at: NVMeOptimizer(parameters(), Lion, paths=at, state_format="compact"), UnsupportedError, "does not know the state 'average' of Lion"),
+        (lambda at: NVMeOptimizer(parameters(), paths=at, capturable=True), UnsupportedError, "capturable=True"),
+        (lambda at: NVMeOptimizer(parameters(), paths=at, differentiable=True), UnsupportedError, "differentiable=True"),
+        (lambda at: NVMeOptimizer(parameters(), torch.optim.LBFGS, paths=at), UnsupportedError, "LBFGS cannot be used"),
+        (lambda at: NVMeOptimizer(parameters(), torch.optim.SparseAdam, paths=at), UnsupportedError, "SparseAdam cannot be used"),
+        (lambda at: NVMeOptimizer(parameters(), TogetherOptimizer, lr=0.0, paths=at), UnsupportedError, "all of them at once"),
+        (lambda at: NVMeOptimizer([torch.nn.Parameter(torch.ones(3, device="meta"))], paths=at), UnsupportedError, "move the model before"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, make, error, said):
+    with pytest.raises(error, match=said):
+        make(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_twice_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="more than once"):
+        NVMeOptimizer([*parameters()[:1]] * 2, paths=tmp_path)
+
+
+def test_a_drive_without_room_is_refused(mounted):
+    with pytest.raises(NoSpaceError, match="training needs"):
+        NVMeOptimizer(parameters(shapes=[(3000, 1000)]), paths=mounted("ext4-full"))
+
+
+def test_a_sparse_gradient_is_refused(tmp_path):
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    with NVMeOptimizer(embedding.parameters(), paths=tmp_path) as optimizer:
+        embedding(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(UnsupportedError, match="sparse=False"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+def test_options_that_come_to_be_wrong_are_refused_when_they_do(tmp_path):
+    params = parameters()
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer:
+        optimizer.param_groups[0]["capturable"] = True
+        set_gradients(params, 0)
+        with pytest.raises(UnsupportedError, match="capturable"):
+            optimizer.step()
+
+
+def test_it_is_not_copied(tmp_path):
+    with NVMeOptimizer(parameters(), paths=tmp_path) as optimizer:
+        with pytest.raises(UsageError, match="cannot be copied"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(UsageError, match="cannot be pickled"):
+            pickle.dumps(optimizer)
+        with pytest.raises(UsageError, match="cannot be pickled"):
+            torch.save(optimizer, io.BytesIO())
+
+
+def test_after_close_nothing_goes(tmp_path):
+    params = parameters()
+    optimizer = NVMeOptimizer(params, paths=tmp_path)
+    optimizer.close()
+    optimizer.close()
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(UsageError, match="closed"):
+            use()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_garbage_gives_its_memory_back(tmp_path, in_backward):
+    params = parameters()
+    optimizer = NVMeOptimizer(params, paths=tmp_path, step_in_backward=in_backward)
+    train(params, optimizer, steps=1)
+    pool = weakref.ref(optimizer._tier._pool)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    del optimizer, scheduler
+    gc.collect()
+    assert pool() is None
+    sum(parameter.sum() for parameter in params).backward()  # whose hooks have nobody to tell
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_drives(tmp_path):
+    plain, ours = parameters(), parameters()
+    train(plain, torch.optim.AdamW(plain))
+    places = [tmp_path / "one", str(tmp_path / "two")]
+    with smallest(lambda cap: NVMeOptimizer(ours, paths=places, host_memory=cap)) as optimizer:
+        train(ours, optimizer)
+        assert all(optimizer._tier.store.bytes_on(str(place)) > 0 for place in places)
+    assert differing(ours, plain) == []
+
+
+def test_a_compiled_model(tmp_path):
+    def run(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2))
+        compiled = torch.compile(model, backend="eager")
+        optimizer = make(compiled.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            compiled(torch.ones(4, 20) * step).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    assert differing(run(functools.partial(NVMeOptimizer, paths=tmp_path)), run(torch.optim.AdamW)) == []

@@ -1,0 +1,272 @@
+"""`state_dict` and `load_state_dict`: to and from the plain optimizer, resumed bit for bit, without the states in memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import mmap
+import resource
+import signal
+
+import pytest
+import torch
+from reference import OPTIMIZERS, Reference, differing, parameters, smallest, train, unlike
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+
+KEEPING = [name for name in OPTIMIZERS if name not in ("sgd", "adafactor")]
+
+
+def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
+    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+
+
+def copied(params):
+    return [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path, name):
+    plain, ours = parameters(), parameters()
+    reference = OPTIMIZERS[name](plain)
+    train(plain, reference)
+    with tight(ours, tmp_path, OPTIMIZERS[name]) as optimizer:
+        train(ours, optimizer)
+        to_plain, to_ours = copied(ours), copied(plain)
+        plain_again, state = OPTIMIZERS[name](to_plain), optimizer.state_dict()
+        plain_again.load_state_dict(state)
+        with tight(to_ours, tmp_path, OPTIMIZERS[name]) as ours_again:
+            ours_again.load_state_dict(reference.state_dict())
+            assert unlike(ours_again.state_dict()["state"], state["state"]) == []
+            for params, one in ((plain, reference), (to_plain, plain_again), (to_ours, ours_again)):
+                train(params, one, first=3)
+    assert differing(to_plain, plain) == []
+    assert differing(to_ours, plain) == []
+
+
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format, mapped):
+    whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    options = {"paths": tmp_path, "host_memory": "1MB", "state_format": state_format}
+    with NVMeOptimizer(whole, **options) as optimizer:
+        train(whole, optimizer, steps=6)
+    with NVMeOptimizer(first, **options) as optimizer:
+        train(first, optimizer)
+        torch.save({"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt")
+    saved = torch.load(tmp_path / "checkpoint.pt", mmap=mapped)
+    assert saved["optimizer"]["nvme_offload"] == {"state_format": state_format, "steps": 3}
+    second = copied(saved["parameters"])
+    with NVMeOptimizer(second, **options) as optimizer:
+        optimizer.load_state_dict(saved["optimizer"])
+        train(second, optimizer, first=3)
+        assert optimizer.stats().step == 6
+    assert differing(second, whole) == []
+
+
+def test_the_model_may_be_loaded_after_the_optimizer(tmp_path):
+    whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(whole, Reference(whole, torch.optim.AdamW), steps=6)
+    with tight(first, tmp_path) as optimizer:
+        train(first, optimizer)
+        state = optimizer.state_dict()
+        second = parameters(torch.bfloat16)
+        with tight(second, tmp_path) as again:
+            again.load_state_dict(state)
+            assert differing(second, parameters(torch.bfloat16)) == []  # which are for the user to load
+            with torch.no_grad():
+                for parameter, value in zip(second, first, strict=True):
+                    parameter.copy_(value)
+            train(second, again, first=3)
+    assert differing(second, whole) == []
+
+
+def test_from_a_plain_optimizer_over_16_bits_masters_are_made_from_the_parameters(tmp_path):
+    plain = parameters(torch.bfloat16)
+    reference = torch.optim.AdamW(plain)
+    train(plain, reference)
+    ours = copied(plain)
+    with tight(ours, tmp_path) as optimizer:
+        optimizer.load_state_dict(reference.state_dict())
+        state = optimizer.state_dict()["state"]
+        for index, parameter in enumerate(plain):
+            assert differing([state[index]["master"]], [parameter.detach().float()]) == []
+            assert differing([state[index]["exp_avg"].float()], [reference.state_dict()["state"][index]["exp_avg"].float()]) == []
+        train(ours, optimizer, first=3)
+    with_plain = copied(ours)
+    torch.optim.AdamW(with_plain).load_state_dict({**reference.state_dict(), "state": state})  # "master" is nothing to it
+    train(with_plain, torch.optim.AdamW(with_plain))
+
+
+@pytest.mark.parametrize(("before", "after"), [("exact", "split"), ("split", "exact"), ("split", "compact"), ("compact", "exact")])
+def test_from_one_format_to_another(tmp_path, before, after):
+    params = parameters(torch.bfloat16)
+    with NVMeOptimizer(params, paths=tmp_path, state_format=before) as optimizer:
+        train(params, optimizer)
+        state = optimizer.state_dict()
+    with NVMeOptimizer(params, paths=tmp_path, state_format=after) as optimizer:
+        optimizer.load_state_dict(state)
+        loaded = optimizer.state_dict()["state"]
+        assert unlike([kept["master"] for kept in loaded.values()], [kept["master"] for kept in state["state"].values()]) == []
+        if after != "compact":
+            assert unlike(loaded, state["state"]) == []
+        train(params, optimizer, first=3)
+
+
+def test_a_state_dict_is_mapped_from_a_file_that_goes_with_it(tmp_path):
+    params = parameters(shapes=[(1000, 1000)])
+    with NVMeOptimizer(params, paths=tmp_path, host_memory="1MB") as optimizer:
+        train(params, optimizer)
+        state = optimizer.state_dict()
+        expected = torch.optim.AdamW(again := parameters(shapes=[(1000, 1000)]))
+        train(again, expected)
+        with open("/proc/self/maps") as maps:  # noqa: PTH123
+            assert sum(str(tmp_path) in line and "(deleted)" in line for line in maps) >= 1
+        assert state["state"][0]["exp_avg"].untyped_storage().nbytes() == 4_000_000  # its own, not the file's
+        train(params, optimizer, first=3)
+    assert unlike(state["state"], expected.state_dict()["state"]) == []  # whatever became of the optimizer
+    assert list(tmp_path.iterdir()) == []
+    del state
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        assert not any(str(tmp_path) in line for line in maps)
+
+
+def test_hooks_of_checkpoints(tmp_path):
+    params = parameters()
+    called = []
+    with tight(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        optimizer.register_state_dict_pre_hook(lambda one: called.append("saving"))
+        optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": len(state["state"].get(2, ()))})
+        optimizer.register_load_state_dict_pre_hook(lambda one, state: {**state, "state": {k: v for k, v in state["state"].items() if k != 2}})
+        optimizer.register_load_state_dict_post_hook(lambda one: called.append(sorted(one.state_dict()["state"])))
+        state = optimizer.state_dict()
+        assert state["note"] == 3
+        optimizer.load_state_dict(state)
+        assert called == ["saving", "saving", [0, 1, 3, 4, 5, 6, 7]]
+        assert 2 in state["state"]
+
+
+def test_parameters_without_state_have_none_after_loading(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain)
+    with tight(ours, tmp_path) as optimizer:
+        train(plain[:2], reference)
+        train(ours, optimizer)
+        with torch.no_grad():
+            for one, other in zip(ours, plain, strict=True):
+                one.copy_(other)
+        optimizer.load_state_dict(reference.state_dict())
+        assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain)
+    with tight(ours, tmp_path) as optimizer:
+        train(plain, reference)
+        train(ours, optimizer)
+        good = copy.deepcopy(reference.state_dict())
+        wrong_shape, too_few, too_many = (copy.deepcopy(good) for _ in range(3))
+        wrong_shape["state"][2]["exp_avg"] = torch.zeros(3)
+        too_few["param_groups"][0]["params"].pop()
+        too_many["param_groups"] *= 2
+        for wrong, error, said in (
+            (wrong_shape, UsageError, r"'exp_avg' has the shape \[3\] where the parameter has \[300, 100\]"),
+            (too_few, ValueError, "doesn't match the size"),
+            (too_many, ValueError, "different number of parameter groups"),
+            ({**good, "state": {0: 5}}, UsageError, "must be a dictionary, not int"),
+        ):
+            with pytest.raises(error, match=said):
+                optimizer.load_state_dict(wrong)
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_options_come_with_the_state_dict(tmp_path):
+    params = parameters()
+    with tight(params, tmp_path) as optimizer:
+        optimizer.param_groups[0]["lr"] = 0.7
+        train(params, optimizer)
+        state = optimizer.state_dict()
+    del state["param_groups"][0]["decoupled_weight_decay"]  # as in what an earlier torch saved
+    with tight(params, tmp_path) as optimizer:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.7
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+        assert scheduler.optimizer.param_groups is optimizer.param_groups
+        train(params, optimizer)
+
+
+def test_steps_that_were_saved_as_numbers(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain)
+    train(plain, reference)
+    old = copy.deepcopy(reference.state_dict())
+    for state in old["state"].values():
+        state["step"] = float(state["step"])  # as torch did before 1.12
+    ours = copied(plain)
+    with tight(ours, tmp_path) as optimizer:
+        optimizer.load_state_dict(old)
+        train(ours, optimizer, first=3)
+    train(plain, reference, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_states_put_into_state_are_taken_up(tmp_path):
+    plain = parameters()
+    reference = torch.optim.AdamW(plain)
+    train(plain, reference)
+    ours = copied(plain)
+    with tight(ours, tmp_path) as optimizer:
+        for one, other in zip(ours, plain, strict=True):
+            optimizer.state[one] = copy.deepcopy(reference.state[other])
+        train(ours, optimizer, first=3)
+        train(plain, reference, first=3)
+        assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+        optimizer.state[ours[1]] = {"step": torch.tensor(9.0), "exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7)}  # of one of a bundle
+        reference.state[plain[1]] = copy.deepcopy(optimizer.state[ours[1]])
+        assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+        train(ours, optimizer, first=6)
+        train(plain, reference, first=6)
+    assert differing(ours, plain) == []
+
+
+def test_an_empty_state_dict(tmp_path):
+    params = parameters()
+    with tight(params, tmp_path) as optimizer:
+        state = optimizer.state_dict()
+        assert state["state"] == {}
+        optimizer.load_state_dict(state)
+        train(params, optimizer)
+    plain = parameters()
+    train(plain, torch.optim.AdamW(plain))
+    assert differing(params, plain) == []
+
+
+def test_room_for_a_state_dict_that_is_not_there(tmp_path):
+    params = parameters()
+    with tight(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (mmap.PAGESIZE, before[1]))
+            with pytest.raises(OSError, match="File too large"):
+                optimizer.state_dict()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert len(optimizer.state_dict()["state"]) == 8  # as good as new
+
+
+def test_functools_is_enough_to_choose_options(tmp_path):
+    params = parameters()
+    with tight(params, tmp_path, functools.partial(torch.optim.AdamW, betas=(0.5, 0.5))) as optimizer:
+        assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)

@@ -1,0 +1,193 @@
+"""`NVMeOptimizer` with "exact" states: the bits that the same class gives in memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from reference import OPTIMIZERS, SHAPES, Lion, Reference, differing, parameters, set_gradients, smallest, train, unlike
+
+from nvme_offload.optim import NVMeOptimizer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
+    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]  # which divides by the number of elements
+    plain, roomy, tight = (parameters(dtype, shapes=shapes) for _ in range(3))
+    reference = Reference(plain, OPTIMIZERS[name])
+    train(plain, reference)
+    with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
+        train(roomy, optimizer)
+        assert differing(roomy, plain) == []
+        assert (optimizer.stats().bytes_read, optimizer.stats().bytes_written) == (0, 0)  # all of it fits
+        states = optimizer.state_dict()["state"]
+    with smallest(lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
+        train(tight, optimizer)
+        assert differing(tight, plain) == []
+        expected = reference.optimizer.state_dict()["state"]
+        if dtype != torch.float32:
+            expected = {index: {**expected.get(index, {}), "master": master} for index, (_, master) in enumerate(reference.pairs)}
+        assert unlike(states, expected) == []
+        assert unlike(optimizer.state_dict()["state"], expected) == []
+
+
+def test_the_smallest_budget_streams(tmp_path):
+    params = parameters(torch.bfloat16)
+    with smallest(lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap)) as optimizer:
+        train(params, optimizer)
+        stats = optimizer.stats()
+        elements = sum(parameter.numel() for parameter in params)
+        assert stats.step == 3
+        assert 12 * elements * 0.8 < stats.bytes_read < 12 * elements * 1.3
+        assert 12 * elements * 0.8 < stats.bytes_written < 12 * elements * 1.3
+        assert stats.peak_bytes < 12 * elements / 3
+        assert "read 0.00 GB" in str(stats)
+
+
+def test_groups_have_their_own_options(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+
+    def groups(params):
+        return [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.5, "betas": (0.5, 0.6)}]
+
+    train(plain, Reference(groups(plain), torch.optim.AdamW))
+    with smallest(lambda cap: NVMeOptimizer(groups(ours), paths=tmp_path, host_memory=cap)) as optimizer:
+        train(ours, optimizer)
+    assert differing(ours, plain) == []
+
+
+def test_parameters_of_several_dtypes(tmp_path):
+    def mixed():
+        return [*parameters(torch.bfloat16), *parameters(torch.float32), *parameters(torch.float64), *parameters(torch.float16)]
+
+    plain, ours = mixed(), mixed()
+    train(plain, Reference(plain, torch.optim.AdamW))
+    with NVMeOptimizer(ours, paths=tmp_path, host_memory="1MB") as optimizer:
+        train(ours, optimizer)
+        assert optimizer.stats().bytes_read > 0
+    assert differing(ours, plain) == []
+
+
+def test_parameters_without_gradient_are_left_alone(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = Reference(plain, torch.optim.AdamW)
+    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
+        for step in range(5):
+            for params, one in ((plain, reference), (ours, optimizer)):
+                set_gradients(params, step)
+                for index, parameter in enumerate(params):
+                    if (index + step) % 3 == 0 or (index == 2 and step < 3):
+                        parameter.grad = None
+                one.step()
+        assert differing(ours, plain) == []
+        for parameter in ours:
+            parameter.grad = None
+        optimizer.step()
+        assert optimizer.stats().bytes_read == 0
+    assert differing(ours, plain) == []
+
+
+def test_frozen_parameters_take_no_room(tmp_path):
+    params = parameters(torch.bfloat16)
+    for parameter in params[2:]:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in params]
+    with NVMeOptimizer(params, paths=tmp_path, host_memory=200_000) as optimizer:
+        train(params[:2], optimizer)
+        assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+        assert optimizer.stats().peak_bytes <= 12 * sum(parameter.numel() for parameter in params[:2]) + 4096
+        assert differing(params[2:], before[2:]) == []
+        assert differing(params[:1], before[:1]) == [0]
+        params[2].requires_grad_(True)  # thawed
+        train(params[:3], optimizer, first=3)
+        assert sorted(optimizer.state_dict()["state"]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_formats_and_views(tmp_path, dtype):
+    def odd():
+        base = torch.arange(24 * 40, dtype=torch.float32).sin().to(dtype)
+        image = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype).to(memory_format=torch.channels_last)
+        return [torch.nn.Parameter(base.view(24, 40).t()), torch.nn.Parameter(image), torch.nn.Parameter(base[::3].clone())]
+
+    plain, ours = odd(), odd()
+    assert not ours[0].is_contiguous()
+    train(plain, Reference(plain, torch.optim.AdamW))
+    with NVMeOptimizer(ours, paths=tmp_path) as optimizer:
+        train(ours, optimizer)
+    assert differing(ours, plain) == []
+
+
+def test_gradients_that_are_views(tmp_path):
+    plain, ours = parameters(torch.float32, shapes=[(64, 32), (50, 1000)]), parameters(torch.float32, shapes=[(64, 32), (50, 1000)])
+    reference = torch.optim.AdamW(plain)
+    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            for parameter in params:
+                parameter.grad = torch.linspace(-1, 1, parameter.shape[1]).expand(parameter.shape)
+            one.step()
+    assert differing(ours, plain) == []
+
+
+def test_what_an_optimizer_begins_to_keep_later_on(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = Reference(plain, torch.optim.SGD, lr=0.1)
+    with NVMeOptimizer(ours, torch.optim.SGD, lr=0.1, paths=tmp_path, host_memory="1MB") as optimizer:
+        for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9)):
+            reference.optimizer.param_groups[0]["momentum"] = optimizer.param_groups[0]["momentum"] = momentum
+            train(plain, reference, steps=1, first=step)
+            train(ours, optimizer, steps=1, first=step)
+        assert unlike(reference.optimizer.state_dict()["state"][2]["momentum_buffer"], optimizer.state_dict()["state"][2]["momentum_buffer"]) == []
+    assert differing(ours, plain) == []
+
+
+def test_an_optimizer_that_counts_in_its_group(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = Lion(plain, weight_decay=0.3)
+    train(plain, reference)
+    with smallest(lambda cap: NVMeOptimizer(ours, functools.partial(Lion, weight_decay=0.3), paths=tmp_path, host_memory=cap)) as optimizer:
+        train(ours, optimizer)
+        assert optimizer.param_groups[0]["count"] == reference.param_groups[0]["count"] == 3
+        assert optimizer.stats().bytes_read > 0
+    assert differing(ours, plain) == []
+
+
+def test_weights_that_somebody_changes_between_steps(tmp_path):
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference = Reference(plain, torch.optim.AdamW)
+    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
+        for step in range(4):
+            train(plain, reference, steps=1, first=step)
+            train(ours, optimizer, steps=1, first=step)
+            with torch.no_grad():
+                for params in (plain, ours):
+                    for parameter in params:
+                        parameter.clamp_(-0.5, 0.5)
+                for parameter, master in reference.pairs:  # where they are other weights now, the masters are what the weights are
+                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+        train(plain, reference, steps=1, first=9)
+        train(ours, optimizer, steps=1, first=9)
+    assert differing(ours, plain) == []
+
+
+def test_autograd_knows_of_updates_in_place(tmp_path):
+    params = parameters(shapes=[(4, 4)])
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer:
+        loss = (params[0] * params[0]).sum()
+        set_gradients(params, 0)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_budget_is_held_to(tmp_path):
+    params = parameters(torch.bfloat16, shapes=[(1000, 100)] * 10)
+    with NVMeOptimizer(params, paths=tmp_path, host_memory="2MB") as optimizer:
+        train(params, optimizer)
+        assert optimizer._tier._pool.nbytes <= 2_000_000 * 7 / 8 + 4096
+        assert optimizer.stats().peak_bytes <= 2_000_000 * 7 / 8 + 4096
+        assert optimizer.stats().bytes_read >= 12_000_000 - 2_000_000

@@ -1,0 +1,149 @@
+"""`step_in_backward`: the same bits as a step afterwards, less gradients, and no silence about what contradicts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import differing
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(40, 200), torch.nn.Tanh(), torch.nn.Linear(200, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3)).to(dtype)
+
+
+def loss_of(net, step):
+    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+    return net(inputs).float().square().mean()
+
+
+@pytest.mark.parametrize("host_memory", ["auto", 200_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits(tmp_path, dtype, host_memory):
+    results = []
+    for in_backward in (False, True):
+        net = model(dtype)
+        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=host_memory, step_in_backward=in_backward) as optimizer:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.step()
+                scheduler.step()
+            assert optimizer.stats().step == 4
+            assert (optimizer.stats().bytes_read > 0) == (host_memory != "auto")
+        results.append(list(net.parameters()))
+    assert differing(*results) == []
+
+
+def test_gradients_are_gone_before_the_step(tmp_path):
+    net = model()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
+        loss_of(net, 0).backward()
+        assert differing(list(net.parameters()), before) == list(range(6))
+        assert {repr(parameter.grad).split(" ")[0] for parameter in net.parameters()} == {"<gradient"}
+        after = [parameter.detach().clone() for parameter in net.parameters()]
+        optimizer.step()
+        assert differing(list(net.parameters()), after) == []
+        assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_what_backward_does_not_reach_is_for_the_step(tmp_path):
+    net, unused = model(), torch.nn.Parameter(torch.ones(40))
+    with NVMeOptimizer([*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True) as optimizer:  # one bundle, never complete
+        loss_of(net, 0).backward()
+        assert all(type(parameter.grad) is torch.Tensor for parameter in net.parameters())
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        optimizer.step()
+        assert differing(list(net.parameters()), before) == list(range(6))
+        assert float(unused.detach().sum()) == 40
+
+
+def test_accumulation_under_no_sync(tmp_path):
+    results = []
+    for in_backward in (False, True):
+        net = model()
+        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward) as optimizer:
+            for step in range(3):
+                with optimizer.no_sync():
+                    loss_of(net, 10 * step).backward()
+                    loss_of(net, 10 * step + 1).backward()
+                loss_of(net, 10 * step + 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(list(net.parameters()))
+    assert differing(*results) == []
+
+
+def accumulate(net, optimizer):
+    loss_of(net, 1).backward()
+
+
+def clip(net, optimizer):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def scale(net, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizer)
+
+
+def look(net, optimizer):
+    sum(parameter.grad.norm() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("contradict", [accumulate, clip, scale, look])
+def test_contradictions_are_errors_that_say_so(tmp_path, contradict):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
+        loss_of(net, 0).backward()
+        with pytest.raises(UsageError, match=r"step_in_backward=True has used up.*no_sync"):
+            contradict(net, optimizer)
+        optimizer.zero_grad()
+        loss_of(net, 1).backward()
+        optimizer.step()
+
+
+def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
+        for clear in (net.zero_grad, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False)):
+            loss_of(net, 0).backward()
+            optimizer.step()
+            clear()
+        loss_of(net, 0).backward()
+        optimizer.zero_grad(set_to_none=False)  # without a step
+        loss_of(net, 0).backward()
+        optimizer.step()
+        assert optimizer.stats().step == 5
+
+
+def test_a_parameter_that_is_used_twice_is_updated_once(tmp_path):
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        shared = torch.nn.Linear(30, 30)
+        with NVMeOptimizer(shared.parameters(), lr=0.1, paths=tmp_path, step_in_backward=in_backward) as optimizer:
+            for step in range(2):
+                shared(shared(torch.ones(2, 30) * step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(list(shared.parameters()))
+    assert differing(*results) == []
+
+
+def test_closures(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
+
+        def closure():
+            loss = loss_of(net, 0)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > optimizer.step(closure).item()
