@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .config import AioConfig
 from .errors import NoSpaceError, OffloadError, UsageError
-from .machine import available_bytes
+from .machine import available_bytes, gpu_count
 from .pool import PinnedPool
 from .store import TensorStore
 from .swapper import TensorSwapper
@@ -161,8 +161,15 @@ class Tier:
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine. Source: the environment that torchrun and the deepspeed launcher set."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1), 1)
+    """How many ranks share this machine, as the launcher tells; where it tells only how many there are, no more than this machine has GPUs.
+
+    Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher, and its plugin for Slurm, have WORLD_SIZE alone.
+    """
+    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    if local := next(filter(None, told), None):
+        return max(int(local), 1)
+    everywhere = int(os.environ.get("WORLD_SIZE") or 1)
+    return max(min(everywhere, int(os.environ.get("SLURM_NTASKS_PER_NODE") or gpu_count() or everywhere)), 1)
 
 
 def engine_config(path: str, backend: str = "libaio") -> AioConfig:
