@@ -16,7 +16,7 @@ from .errors import NoSpaceError, OffloadError, UsageError
 from .machine import available_bytes, gpu_count
 from .pool import PinnedPool
 from .store import TensorStore
-from .swapper import TensorSwapper
+from .swapper import SwapperStats, TensorSwapper
 from .units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Tier:
         while self._abandoned:
             _discard(self._swapper, self._abandoned.popleft())
         return self._swapper
+
+    def counters(self) -> SwapperStats | None:
+        """What moved so far; None before the first `require`. For any thread."""
+        swapper = self._swapper
+        return swapper.stats() if swapper is not None else None
 
     def forget(self, names: Collection[str]) -> None:
         """Forget the values *names*, as far as there are such."""

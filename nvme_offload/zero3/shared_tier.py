@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import AioConfig
 from ..tier import Tier
+from . import heartbeat
 from .settings import Settings, aio_config, nvme_paths
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
@@ -24,4 +25,5 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
         tier = _tiers.get(key)
         if tier is None:
             tier = _tiers[key] = Tier(paths, aio, host_memory=settings.host_memory, weights=settings.weights, checksum=settings.checksum)
+    heartbeat.watch(tier)
     return tier

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OffloadError, UsageError
+from . import heartbeat
 
 if TYPE_CHECKING:
     from ..tier import Tier
@@ -85,6 +86,7 @@ class StepClock:
             tuned_bytes_per_second=self._tuned,
         )
         self._ended, self._before = now, counted
+        heartbeat.rest(self._tier)
         return result
 
 
