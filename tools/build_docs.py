@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
+import re
 import sys
 import types
 import warnings
@@ -44,14 +44,21 @@ PUBLIC = (
 DOCSTRING_KINDS = (classmethod, staticmethod, property)
 
 
+def public_names(module: types.ModuleType) -> list[str]:
+    """What *module* offers: what it says, or else what it defines."""
+    names: list[str] | None = getattr(module, "__all__", None)
+    if names is not None:
+        return names
+    return [name for name, found in vars(module).items() if not name.startswith("_") and getattr(found, "__module__", None) == module.__name__]
+
+
 def undocumented(module: types.ModuleType) -> Iterator[str]:
     """The public functions, classes and members of classes in *module* that have no docstring, and *module* itself."""
     if not module.__doc__:
         yield module.__name__
-    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-    for name in names:
+    for name in public_names(module):
         found = getattr(module, name)
-        if not (inspect.isclass(found) or inspect.isfunction(found)) or (not hasattr(module, "__all__") and found.__module__ != module.__name__):
+        if not (inspect.isclass(found) or inspect.isfunction(found)):
             continue
         where = f"{module.__name__}.{name}"
         if not found.__doc__:
@@ -60,6 +67,11 @@ def undocumented(module: types.ModuleType) -> Iterator[str]:
             described = inspect.isfunction(value) or isinstance(value, DOCSTRING_KINDS)
             if described and not member.startswith("_") and not inspect.getdoc(getattr(found, member)):
                 yield f"{where}.{member}"
+
+
+def spaced(text: str) -> str:
+    """*text* with a paragraph for each line that begins with what it is about: "Raises: ...", "queue_depth: ..."."""
+    return re.sub(r"(?<=[^\n])\n(?=(?:Shapes|Units|Lifetime|Raises|Source|Attributes|[a-z_]+(?:, [a-z_]+)*): )", "\n\n", text)
 
 
 def main(directory: str) -> int:
@@ -72,17 +84,23 @@ def main(directory: str) -> int:
     package = importlib.import_module("nvme_offload")
     for name in package.__all__:
         setattr(package, name, getattr(package, name))  # what it imports on first use alone, pdoc would not see
-    missing = [name for each in PUBLIC for name in undocumented(importlib.import_module(each))]
+    modules = [importlib.import_module(name) for name in PUBLIC]
+    missing = [name for module in modules for name in undocumented(module)]
     for name in missing:
         print(f"{name} has no docstring", file=sys.stderr)
     if missing:
         return 1
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"nvme-offload {package.__version__}")
-    private = {module.name for module in pkgutil.walk_packages(package.__path__, "nvme_offload.")} - set(PUBLIC)
-    named = [name for name in PUBLIC if name.rpartition(".")[0] in ("", "nvme_offload")]  # the others come with their packages
+    to_html = pdoc.render.env.filters["to_html"]
+    pdoc.render.env.filters["to_html"] = lambda text: to_html(spaced(text))
+    for module in modules:
+        if hasattr(module, "__path__"):
+            # Or pdoc would load all that is inside, which may want what is not installed.
+            inside = [name.rpartition(".")[2] for name in PUBLIC if name.rpartition(".")[0] == module.__name__]
+            module.__all__ = [*public_names(module), *inside]
     warnings.filterwarnings("error", module="pdoc")
     warnings.filterwarnings("ignore", "Error parsing type annotation", module="pdoc")  # in the __init__ of a dataclass it looks in the wrong module
-    pdoc.pdoc(*named, *(f"!{name}" for name in sorted(private)), output_directory=Path(directory))
+    pdoc.pdoc(PUBLIC[0], output_directory=Path(directory))
     print(f"{directory}/index.html")
     return 0
 
