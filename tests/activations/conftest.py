@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent))  # for activation_models, which the tests on a GPU import too
 
 from nvme_offload import AioConfig, save_on_nvme
 
 Make = Callable[..., save_on_nvme]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models as small as these are computed faster by one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
