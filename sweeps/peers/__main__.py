@@ -10,20 +10,21 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import click
 
-from nvme_offload.errors import OffloadError, UnsupportedError, UsageError
+from nvme_offload.errors import OffloadError, UnsupportedError
 from nvme_offload.units import format_bytes
 
 from ..machine import commit, facts
-from . import bare, deepspeed_op, fio, latency, ours
-from .plan import Contest, Job, read_plan
+from . import deepspeed_op, latency
+from .plan import Contest, read_plan
 from .report import Results, Round, as_json, render
-from .rig import Buffers, Measurement, Rig
+from .rig import Buffers, Rig
+from .sides import Peer, make, require_known
+from .stopwatch import Measurement
 
 _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "engine.toml"
 _HOW = (
@@ -35,23 +36,6 @@ _HOW = (
     "a mixed contest is one request each way at once for us, and two jobs for fio that share depth or threads. The side `bare` is a loop that submits block "
     "by block from the same memory as ours: fio's memory is only what it has in flight, which caches may hold."
 )
-
-
-class Peer(Protocol):
-    """A side of contests."""
-
-    version: str
-
-    def run(self, rig: Rig, job: Job) -> Measurement:
-        """Move *job* once."""
-
-
-_PEERS: dict[str, tuple[Callable[[frozenset[str]], Peer], set[str]]] = {
-    "ours": (ours.Ours, ours.OPTIONS),
-    "fio": (fio.Fio, fio.OPTIONS),
-    "bare": (bare.Bare, bare.OPTIONS),
-    "deepspeed": (deepspeed_op.DeepSpeedOp, deepspeed_op.OPTIONS),
-}
 
 
 @click.command()
@@ -120,13 +104,10 @@ def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.Ex
 def _peers(names: list[str], skipped: dict[str, str]) -> dict[str, Peer]:
     peers: dict[str, Peer] = {}
     for name in names:
-        base, *options = name.split("+")
-        if base not in _PEERS or not _PEERS[base][1].issuperset(options):
-            known = "; ".join(" or ".join([peer, *(f"{peer}+{option}" for option in sorted(has))]) for peer, (_, has) in _PEERS.items())
-            raise UsageError(f"{name!r} is no side; there are {known}")
+        require_known(name)
         _say(f"getting {name} ready")
         try:
-            peers[name] = _PEERS[base][0](frozenset(options))
+            peers[name] = make(name)
         except UnsupportedError as error:
             skipped[name] = str(error)
             _say(f"without {name}: {error}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from nvme_offload.errors import IOFailure, UnsupportedError
 
 from .plan import Job
-from .rig import Measurement, Rig, cpu_seconds, require_read, spoil
+from .rig import Place, require_read, spoil
+from .stopwatch import Measurement, Stopwatch
 
 OPTIONS: set[str] = set()
 _OPCODES = {"read": 0, "write": 1}
@@ -46,7 +46,7 @@ class Bare:
         except OSError:
             raise UnsupportedError("libaio is not installed: apt-get install libaio1") from None
 
-    def run(self, rig: Rig, job: Job) -> Measurement:
+    def run(self, rig: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.backend != "libaio" or job.thread_count != 1:
             raise UnsupportedError("the bare loop is one thread with libaio")
@@ -72,18 +72,17 @@ class Bare:
         place = ctypes.c_void_p(int(events.ctypes.data))
         context = ctypes.c_void_p()
         self._require(self._libaio.io_setup(job.queue_depth, ctypes.byref(context)), job)
-        cpu, began = cpu_seconds(), time.perf_counter()
-        submitted = finished = 0
-        while finished < len(blocks):
-            while submitted < len(blocks) and submitted - finished < job.queue_depth:
-                submitted += self._require(self._libaio.io_submit(context, ctypes.c_long(1), ctypes.byref(pointers[submitted])), job)
-            count = self._require(self._libaio.io_getevents(context, ctypes.c_long(1), ctypes.c_long(job.queue_depth), place, None), job)
-            if (events["result"][:count] != job.block_size).any():
-                raise IOFailure(5, "the bare loop failed", operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
-            finished += count
-        seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
+        with Stopwatch() as watch:
+            submitted = finished = 0
+            while finished < len(blocks):
+                while submitted < len(blocks) and submitted - finished < job.queue_depth:
+                    submitted += self._require(self._libaio.io_submit(context, ctypes.c_long(1), ctypes.byref(pointers[submitted])), job)
+                count = self._require(self._libaio.io_getevents(context, ctypes.c_long(1), ctypes.c_long(job.queue_depth), place, None), job)
+                if (events["result"][:count] != job.block_size).any():
+                    raise IOFailure(5, "the bare loop failed", operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
+                finished += count
         self._libaio.io_destroy(context)
-        return Measurement(job.nbytes, seconds, cpu)
+        return watch.measurement(job.nbytes)
 
     def _require(self, result: int, job: Job) -> int:
         if result == -errno.EINTR:  # nothing happened, and every caller comes back for it

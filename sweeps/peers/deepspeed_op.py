@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,69 +17,110 @@ import numpy as np
 from nvme_offload.errors import IOFailure, UnsupportedError
 
 from .plan import Job
-from .rig import Bytes, Measurement, Rig, cpu_seconds, require_read, spoil
+from .rig import Bytes, Place, require_read, spoil
+from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"offsets"}
+OPTIONS = {"offsets", "sync"}
 _SPARE_DESCRIPTORS = 256
+_OPS = ("async_io", "pin_memory", "utils")
+_LONGEST_BUILD_SECONDS = 900.0
 
 
 class DeepSpeedOp:
     """An asynchronous call for each tensor, then one wait; each tensor is a file of its own, as its swapper has it. Loading builds the op once.
 
-    Its memory comes from its own allocator, since it copies everything else through a buffer of its own.
-    Options: "offsets" moves the tensors of one file instead.
+    Its memory comes from its own allocator, since it copies everything else through a buffer of its own. Both ways at once are two handles, each
+    with the whole depth, as its pipelined swapper has them.
+    Options: "offsets" moves the tensors of one file instead; "sync" has what is written on the drive to stay before the clock stops.
     Raises: UnsupportedError where DeepSpeed, or what its op is built with, is not there.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
-        self._offsets = "offsets" in options
+        self._offsets, self._sync = "offsets" in options, "sync" in options
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             with _standard_output_to_error():
                 import torch
+                from deepspeed.accelerator import get_accelerator
                 from deepspeed.ops.op_builder import AsyncIOBuilder
 
+                _require_no_stale_lock()
                 self._module: Any = AsyncIOBuilder().load(verbose=False)
         except ModuleNotFoundError as error:
             raise UnsupportedError(f"DeepSpeed is not installed: {error}") from None
         except (RuntimeError, OSError) as error:  # no compiler, no libaio
             raise UnsupportedError(f"DeepSpeed's op cannot be built: {str(error)[:500]}") from None
         self._torch = torch
-        self._handle = self._module.aio_handle(1 << 20, 1, False, True, 1)
+        self.on_cpu = get_accelerator().device_name() == "cpu"
+        self._handle = self.handle(1 << 20, 1, 1)
         self.version = f"deepspeed {importlib.metadata.version('deepspeed')}, torch {torch.__version__}"
+
+    def handle(self, block_size: int, queue_depth: int, thread_count: int) -> Any:
+        """A handle of the op with overlapping events, whose blocks are submitted together."""
+        return self._module.aio_handle(block_size, queue_depth, False, True, thread_count)
 
     def locked(self, nbytes: int) -> Bytes:
         """Memory that the op moves without a copy; never freed, as in its swapper."""
         tensor = self._handle.new_cpu_locked_tensor(nbytes, self._torch.empty(0, dtype=self._torch.uint8))
         return np.asarray(tensor.numpy())
 
-    def run(self, rig: Rig, job: Job) -> Measurement:
+    def unlock(self, buffer: Bytes) -> None:
+        """Free what `locked` gave; the memory must not be touched after."""
+        self._handle.free_cpu_locked_tensor(self._torch.from_numpy(buffer))
+
+    def run(self, rig: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: IOFailure, UnsupportedError."""
-        if job.backend != "libaio" or len(job.directions) > 1 or job.passes > 1 or job.footprint_bytes != job.file_bytes:
+        if job.backend != "libaio" or job.passes > 1 or job.footprint_bytes != job.file_bytes:
             raise UnsupportedError("DeepSpeed's op is only asked for plain reads and writes, which it does by libaio")
         memory = job.memory if job.memory.startswith("locked") else "locked"
-        buffer = rig.buffers.get(memory, 0)[: job.file_bytes]
-        pieces: Any = self._torch.from_numpy(buffer).reshape(job.requests, job.request_bytes)
+        buffers = {direction: rig.buffers.get(memory, number)[: job.file_bytes] for number, direction in enumerate(job.directions)}
+        handles = {direction: self.handle(job.block_size, job.queue_depth, job.thread_count) for direction in job.directions}
+        calls: list[tuple[Any, Any, str, int]] = []
+        for direction, buffer in buffers.items():
+            pieces: Any = self._torch.from_numpy(buffer).reshape(job.requests, job.request_bytes)
+            handle = handles[direction]
+            if not handle.is_pinned(pieces[-1]):
+                raise UnsupportedError("DeepSpeed's op does not take its own memory for pinned")
+            call = handle.async_pread if direction == "read" else handle.async_pwrite
+            calls += [(call, piece, path, offset) for piece, (path, offset) in zip(pieces, self._places(rig, job, direction), strict=True)]
+        written = sorted({path for call, _, path, _ in calls if call.__name__ == "async_pwrite"}) if self._sync else []
+        if "read" in buffers:
+            spoil(buffers["read"])
+        _allow_open_files(len(calls))
+        with Stopwatch() as watch:
+            refused = sum(call(piece, path, offset) != 0 for call, piece, path, offset in calls)
+            finished = sum(handle.wait() for handle in handles.values())
+            for path in written:
+                _sync(path)
+        if refused or finished != len(calls):
+            raise IOFailure(5, "DeepSpeed's op failed", operation=job.direction, path=calls[0][2], offset=0, nbytes=job.nbytes, done=0)
+        if "read" in buffers:
+            require_read(buffers["read"], "DeepSpeed's op")
+        return watch.measurement(job.nbytes)
+
+    def _places(self, rig: Place, job: Job, direction: str) -> list[tuple[str, int]]:
         if self._offsets:
-            places = [(str(rig.path(job.direction)), index * job.request_bytes) for index in range(job.requests)]
-        else:
-            places = [(str(path), 0) for path in rig.tensor_paths(job.request_bytes, job.requests)]
-        handle = self._module.aio_handle(job.block_size, job.queue_depth, False, True, job.thread_count)
-        if not handle.is_pinned(pieces[-1]):
-            raise UnsupportedError("DeepSpeed's op does not take its own memory for pinned")
-        call = handle.async_pread if job.direction == "read" else handle.async_pwrite
-        if job.direction == "read":
-            spoil(buffer)
-        _allow_open_files(job.requests)
-        cpu, began = cpu_seconds(), time.perf_counter()
-        refused = sum(call(piece, path, offset) != 0 for piece, (path, offset) in zip(pieces, places, strict=True))
-        finished = handle.wait()
-        seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
-        if refused or finished != job.requests:
-            raise IOFailure(5, "DeepSpeed's op failed", operation=job.direction, path=places[0][0], offset=0, nbytes=job.nbytes, done=0)
-        if job.direction == "read":
-            require_read(buffer, "DeepSpeed's op")
-        return Measurement(job.nbytes, seconds, cpu)
+            return [(str(rig.path(direction)), index * job.request_bytes) for index in range(job.requests)]
+        return [(str(path), 0) for path in rig.tensor_paths(job.request_bytes, job.requests)]
+
+
+def _require_no_stale_lock() -> None:
+    """Raises: UnsupportedError where a build that was killed has left its lock, for which every later one waits for ever."""
+    from torch.utils import cpp_extension
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    for name in _OPS:
+        for lock in root.glob(f"**/{name}/lock"):
+            if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
+                raise UnsupportedError(f"a build of DeepSpeed's op that was killed has left a lock, for which every later one waits: remove {lock}")
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _allow_open_files(count: int) -> None:

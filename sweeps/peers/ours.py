@@ -9,13 +9,14 @@ from typing import Any
 
 from nvme_offload import __version__
 from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, Ticket
+from nvme_offload.engine import Engine, File, Ticket
 from nvme_offload.errors import UnsupportedError
 
 from .plan import Job
-from .rig import Measurement, Rig, cpu_seconds, require_read, spoil
+from .rig import Place, require_read, spoil
+from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"checksum", "registered", "single"}
+OPTIONS = {"checksum", "registered", "single", "sync"}
 _REGISTRATION_SECONDS = 10.0
 
 
@@ -23,14 +24,14 @@ class Ours:
     """All requests are submitted, then all are waited for. Engine, files and memory are ready before the clock starts.
 
     Options: "checksum" sums what is moved; "registered" lets the kernel pin the memory once, as a pool does; "single" is single_submit, which
-    keeps the kernel from merging neighbouring blocks into larger ones.
+    keeps the kernel from merging neighbouring blocks into larger ones; "sync" has what is written on the drive to stay before the clock stops.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
         self._options = options
         self.version = f"nvme-offload {__version__}"
 
-    def run(self, rig: Rig, job: Job) -> Measurement:
+    def run(self, rig: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: OffloadError."""
         config = AioConfig(job.block_size, job.queue_depth, job.thread_count, job.backend, "single" in self._options, direct=rig.direct)
         buffers = {direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes] for number, direction in enumerate(job.directions)}
@@ -46,25 +47,26 @@ class Ours:
                 _register(engine, list(buffers.values()))
             if "read" in buffers:
                 spoil(buffers["read"])
-            measurement = self._time(calls, job.nbytes)
+            to_sync = files.get("write") if "sync" in self._options else None
+            measurement = self._time(calls, job.nbytes, to_sync)
         if "read" in buffers:
             require_read(buffers["read"], "the engine")
         return measurement
 
-    def _time(self, calls: list[tuple[Callable[..., Ticket], Any, Any, int]], nbytes: int) -> Measurement:
+    def _time(self, calls: list[tuple[Callable[..., Ticket], Any, Any, int]], nbytes: int, to_sync: File | None) -> Measurement:
         tickets, moments = [], []
         checksum = "checksum" in self._options
-        cpu, began = cpu_seconds(), time.perf_counter()
-        for verb, memory, file, offset in calls:
+        with Stopwatch() as watch:
+            for verb, memory, file, offset in calls:
+                moments.append(time.perf_counter())
+                tickets.append(verb(memory, file, offset, checksum=checksum))
             moments.append(time.perf_counter())
-            tickets.append(verb(memory, file, offset, checksum=checksum))
-        moments.append(time.perf_counter())
-        for ticket in tickets:
-            ticket.wait()
-        seconds = time.perf_counter() - began
-        cpu = cpu_seconds() - cpu
+            for ticket in tickets:
+                ticket.wait()
+            if to_sync is not None:
+                to_sync.sync()
         submits = tuple(after - before for before, after in itertools.pairwise(moments))
-        return Measurement(nbytes, seconds, cpu, submits)
+        return watch.measurement(nbytes, submits)
 
 
 def _register(engine: Engine, buffers: list[Any]) -> None:

@@ -24,7 +24,8 @@ from nvme_offload.units import format_bytes
 
 from ..machine import commit, facts
 from .report import SUBMISSION_TARGET_MICROSECONDS, Spread, percentile, spread, table
-from .rig import Bytes, cpu_seconds
+from .rig import Bytes
+from .stopwatch import cpu_seconds
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _BLOCKS = (4 * _KIB, 128 * _KIB, _MIB)

@@ -11,7 +11,7 @@ from nvme_offload.units import format_bytes
 
 from .latency import Latencies
 from .plan import MEMORY, Case, Contest, Job, Plan
-from .rig import Measurement
+from .stopwatch import Measurement
 
 SUBMISSION_TARGET_MICROSECONDS = 20.0
 WAKE_TARGET_MICROSECONDS = 50.0

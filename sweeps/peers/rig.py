@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +25,31 @@ _FILL_BYTES = 64 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not know it
 
 
-class Measurement(NamedTuple):
-    """What a side did. *cpu_seconds* are those of all threads that it used; *submit_seconds* how long each request took to hand over, where known."""
+class Place(Protocol):
+    """Where a side finds what it moves. direct: whether the filesystem has O_DIRECT."""
 
-    nbytes: int
-    seconds: float
-    cpu_seconds: float
-    submit_seconds: tuple[float, ...] = ()
+    direct: bool
+
+    @property
+    def buffers(self) -> Memory:
+        """The memory."""
+
+    def path(self, direction: str) -> Path:
+        """The file that is read, or the one that is written; both are on the drive whole."""
+
+    def tensor_paths(self, nbytes: int, count: int) -> list[Path]:
+        """*count* files of *nbytes* each."""
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process so far, all threads, user and system."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+class Memory(Protocol):
+    """Memory for sides, filled with what `fill` writes."""
+
+    def get(self, kind: str, number: int) -> Bytes:
+        """The memory of that kind and number. Raises: UnsupportedError where this machine lacks that kind."""
 
 
 class Buffers:
-    """Memory by its kind and a number, written to once so that every page is there; kept for the whole run.
-
-    Every page of 4 KiB starts with a stamp, its number in the file, and the rest is random.
-    """
+    """Memory by its kind and a number, written to once so that every page is there; kept for the whole run."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -55,27 +59,10 @@ class Buffers:
     def get(self, kind: str, number: int) -> Bytes:
         """The memory of that kind and number. Raises: UnsupportedError where this machine lacks that kind."""
         if (kind, number) not in self._buffers:
-            buffer = self._allocate(kind)
-            pattern = np.random.default_rng(number).integers(0, 256, _FILL_BYTES, dtype=np.uint8)
-            for begin in range(0, self.nbytes, _FILL_BYTES):
-                part = buffer[begin : begin + _FILL_BYTES]
-                part[:] = pattern[: part.size]
-            if kind == "locked huge":
-                _merge_pages(buffer)
-            _stamps(buffer)[:] = _numbers(buffer.nbytes)
+            buffer = allocated(kind, self.nbytes, self.locked)
+            fill(buffer, number)
             self._buffers[kind, number] = buffer
         return self._buffers[kind, number]
-
-    def _allocate(self, kind: str) -> Bytes:
-        if kind == "huge":
-            return np.frombuffer(allocate(self.nbytes), np.uint8)
-        if kind == "small":
-            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            mapping.madvise(mmap.MADV_NOHUGEPAGE)
-            return np.frombuffer(mapping, np.uint8)
-        if self.locked is None:
-            raise UnsupportedError(f"memory {kind!r} is DeepSpeed's, which is not there")
-        return self.locked(self.nbytes)
 
 
 class Rig:
@@ -121,6 +108,50 @@ class Rig:
     def close(self) -> None:
         """Remove the files."""
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def allocated(kind: str, nbytes: int, locked: Callable[[int], Bytes] | None = None) -> Bytes:
+    """Memory of that kind; *locked* is how DeepSpeed allocates. Raises: UnsupportedError where this machine lacks that kind."""
+    if kind == "huge":
+        return np.frombuffer(allocate(nbytes), np.uint8)
+    if kind == "small":
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        return np.frombuffer(mapping, np.uint8)
+    if locked is None:
+        raise UnsupportedError(f"memory {kind!r} is DeepSpeed's, which is not there")
+    buffer = locked(nbytes)
+    if kind == "locked huge":
+        buffer[::_PAGE_BYTES] = 0
+        _merge_pages(buffer)
+    return buffer
+
+
+def fill(buffer: Bytes, seed: int) -> None:
+    """Make *buffer* what *seed* says: every page of 4 KiB starts with a stamp, its number in the file, and the rest is random."""
+    for begin, pattern in _patterns(buffer.nbytes, seed):
+        buffer[begin : begin + pattern.size] = pattern
+    _stamps(buffer)[:] = _numbers(buffer.nbytes)
+
+
+def require_filled(buffer: Bytes, seed: int, side: str) -> None:
+    """Raises: CorruptionError where a byte is not the one that `fill` puts there. The buffer is as it was, then."""
+    stamps = _stamps(buffer)
+    if not np.array_equal(stamps, _numbers(buffer.nbytes)):
+        require_read(buffer, side)
+        raise CorruptionError(f"{side} brought pages of another place", operation="read", path="the file", offset=0, nbytes=buffer.nbytes, done=0)
+    for begin, pattern in _patterns(buffer.nbytes, seed):
+        _stamps(pattern)[:] = stamps[begin // _PAGE_BYTES :][: pattern.size // _PAGE_BYTES]
+        wrong = np.flatnonzero(buffer[begin : begin + pattern.size] != pattern) if not np.array_equal(buffer[begin : begin + pattern.size], pattern) else None
+        if wrong is not None:
+            offset = begin + int(wrong[0])
+            raise CorruptionError(f"{side} did not bring this byte", operation="read", path="the file", offset=offset, nbytes=1, done=0)
+
+
+def _patterns(nbytes: int, seed: int) -> Iterator[tuple[int, Bytes]]:
+    pattern = np.random.default_rng(seed).integers(0, 256, min(_FILL_BYTES, nbytes), dtype=np.uint8)
+    for begin in range(0, nbytes, _FILL_BYTES):
+        yield begin, pattern[: nbytes - begin]
 
 
 def spoil(buffer: Bytes) -> None:

@@ -8,7 +8,7 @@ import pytest
 from sweeps.peers.latency import Latencies
 from sweeps.peers.plan import Case, Contest, Job, Plan
 from sweeps.peers.report import Results, Round, as_json, percentile, render, row, spread, verdict
-from sweeps.peers.rig import Measurement
+from sweeps.peers.stopwatch import Measurement
 
 GIB = 1 << 30
 JOB = Job("read", "libaio", 1 << 20, 16, 1, "huge", GIB, GIB, 1, 1)

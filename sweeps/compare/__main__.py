@@ -1,0 +1,292 @@
+"""`python -m sweeps.compare DIR`: the field side by side on the drive of DIR, as a page, a table in Markdown and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import NoSpaceError, OffloadError, UnsupportedError, UsageError
+from nvme_offload.units import format_bytes, parse_bytes
+
+from ..machine import commit, facts
+from ..peers.rig import allocated, fill
+from . import page, training
+from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan, turns
+from .results import Results, Run, SideFacts, Skipped, TaskFacts
+from .state import shapes
+from .team import SideFailed, Team
+from .worker import READ_SEED
+
+_ROOT = Path(__file__).parents[2]
+_DEFAULT_PLAN = _ROOT / "sweeps" / "plans" / "compare.toml"
+_LEAST_BYTES = 8 << 20
+_TIMEOUT_SECONDS = 60.0  # and as long again as a drive of 50 MB/s needs
+_SLOWEST_BYTES_PER_SECOND = 50e6
+_SPARE = 1.1
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    try:
+        nbytes = parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if nbytes < _LEAST_BYTES:
+        raise click.BadParameter(f"at least {format_bytes(_LEAST_BYTES)}")
+    return nbytes
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
+    return value.split(",") if value else None
+
+
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--size", default="1GiB", show_default=True, callback=_size, help="Bytes of a task; a checkpoint has twice as many.")
+@click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN)
+@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Begin no further round that would not end within this time.")
+@click.option("--only", callback=_names, help="Of the plan's sides only these, with commas between.")
+@click.option("--tasks", callback=_names, help="Of the plan's tasks only these, with commas between.")
+@click.option("--output", type=click.Path(path_type=Path), help="Directory of the report: reports/compare-NAME-DATE unless given.")
+@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+@click.option(
+    "--training",
+    "training_reports",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON of sweeps.training whose rows are shown; those of reports/ that were made on a machine with this processor unless given.",
+)
+def main(
+    directory: Path,
+    size: int,
+    plan_path: Path,
+    rounds: int | None,
+    seconds: float | None,
+    only: list[str] | None,
+    tasks: list[str] | None,
+    output: Path | None,
+    note: tuple[str, ...],
+    training_reports: tuple[Path, ...],
+) -> None:
+    """Compare this package with others on the drive of DIRECTORY, by turns, and write a report."""
+    signal.signal(signal.SIGTERM, _stop)
+    started = time.monotonic()
+    plan = read_plan(plan_path).narrowed(only, tasks)
+    told = facts(directory, "sweeps.compare")
+    results = Results(told, size, plan.reference, plan.ceiling, [_task_facts(task, size) for task in plan.tasks], [], notes=list(note))
+    reports = training_reports or training.of_this_machine((_ROOT / "reports").glob("training-*.json"), told)
+    for report in reports:
+        results.training += training.read(report, _shown(report))
+    with contextlib.ExitStack() as undo:
+        try:
+            _compare(results, plan, directory, rounds or plan.rounds, None if seconds is None else started + seconds, undo)
+        except KeyboardInterrupt:
+            results.notes.insert(0, "Interrupted: not all rounds were held.")
+    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    if not results.runs:
+        raise UsageError("no side did anything: " + "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped))
+    target = output or _ROOT / "reports" / f"compare-{platform.node()}-{datetime.date.today()}"
+    for path in page.write(results, target):
+        click.echo(path)
+
+
+def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadline: float | None, undo: contextlib.ExitStack) -> None:
+    place = Path(tempfile.mkdtemp(prefix="sweeps-compare-", dir=directory))
+    undo.callback(shutil.rmtree, place, ignore_errors=True)
+    largest = max(task.nbytes(results.size_bytes) for task in plan.tasks)
+    _require_room(plan, results.size_bytes, place)
+    _say(f"two files of {format_bytes(largest)} in {place}")
+    direct = _make_files(place, largest)
+    results.facts["direct I/O"] = "yes" if direct else "no: the filesystem has none, so that everybody goes through the page cache"
+    most = max(task.share for task in plan.tasks) * results.size_bytes
+    team = undo.enter_context(Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND))
+    field = _Field(results, plan, team)
+    field.prepare()
+    field.tune()
+    longest = 0.0
+    for number in range(rounds):
+        began = time.monotonic()
+        if deadline is not None and number > 0 and began + longest > deadline:
+            results.notes.append(f"{number} of {rounds} rounds were held in the time that was given.")
+            break
+        field.hold(number, rounds)
+        longest = max(longest, time.monotonic() - began)
+
+
+class _Field:
+    """The sides that are there, with their settings."""
+
+    def __init__(self, results: Results, plan: Plan, team: Team) -> None:
+        self._results = results
+        self._plan = plan
+        self._team = team
+        self._sides: dict[str, Side] = {}
+        self._settings: dict[str, Setting] = {}
+        self._refused: set[tuple[str, str]] = set()  # side and task
+
+    def prepare(self) -> None:
+        """Load every side, those of different workers at once."""
+        versions: dict[str, str] = {}
+        wanted = [side for side in self._plan.sides if any(task.name in side.tasks for task in self._plan.tasks)]
+        for side in wanted:
+            asked = {"verb": "prepare", "side": side.name, "transfer": _transfer_of(side), "checkpoint": side.checkpoint, "setting": side.candidates[0]}
+            self._team.start(side.worker, asked)
+        for side in wanted:
+            _say(f"getting {side.title} ready")
+            try:
+                versions[side.name] = self._team.prepared(side.worker)["version"]
+                self._sides[side.name] = side
+            except (UnsupportedError, SideFailed) as error:
+                self._skip(side, "", error)
+        told = {version for found in versions.values() for version in found.split(", ")}
+        self._results.facts["versions"] = ", ".join([*sorted(told), f"Python {platform.python_version()}", commit()])
+        self._versions = versions
+
+    def tune(self) -> None:
+        """Let every side choose its setting, and note what it tried."""
+        for side in list(self._sides.values()):
+            tasks = [task for task in self._plan.tasks if task.name in side.tuned_by]
+            tried: list[dict[str, Any]] = []
+            chosen = 0
+            if len(side.candidates) > 1 and tasks:
+                speeds = self._try(side, tasks)
+                if not any(any(found.values()) for found in speeds):
+                    continue  # every setting failed, and why is noted
+                chosen = fastest(speeds)
+                for setting, found in zip(side.candidates, speeds, strict=True):
+                    medians = {name: round(statistics.median(values) / 1e9, 3) for name, values in found.items() if values}
+                    tried.append({"setting": setting, "gb_per_second": medians})
+                _say(f"{side.title}: {describe(side.candidates[chosen])}")
+            self._settings[side.name] = side.candidates[chosen]
+            version = self._versions[side.name]
+            self._results.sides.append(SideFacts(side.name, side.title, version, side.done, side.candidates[chosen], tuple(tried)))
+
+    def _try(self, side: Side, tasks: list[Task]) -> list[dict[str, list[float]]]:
+        speeds: list[dict[str, list[float]]] = [{task.name: [] for task in tasks} for _ in side.candidates]
+        size = max(_LEAST_BYTES, int(self._plan.tuning_share * self._results.size_bytes))
+        failed: dict[int, Exception] = {}
+        for number in range(self._plan.tuning_rounds):
+            for task in tasks:
+                for index in range(len(side.candidates))[:: -1 if number % 2 else 1]:
+                    if index in failed:
+                        continue
+                    try:
+                        found = self._ask(side, task, side.candidates[index], size, seed=1, verify=False, keep=True)
+                        speeds[index][task.name].append(found["nbytes"] / found["seconds"])
+                    except (UnsupportedError, SideFailed) as error:
+                        failed[index] = error
+                        speeds[index] = {}
+                        _say(f"{side.title}, {describe(side.candidates[index])}: {error}")
+        if len(failed) == len(side.candidates):
+            self._skip(side, "", failed[0])
+            del self._sides[side.name]
+        return speeds
+
+    def hold(self, number: int, rounds: int) -> None:
+        """A round: every task, by everybody in turn; the first round looks at every byte."""
+        for task in self._plan.tasks:
+            sides = [side for side in self._plan.sides_of(task) if side.name in self._settings]
+            order = turns([side.name for side in sides], number, rounds)
+            for position, name in enumerate(order):
+                side = self._plan.side(name)
+                if (name, task.name) in self._refused:
+                    continue
+                seed = 1 + 2 * (len(self._plan.sides) * number + position)
+                try:
+                    found = self._ask(side, task, self._settings[name], self._results.size_bytes, seed=seed, verify=number == 0, keep=False)
+                except (UnsupportedError, SideFailed) as error:
+                    self._refused.add((name, task.name))
+                    self._skip(side, task.name, error)
+                    continue
+                self._results.runs.append(Run(task.name, name, number, position, **found))
+                _say(f"round {number + 1}, {task.name}: {side.title} {found['nbytes'] / found['seconds'] / 1e9:.2f} GB/s")
+
+    def _ask(self, side: Side, task: Task, setting: Setting, size: int, *, seed: int, verify: bool, keep: bool) -> dict[str, Any]:
+        nbytes = task.nbytes(size)
+        asked: dict[str, Any] = {"side": side.name, "direction": task.direction, "setting": setting, "verify": verify, "keep": keep}
+        if task.checkpoint and side.checkpoint:
+            return self._team.ask(side.worker, {**asked, "verb": "checkpoint", "checkpoint": side.checkpoint, "nbytes": nbytes})
+        requests = task.requests(size)
+        move = {"verb": "transfer", "transfer": side.transfer, "request_bytes": nbytes // requests, "requests": requests, "seed": seed}
+        return self._team.ask(side.worker, {**asked, **move})
+
+    def _skip(self, side: Side, task: str, error: Exception) -> None:
+        self._results.skipped.append(Skipped(side.title, task, str(error)))
+        _say(f"without {side.title}{f' at {task}' if task else ''}: {error}")
+
+
+def _transfer_of(side: Side) -> str:
+    """The name of the side with the options of its first candidate, which is the one that is surely asked for."""
+    options = side.candidates[0].get("options", []) if side.candidates else []
+    return "+".join([side.transfer, *options]) if side.transfer else ""
+
+
+def _task_facts(task: Task, size: int) -> TaskFacts:
+    nbytes, requests = task.nbytes(size) * (2 if task.direction == "mixed" else 1), task.requests(size)
+    if task.checkpoint:
+        tensors = shapes(nbytes)
+        nbytes, requests = sum(tensor.nbytes for tensor in tensors), len(tensors)
+    return TaskFacts(task.name, task.title, task.group, task.direction, nbytes, requests, task.checkpoint)
+
+
+def _require_room(plan: Plan, size: int, place: Path) -> None:
+    """Raises: NoSpaceError where the drive has no room for the files of all sides."""
+    largest = max(task.nbytes(size) for task in plan.tasks)
+    formats = len({side.checkpoint for side in plan.sides if side.checkpoint})
+    checkpoints = max((task.nbytes(size) for task in plan.tasks if task.checkpoint), default=0)
+    needed = int(_SPARE * (4 * largest + (formats + 1) * checkpoints))
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        reason = f"No space left on device: a comparison with --size {size} needs {format_bytes(needed)} there, and {format_bytes(free)} are free"
+        raise NoSpaceError(28, reason, operation="allocation", path=str(place), offset=0, nbytes=needed, done=0)
+
+
+def _make_files(place: Path, nbytes: int) -> bool:
+    """The file that everybody reads and the one that everybody writes, on the drive whole; whether they can be moved directly."""
+    buffer = allocated("huge", nbytes)
+    fill(buffer, READ_SEED)
+    with Engine(AioConfig(direct="auto")) as engine:
+        for name in ("read", "write"):
+            with engine.open(place / name, "w", nbytes) as file:
+                engine.write(buffer, file).wait()
+                file.sync()
+                direct = file.direct
+    return direct
+
+
+def _shown(report: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(report.resolve().relative_to(_ROOT))
+    return report.name
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        main.main(prog_name="python -m sweeps.compare", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (OffloadError, OSError) as error:
+        _say(f"sweeps.compare: {error}")
+        sys.exit(1)

@@ -1,0 +1,215 @@
+"""A comparison for people: one page that asks for nothing else, and the same in Markdown. Pure but for `write`.
+
+`python -m sweeps.compare.page reports/compare-NAME` writes them again from the JSON that is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.errors import OffloadError
+from nvme_offload.report import wording
+from nvme_offload.report.charts.canvas import Chart
+from nvme_offload.report.render import environment_of_pages, page_parts
+from nvme_offload.report.tables import Table
+from nvme_offload.units import format_bytes
+
+from . import charts
+from .plan import describe
+from .results import Results, Row, TaskFacts, as_json, from_json, groups, rows
+
+HOW = (
+    "Each round has every task, and each task everybody in turn; the next round begins with somebody else. A ratio is the median over the rounds of what one "
+    "round gave, in brackets all rounds, or the middle 80 % of ten or more. Every side is a process or shares one with its kin, so that memory and CPU are "
+    "its own. Those that take their caller's memory have the same: on huge pages, every page of it there before the clock starts; DeepSpeed's op has its own "
+    "allocator's, without which it copies.",
+    "Done means the same for all. Written is on the drive to stay: every clock stops after fdatasync or its like. What is read is in no cache before, which "
+    "mincore confirms, and in memory after: what only maps a file has every page looked at. The first round compares every byte that was read, and every byte "
+    "that was written, with what it should be; not in the time that is measured. fio has memory of its own, which nobody looks at.",
+    "Everybody has the fastest of the settings that were tried for it just before, by the geometric mean over reading and writing of a large tensor and of "
+    "tensors of 1 MiB (checkpoints: of writing one); the first of those within 2 % of the fastest.",
+    "The process is what was resident at most beyond what was when the clock started, with the data to write or the memory to read into already there; only a "
+    "checkpoint is read into memory that is allocated on the way. Locked counts what is locked or pinned, the data included. fio's is all of its process.",
+)
+
+
+def write(results: Results, directory: Path) -> list[Path]:
+    """Write report.html, report.md and compare.json into *directory*, over what is there; their paths. Raises: OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    texts = {"compare.json": as_json(results), "report.md": markdown(results), "report.html": html(results)}
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return [directory / name for name in reversed(texts)]
+
+
+def html(results: Results) -> str:
+    """The page."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = environment_of_pages()
+    assert environment.loader is not None
+    environment.loader = jinja2.ChoiceLoader([environment.loader, jinja2.FileSystemLoader(Path(__file__).parent)])
+    drawn = {name: [(chart, Markup(chart.svg())) for chart in found] for name, found in _charts(results).items()}
+    return environment.get_template("page.html.j2").render(_context(results), charts=drawn, **page_parts(environment))
+
+
+def markdown(results: Results) -> str:
+    """The same for a pull request, without charts."""
+    context = _context(results)
+    parts = [f"# {context['title']}", context["lead"], *(f"- {name}: {value}" for name, value in results.facts.items())]
+    parts[2:] = ["\n".join(parts[2:])]
+    parts += results.notes
+    for heading, names in (
+        ("Speed", ("speed", "advantage")),
+        ("CPU", ("cpu",)),
+        ("Memory", ("process", "cached", "locked")),
+        ("Training", ("training",)),
+        ("Who took part, and how", ("sides", "skipped", "tried")),
+    ):
+        found = [context["tables"][name] for name in names if context["tables"][name].rows]
+        if found:
+            parts.append(f"## {heading}")
+        for table in found:
+            parts += [f"{table.caption}:", table.markdown()]
+    parts += ["## How it was measured", *HOW]
+    return "\n\n".join(parts) + "\n"
+
+
+def _context(results: Results) -> dict[str, Any]:
+    return {
+        "results": results,
+        "title": "The field, side by side",
+        "lead": _lead(results),
+        "tables": {table.name: table for table in _tables(results)},
+        "how": HOW,
+        "machine": results.facts.get("processor", ""),
+    }
+
+
+def _lead(results: Results) -> str:
+    """What to take from it, in one sentence or two."""
+    said = []
+    for task in results.tasks:
+        if task.name in ("read-1MiB", "write-1MiB", "checkpoint-write"):
+            others = [row for row in rows(results, task) if row.advantage and not row.side.name.startswith("ours") and row.side.name != results.ceiling]
+            if others and (best := max(others, key=lambda row: row.gb_per_second.median)).advantage:
+                said.append(f"{_short(task, ' ')} {wording.ratio(best.advantage.median)} {best.side.title}")
+    if not said:
+        return f"{wording.plural(len(results.sides), 'side')} on one drive, by turns."
+    return f"Ours with libaio against the fastest of the others each time: {'; '.join(said)}. All moved the same bytes by turns."
+
+
+def _charts(results: Results) -> dict[str, list[Chart]]:
+    found: dict[str, list[Chart]] = {"speed": [], "cpu": [], "memory": []}
+    for group, tasks in groups(results):
+        found["speed"].append(charts.speeds(results, group, tasks))
+        found["cpu"].append(charts.costs(results, group, tasks))
+        found["memory"].append(charts.memory(results, group, tasks))
+    return found
+
+
+def _tables(results: Results) -> Iterator[Table]:
+    yield _matrix(results, "speed", "GB/s, medians", lambda row: wording.speed(row.gb_per_second.median))
+    reference = results.side(results.reference).title if any(side.name == results.reference for side in results.sides) else results.reference
+    yield _matrix(results, "advantage", f"How many times as fast {reference} is, in the same round", _advantage)
+    yield _matrix(results, "cpu", "CPU seconds a GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}")
+    yield _matrix(results, "process", "Memory of the process beyond the data, MB", lambda row: _megabytes(row.extra_bytes))
+    yield _matrix(results, "cached", "Left in the page cache, MB", lambda row: _megabytes(row.cached_bytes), lambda row: row.cached_bytes)
+    yield _matrix(results, "locked", "Locked or pinned, the data included, MB", lambda row: _megabytes(row.locked_bytes), lambda row: row.locked_bytes)
+    yield _training(results)
+    sides = tuple((side.title, side.version, describe(side.setting), str(len(side.tried) or 1), side.done) for side in results.sides)
+    yield Table("sides", "Versions and settings", ("Side", "Version", "Setting", "Tried", "When its bytes are moved"), sides, words=frozenset({0, 1, 2, 4}))
+    skipped = tuple((skip.side, skip.task or "everything", skip.reason) for skip in results.skipped)
+    yield Table("skipped", "Skipped", ("Side", "At", "Why"), skipped, words=frozenset({0, 1, 2}))
+    yield _tried(results)
+
+
+def _matrix(results: Results, name: str, caption: str, shown: Callable[[Row], str], counts: Callable[[Row], float] | None = None) -> Table:
+    """Sides by tasks; with *counts* only the sides where that is ever above 0."""
+    tasks = [task for _, found in groups(results) for task in found]
+    by_side: dict[str, dict[str, Row]] = {}
+    for task in tasks:
+        for row in rows(results, task):
+            by_side.setdefault(row.side.name, {})[task.name] = row
+    lines, strong = [], set()
+    for side in results.sides:
+        mine = by_side.get(side.name, {})
+        if not mine or (counts is not None and not any(counts(row) for row in mine.values())):
+            continue
+        if side.name.startswith("ours"):
+            strong.add(len(lines))
+        lines.append((side.title, *(shown(mine[task.name]) if task.name in mine else wording.NONE for task in tasks)))
+    return Table(name, caption, ("", *(_short(task, "\n") for task in tasks)), tuple(lines), frozenset(strong))
+
+
+def _short(task: TaskFacts, between: str) -> str:
+    if task.checkpoint:
+        return f"checkpoint{between}{task.title}"
+    each = task.nbytes // task.requests // (2 if task.direction == "mixed" else 1)
+    return f"{task.title}{between}{task.requests} {wording.TIMES} {wording.size(each)}"
+
+
+def _advantage(row: Row) -> str:
+    found = row.advantage
+    if found is None:
+        return wording.NONE
+    low, high = f"{found.low:.2f}", f"{found.high:.2f}"
+    return f"{found.median:.2f}" if low == high else f"{found.median:.2f} ({low}{wording.DASH}{high})"
+
+
+def _training(results: Results) -> Table:
+    lines = []
+    for row in results.training:
+        step = "1" if row.step_ratio is None else _three(row.step_ratio)
+        peak = "1" if row.peak_ratio is None else _three(row.peak_ratio)
+        figures = (f"{row.step_seconds:.3g}", step, f"{row.peak_bytes / 1e9:.1f}", peak, str(row.rounds))
+        lines.append((row.title, row.model, *figures, f"{row.report}, {row.date}"))
+    columns = ("What is where", "Model", "Step, s", "Over\nthe first", "Peak memory,\nGB", "Over\nthe first", "Rounds", "Report")
+    return Table(
+        "training",
+        "A training step with DeepSpeed ZeRO-3, from reports made on a machine with this processor",
+        columns,
+        tuple(lines),
+        words=frozenset({0, 1, 7}),
+    )
+
+
+def _three(values: tuple[float, float, float]) -> str:
+    middle, low, high = (f"{value:.2f}" for value in values)
+    return middle if low == high else f"{middle} ({low}{wording.DASH}{high})"
+
+
+def _tried(results: Results) -> Table:
+    tasks = {task.name: task for task in results.tasks}
+    lines = []
+    for side in results.sides:
+        for entry in side.tried:
+            speeds = ", ".join(f"{_short(tasks[name], ' ')} {wording.speed(value)}" for name, value in entry["gb_per_second"].items() if name in tasks)
+            mark = "taken" if entry["setting"] == side.setting else ""
+            lines.append((side.title, describe(entry["setting"]), speeds or "failed", mark))
+    size = format_bytes(results.size_bytes)
+    return Table("tried", f"What was tried before a size of {size}, GB/s", ("Side", "Setting", "Reached", ""), tuple(lines), words=frozenset({0, 1, 2, 3}))
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 9.5e5 or nbytes == 0 else f"{nbytes / 1e6:.1f}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the pages of each directory of *arguments* again."""
+    for argument in arguments:
+        directory = Path(argument)
+        for path in write(from_json(directory / "compare.json"), directory):
+            print(path)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (OffloadError, OSError) as error:
+        print(f"sweeps.compare.page: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,199 @@
+"""What is compared: tasks, sides and the settings that each side may choose from, read from a plan in TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.errors import UsageError
+from nvme_offload.units import format_bytes, parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it along
+
+DIRECTIONS = ("read", "write", "mixed")
+_GRANULE_BYTES = 1 << 20  # sizes are whole ones of these, so that every block size and number of threads divides them
+_SAME = 1.02  # a setting that is no better than that is not chosen over an earlier one, which is simpler
+
+Setting = dict[str, Any]  # as the plan has it, sizes in bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Bytes to move one way, or both ways at once.
+
+    group: tasks that make one chart, by its title. share: of the size that the command is given. request_bytes: of each tensor; 0 for one that has
+    all; checkpoint: the tensors are those of `state`, and go to a file in a format.
+    """
+
+    name: str
+    title: str
+    group: str
+    direction: str
+    share: float = 1.0
+    request_bytes: int = 0
+    checkpoint: bool = False
+
+    def nbytes(self, size: int) -> int:
+        """To be moved each way where the command is given *size*: half of it each way for both ways at once."""
+        each = self.share * size / (2 if self.direction == "mixed" else 1)
+        return max(1, round(each / _GRANULE_BYTES)) * _GRANULE_BYTES
+
+    def requests(self, size: int) -> int:
+        """Tensors of `request_bytes` that make up `nbytes`."""
+        return self.nbytes(size) // self.request_bytes if self.request_bytes else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Something that moves bytes.
+
+    worker: sides of one share a process. transfer: the name of a side of `sweeps.peers`; checkpoint: one of `checkpoints`; either may be none.
+    candidates: its settings, of which the fastest at the tasks *tuned_by* is taken. done: what the report says of when its bytes are moved.
+    """
+
+    name: str
+    title: str
+    worker: str
+    tasks: tuple[str, ...]
+    transfer: str
+    checkpoint: str
+    candidates: tuple[Setting, ...]
+    tuned_by: tuple[str, ...]
+    done: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """reference: the side that ratios are to. ceiling: the one that nobody is expected to pass. tuning_share: of a task's bytes, for trying settings."""
+
+    rounds: int
+    tuning_rounds: int
+    tuning_share: float
+    reference: str
+    ceiling: str
+    tasks: tuple[Task, ...]
+    sides: tuple[Side, ...]
+
+    def task(self, name: str) -> Task:
+        """The task *name*."""
+        return next(task for task in self.tasks if task.name == name)
+
+    def side(self, name: str) -> Side:
+        """The side *name*."""
+        return next(side for side in self.sides if side.name == name)
+
+    def sides_of(self, task: Task) -> list[Side]:
+        """The sides that do *task*, in the order of the plan."""
+        return [side for side in self.sides if task.name in side.tasks]
+
+    def narrowed(self, only: Sequence[str] | None, tasks: Sequence[str] | None) -> Plan:
+        """With only these sides and tasks. Raises: UsageError where one is unknown."""
+        for names, known in ((only, [side.name for side in self.sides]), (tasks, [task.name for task in self.tasks])):
+            for name in names or ():
+                if name not in known:
+                    raise UsageError(f"{name!r} is none of {', '.join(known)}")
+        sides = tuple(side for side in self.sides if only is None or side.name in only)
+        return dataclasses.replace(self, sides=sides, tasks=tuple(task for task in self.tasks if tasks is None or task.name in tasks))
+
+
+def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
+    """The order of *names* in round *number* of *rounds*: each begins where it comes to stand elsewhere in every round."""
+    first = number * max(1, len(names) // rounds) % len(names) if names else 0
+    return [*names[first:], *names[:first]]
+
+
+def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
+    """Which of the settings is the best, each given by the speeds at the tasks that it was tried with.
+
+    The best has the highest geometric mean over the tasks of the medians; the first of those that are as good counts, and none that failed.
+    """
+    means = [
+        math.exp(statistics.fmean(math.log(statistics.median(found)) for found in by_task.values())) if by_task and all(by_task.values()) else 0.0
+        for by_task in speeds
+    ]
+    most = max(means)
+    return next(number for number, mean in enumerate(means) if mean * _SAME >= most)
+
+
+def describe(setting: Setting) -> str:
+    """*setting* in words: "block 1 MiB, depth 32, 2 threads"."""
+    said = []
+    for key, value in setting.items():
+        if key == "thread_count":
+            said.append(f"{value} thread{'' if value == 1 else 's'}")
+        elif key == "options":
+            said += value
+        elif isinstance(value, bool):
+            said.append(key.replace("_", " ") if value else f"no {key.replace('_', ' ')}")
+        else:
+            names = {"block_size": "block", "queue_depth": "depth", "buffer_size": "buffer", "backend": ""}
+            shown = format_bytes(value) if key.endswith("_size") else str(value)
+            said.append(f"{names.get(key, key.replace('_', ' '))} {shown}".strip())
+    return ", ".join(said) or "as it comes"
+
+
+_TASK_KEYS = {field.name for field in dataclasses.fields(Task)} - {"request_bytes"} | {"request"}
+_SIDE_KEYS = {field.name for field in dataclasses.fields(Side)}
+_SETTING_KEYS = {"backend", "block_size", "queue_depth", "thread_count", "memory", "options", "buffer_size", "crc32"}
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in *path*.
+
+    Raises: UsageError naming what is missing, unknown or not possible; OSError.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+        _require_known(document, {"rounds", "tuning_rounds", "tuning_share", "reference", "ceiling", "task", "side"})
+        tasks = tuple(_task(entry) for entry in document["task"])
+        names = [task.name for task in tasks]
+        sides = tuple(_side(entry, names) for entry in document["side"])
+        known = [side.name for side in sides]
+        _require_known([document["reference"], document["ceiling"]], known)
+        heads = (document["rounds"], document["tuning_rounds"], document["tuning_share"], document["reference"], document["ceiling"])
+        return Plan(*heads, tasks, sides)
+    except KeyError as error:
+        raise UsageError(f"{path}: {error} is missing") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _task(entry: dict[str, Any]) -> Task:
+    _require_known(entry, _TASK_KEYS)
+    _require_known([entry["direction"]], DIRECTIONS)
+    request_bytes = parse_bytes(entry.get("request", 0))
+    return Task(entry["name"], entry["title"], entry["group"], entry["direction"], entry.get("share", 1.0), request_bytes, entry.get("checkpoint", False))
+
+
+def _side(entry: dict[str, Any], tasks: Sequence[str]) -> Side:
+    _require_known(entry, _SIDE_KEYS)
+    _require_known([*entry["tasks"], *entry.get("tuned_by", [])], tasks)
+    candidates = []
+    for setting in entry.get("candidates", [{}]):
+        _require_known(setting, _SETTING_KEYS)
+        candidates.append({key: parse_bytes(value) if key.endswith("_size") else value for key, value in setting.items()})
+    return Side(
+        entry["name"],
+        entry["title"],
+        entry["worker"],
+        tuple(entry["tasks"]),
+        entry.get("transfer", ""),
+        entry.get("checkpoint", ""),
+        tuple(candidates),
+        tuple(entry.get("tuned_by", [])),
+        entry["done"],
+    )
+
+
+def _require_known(found: Iterable[str], known: Collection[str]) -> None:
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(known))}")

@@ -1,0 +1,242 @@
+"""A process that has one or more sides and does what the command tells it on standard input: `python -m sweeps.compare.worker DIR`.
+
+A line of JSON for each task, a line for each answer. What a side takes of memory and CPU is then its own, and one that crashes or hangs takes
+nothing else along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import OffloadError, UnsupportedError
+
+from ..peers import sides
+from ..peers.deepspeed_op import DeepSpeedOp
+from ..peers.page_cache import cached_bytes, evict
+from ..peers.plan import DIRECTIONS, Job
+from ..peers.rig import Bytes, allocated, fill, require_filled
+from ..peers.stopwatch import Measurement, Stopwatch
+from . import checkpoints, state
+
+READ_SEED = 0  # of the file that is read
+_LARGE_BYTES = 1 << 20
+_UNSEEN = {"fio"}  # has memory of its own, which nobody can look at
+_OWN_FILES = {"tensornvme"}  # reads what it wrote and looks at that by itself
+
+
+class Loans:
+    """Memory by kind and number, of as many bytes as the task at hand needs; kept until `release`."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.seed = 1
+        self.op: DeepSpeedOp | None = None
+        self._lent: dict[tuple[str, int], Bytes] = {}
+
+    def get(self, kind: str, number: int) -> Bytes:
+        """The memory of that kind and number, filled by the seed and the number. Raises: UnsupportedError."""
+        buffer = self._lent.get((kind, number))
+        if buffer is None or buffer.nbytes != self.nbytes:
+            self._free((kind, number))
+            buffer = allocated(kind, self.nbytes, self.op.locked if self.op else None)
+            fill(buffer, self.seed + number)
+            self._lent[kind, number] = buffer
+        return buffer
+
+    def release(self) -> None:
+        """Give all of it back."""
+        for key in list(self._lent):
+            self._free(key)
+
+    def _free(self, key: tuple[str, int]) -> None:
+        buffer = self._lent.pop(key, None)
+        if buffer is not None and key[0].startswith("locked") and self.op is not None:
+            self.op.unlock(buffer)
+
+
+class Shared:
+    """The directory of a comparison, as sides see it: the file to read and the file to write are everybody's."""
+
+    def __init__(self, directory: Path, direct: bool) -> None:
+        self.directory = directory
+        self.direct = direct
+        self.buffers = Loans()
+
+    def path(self, direction: str) -> Path:
+        """The file that is read, or the one that is written."""
+        return self.directory / direction
+
+    def tensor_paths(self, nbytes: int, count: int) -> list[Path]:
+        """Nobody has a file for each tensor here. Raises: UnsupportedError."""
+        raise UnsupportedError("there are no files of single tensors in a comparison: give the side its option for one file")
+
+
+class Worker:
+    """The sides of a process, made when they are first asked for."""
+
+    def __init__(self, directory: Path, direct: bool) -> None:
+        self._place = Shared(directory, direct)
+        self._peers: dict[str, sides.Peer] = {}
+        self._checkpoints: dict[str, checkpoints.Checkpoint] = {}
+
+    def prepare(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Load what the side needs; its version."""
+        names = [self._peer(asked["transfer"]).version] if asked["transfer"] else []
+        if asked["checkpoint"]:
+            names.append(self._checkpoint(asked["checkpoint"]).version)
+            self._warm_up(asked)
+        return {"version": ", ".join(dict.fromkeys(filter(None, names)))}
+
+    def _warm_up(self, asked: dict[str, Any]) -> None:
+        """Write and read a small file, so that what is imported and built at the first one is not in the time of another."""
+        side, path = self._checkpoint(asked["checkpoint"]), self._place.directory / f"{asked['side']}.first"
+        try:
+            side.save(state.build(_LARGE_BYTES), path, asked["setting"])
+            state.require_same(side.load(path, _LARGE_BYTES, asked["setting"]), _LARGE_BYTES, asked["side"])
+        finally:
+            path.unlink(missing_ok=True)
+
+    def transfer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Move bytes between memory and the shared files; looks at all of them where *verify* is asked."""
+        setting, buffers = asked["setting"], self._place.buffers
+        options = "+".join([asked["transfer"], *setting.get("options", [])])
+        base = asked["transfer"].partition("+")[0]
+        request_bytes, requests = asked["request_bytes"], asked["requests"]
+        nbytes = request_bytes * requests
+        job = Job(
+            asked["direction"],
+            setting.get("backend", "libaio"),
+            min(setting.get("block_size", _LARGE_BYTES), request_bytes),
+            setting.get("queue_depth", 1),
+            setting.get("thread_count", 1),
+            setting.get("memory", "huge"),
+            nbytes,
+            request_bytes,
+            requests,
+            1,
+        )
+        buffers.nbytes, buffers.seed = nbytes, asked["seed"]
+        peer = self._peer(options)
+        try:
+            if base not in _UNSEEN:
+                for number in range(len(DIRECTIONS[job.direction])):
+                    buffers.get(job.memory, number)  # before the clock starts, and before the memory is looked at
+            measurement = peer.run(self._place, job)
+            cached = measurement.cached_bytes or sum(cached_bytes(self._place.path(direction)) for direction in job.directions)
+            if asked["verify"] and base not in _UNSEEN:
+                self._verify(job, base, asked["seed"])
+        finally:
+            if not asked["keep"]:
+                buffers.release()
+                _give_back()
+        return _answer(measurement._replace(cached_bytes=cached))
+
+    def checkpoint(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Write or read a file of tensors; looks at all of them where *verify* is asked."""
+        setting, nbytes = asked["setting"], asked["nbytes"]
+        side = self._checkpoint(asked["checkpoint"])
+        path = self._place.directory / f"{asked['side']}.{nbytes}"
+        written = self._place.directory / f"{side.format}.{nbytes}"
+        moved = sum(shape.nbytes for shape in state.shapes(nbytes))
+        try:
+            if asked["direction"] == "write":
+                tensors = state.build(nbytes)
+                path.unlink(missing_ok=True)
+                with Stopwatch() as watch:
+                    side.save(tensors, path, setting)
+                del tensors
+                cached = cached_bytes(path)
+                if asked["verify"]:
+                    evict(path)
+                    state.require_same(side.load(path, nbytes, setting), nbytes, asked["side"])
+                path.replace(written)
+            else:
+                if not written.exists():
+                    side.save(state.build(nbytes), written, setting)
+                    _give_back()
+                evict(written)
+                with Stopwatch() as watch:
+                    tensors = side.load(written, nbytes, setting)
+                cached = cached_bytes(written)
+                if asked["verify"]:
+                    state.require_same(tensors, nbytes, asked["side"])
+                del tensors
+        finally:
+            if not asked["keep"]:
+                path.unlink(missing_ok=True)
+            _give_back()
+        return _answer(watch.measurement(moved)._replace(cached_bytes=cached))
+
+    def _verify(self, job: Job, base: str, seed: int) -> None:
+        buffers = self._place.buffers
+        for number, direction in enumerate(job.directions):
+            if direction == "read" and base not in _OWN_FILES:
+                require_filled(buffers.get(job.memory, number), READ_SEED, base)
+            else:
+                require_filled(buffers.get(job.memory, number), seed + number, base)
+        if "write" in job.directions and base not in _OWN_FILES:
+            evict(self._place.path("write"))
+            found = allocated("huge", job.file_bytes)
+            with Engine(AioConfig(direct="auto")) as engine:
+                engine.read(found, self._place.path("write")).wait()
+            require_filled(found, seed + len(job.directions) - 1, base)
+
+    def _peer(self, name: str) -> sides.Peer:
+        if name not in self._peers:
+            self._peers[name] = peer = sides.make(name)
+            if isinstance(peer, DeepSpeedOp):
+                self._place.buffers.op = self._place.buffers.op or peer
+        return self._peers[name]
+
+    def _checkpoint(self, name: str) -> checkpoints.Checkpoint:
+        if name not in self._checkpoints:
+            self._checkpoints[name] = checkpoints.make(name)
+        return self._checkpoints[name]
+
+
+def _give_back() -> None:
+    """Return memory that is free to the kernel, so that the next task finds the process as this one did. Source: malloc_trim(3)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _answer(measurement: Measurement) -> dict[str, Any]:
+    return {name: value for name, value in measurement._asdict().items() if name != "submit_seconds"}
+
+
+def main() -> None:
+    """Answer every line until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has it, and closes our standard input
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries and compilers talk there
+    worker = Worker(Path(sys.argv[1]), sys.argv[2] == "direct")
+    verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "prepare": worker.prepare,
+        "transfer": worker.transfer,
+        "checkpoint": worker.checkpoint,
+    }
+    gc.disable()  # its moments are nobody's
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = verbs[asked["verb"]](asked)
+        except UnsupportedError as error:
+            answer = {"unsupported": str(error)}
+        except (OffloadError, OSError, RuntimeError, AssertionError, ValueError, TypeError, MemoryError) as error:  # of libraries that are not ours
+            answer = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The page cache: how much of a file is in it, and how a file gets out of it, so that nobody reads from memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from nvme_offload.errors import IOFailure
+
+_PAGE_BYTES = mmap.PAGESIZE
+_ATTEMPTS = 3  # pages that the kernel has on a list of its own, of another core, go at the next
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Return when the bytes of *path* are on the drive to stay. Source: fdatasync(2)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cached_bytes(path: Path) -> int:
+    """Bytes of *path* in the page cache. Source: mincore(2)."""
+    nbytes = path.stat().st_size
+    if nbytes == 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = np.zeros(-(-nbytes // _PAGE_BYTES), np.uint8)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapping:
+        address = ctypes.c_char.from_buffer(mapping)
+        result = libc.mincore(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(int(pages.ctypes.data)))
+        del address  # or the mapping cannot be closed
+    if result != 0:
+        number = ctypes.get_errno()
+        raise IOFailure(number, os.strerror(number), operation="mincore", path=str(path), offset=0, nbytes=nbytes, done=0)
+    return int(np.count_nonzero(pages & 1)) * _PAGE_BYTES
+
+
+def evict(path: Path) -> None:
+    """Have nothing of *path* in the page cache. Raises: IOFailure where the kernel keeps some.
+
+    Source: posix_fadvise(2); it leaves what is dirty, so that goes to the drive first.
+    """
+    sync(path)
+    left = 0
+    for _ in range(_ATTEMPTS):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        left = cached_bytes(path)
+        if left == 0:
+            return
+    raise IOFailure(errno.EBUSY, "the kernel keeps pages of it", operation="evict", path=str(path), offset=0, nbytes=left, done=0)

@@ -1,0 +1,103 @@
+"""TensorNVMe, as a side of a contest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nvme_offload.errors import UnsupportedError
+
+from .page_cache import cached_bytes, evict, sync
+from .plan import Job
+from .rig import Bytes, Place, require_read, spoil
+from .stopwatch import Measurement, Stopwatch
+
+OPTIONS = {"sync"}
+_BACKENDS = {"libaio": "aio", "io_uring": "uring", "posix": "pthread"}
+
+
+class TensorNVMe:
+    """Its offloader: asynchronous calls for each tensor, then one wait, in a file of its own that it makes and keeps the places of tensors in.
+
+    It is asked below the class that also frees and allocates the memory of the tensors, which is none of the transfer's. It gives out a place again
+    once its tensor was read, so the file has its size before the clock starts, and what was written is read back afterwards. With libaio it loses
+    calls that find its queue full, and then waits for ever, so there its queue has room for all of them.
+    Options: "sync" has what is written on the drive to stay before the clock stops.
+    Raises: UnsupportedError where it is not installed.
+    """
+
+    def __init__(self, options: frozenset[str]) -> None:
+        self._sync = "sync" in options
+        try:
+            import torch
+            from tensornvme import _C
+        except ImportError as error:
+            raise UnsupportedError(f"TensorNVMe cannot be loaded: {error}") from None
+        self._torch: Any = torch
+        self._core: Any = _C
+        self._made: dict[tuple[str, str, int, str], Any] = {}
+        self.version = f"tensornvme {importlib.metadata.version('tensornvme')}"
+
+    def run(self, rig: Place, job: Job) -> Measurement:
+        """Move *job* once. Raises: UnsupportedError, CorruptionError."""
+        if job.passes > 1 or job.footprint_bytes != job.file_bytes or job.thread_count > 1:
+            raise UnsupportedError("TensorNVMe is only asked for what is moved once, by one thread")
+        buffers = {direction: rig.buffers.get(job.memory, number)[: job.file_bytes] for number, direction in enumerate(job.directions)}
+        made = {direction: self._offloader(rig, job, direction) for direction in job.directions}
+        tensors = {direction: self._tensors(buffer, job) for direction, buffer in buffers.items()}
+        if "read" in buffers:
+            offloader, path = made["read"]
+            self._write(offloader, tensors["read"])
+            evict(path)
+            spoil(buffers["read"])
+        if "write" in buffers:
+            evict(made["write"][1])
+        with Stopwatch() as watch:
+            for index in range(job.requests):
+                for direction, (offloader, _) in made.items():
+                    call = offloader.async_read if direction == "read" else offloader.async_write
+                    call(tensors[direction][index], str(index))
+            for direction, (offloader, path) in made.items():
+                offloader.synchronize()
+                if direction == "write" and self._sync:
+                    sync(path)
+        cached = sum(cached_bytes(path) for _, path in made.values())
+        if "read" in buffers:
+            require_read(buffers["read"], "TensorNVMe")
+        if "write" in buffers:
+            offloader, path = made["write"]
+            evict(path)
+            spoil(buffers["write"])
+            self._read(offloader, tensors["write"])
+            require_read(buffers["write"], "TensorNVMe")
+        return watch.measurement(job.nbytes)._replace(cached_bytes=cached)
+
+    def _offloader(self, rig: Place, job: Job, direction: str) -> tuple[Any, Path]:
+        path = rig.path(direction).with_name(f"tensornvme-{direction}")
+        depth = max(job.queue_depth, job.requests) if job.backend == "libaio" else job.queue_depth
+        key = (str(path), job.backend, depth, f"{job.requests} x {job.request_bytes}")
+        if key not in self._made:
+            self._made = {other: offloader for other, offloader in self._made.items() if other[0] != key[0]}  # which removes its file
+            offloader = self._core.Offloader(str(path), depth, _BACKENDS[job.backend])
+            self._made[key] = offloader
+            tensors = self._tensors(np.zeros(job.file_bytes, np.uint8), job)
+            self._write(offloader, tensors)
+            self._read(offloader, tensors)
+        return self._made[key], path
+
+    def _tensors(self, buffer: Bytes, job: Job) -> list[Any]:
+        # It moves the whole storage of a tensor, so that each must have its own.
+        return [self._torch.from_numpy(buffer[begin : begin + job.request_bytes]) for begin in range(0, job.file_bytes, job.request_bytes)]
+
+    def _write(self, offloader: Any, tensors: list[Any]) -> None:
+        for index, tensor in enumerate(tensors):
+            offloader.async_write(tensor, str(index))
+        offloader.synchronize()
+
+    def _read(self, offloader: Any, tensors: list[Any]) -> None:
+        for index, tensor in enumerate(tensors):
+            offloader.async_read(tensor, str(index))
+        offloader.synchronize()
