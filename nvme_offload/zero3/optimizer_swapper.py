@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from ..state_formats import Layout
 from ..tier import Tier
 
 _SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
@@ -23,24 +24,29 @@ _serial = itertools.count()
 
 
 @dataclasses.dataclass
-class _SubGroup:
-    """One flat parameter of stage 3. *slots* are the tensors packed under *name*: by key of the optimizer's state, offset and dtype."""
+class SubGroup:
+    """One flat parameter of stage 3. *slots* are the tensors packed under *name*, as they are: by key of the optimizer's state, offset and dtype."""
 
+    number: int
     name: str
     numel: int
     capacity_bytes: int
-    slots: dict[str, tuple[int, torch.dtype]]
+    slots: dict[str, tuple[int, torch.dtype]] = dataclasses.field(default_factory=dict)
+    layout: Layout | None = None  # instead of slots, where they are not as they are
     buffer: torch.Tensor | None = None  # while swapped in
 
     def end(self, key: str) -> int:
+        """Where the slot *key* ends, in bytes."""
         offset, dtype = self.slots[key]
         return offset + self.numel * dtype.itemsize
 
     @property
     def used_bytes(self) -> int:
-        return max(self.end(key) for key in self.slots)
+        """Bytes of the place that are its value."""
+        return max(self.end(key) for key in self.slots) if self.layout is None else self.layout.nbytes
 
     def view(self, key: str) -> torch.Tensor:
+        """The tensor in the slot *key*, in use."""
         assert self.buffer is not None
         return self.buffer[self.slots[key][0] : self.end(key)].view(self.slots[key][1])
 
@@ -59,7 +65,7 @@ class OptimizerSwapper:
         self._optimizer = optimizer
         self._state_bytes = state_bytes
         self._prefix = f"optimizer{next(_serial)}"
-        self._sub_groups: dict[int, _SubGroup] = {}  # by the parameter's id, in the order of the step
+        self._sub_groups: dict[int, SubGroup] = {}  # by the parameter's id, in the order of the step
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
         tier.abandon_with(self, self._names)
@@ -83,10 +89,8 @@ class OptimizerSwapper:
         """Make the master weights of *parameters* from *src_tensors*, which have them in any dtype."""
         for parameter, source in zip(parameters, src_tensors, strict=True):
             numel = source.numel()
-            sub_group = _SubGroup(f"{self._prefix}/{len(self._parameters)}", numel, self._capacity(numel), {_MASTER: (0, parameter.dtype)})
-            self._sub_groups[id(parameter)] = sub_group
-            self._parameters.append(parameter)
-            self._names.append(sub_group.name)
+            sub_group = self._add(parameter, numel, numel * self._state_bytes + 4 * _SLOT_BYTES)
+            sub_group.slots = {_MASTER: (0, parameter.dtype)}
             sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
             sub_group.view(_MASTER).copy_(source)
             self._release(sub_group, changed=True)
@@ -147,10 +151,14 @@ class OptimizerSwapper:
 
     # Inside.
 
-    def _capacity(self, numel: int) -> int:
-        return numel * self._state_bytes + 4 * _SLOT_BYTES
+    def _add(self, parameter: torch.Tensor, numel: int, capacity_bytes: int) -> SubGroup:
+        number = len(self._parameters)
+        sub_group = self._sub_groups[id(parameter)] = SubGroup(number, f"{self._prefix}/{number}", numel, capacity_bytes)
+        self._parameters.append(parameter)  # so that its id stays its own
+        self._names.append(sub_group.name)
+        return sub_group
 
-    def _bind(self, parameter: torch.Tensor, sub_group: _SubGroup) -> None:
+    def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
         state = self._optimizer().state.get(parameter, {})
         for key in sub_group.slots:
             target = parameter if key == _MASTER else state[key]
@@ -160,20 +168,20 @@ class OptimizerSwapper:
         """See that every tensor of the optimizer's state that belongs to the sub-group is in its buffer."""
         sub_group = self._sub_groups[id(parameter)]
         state = self._optimizer().state.get(parameter, {})
-        travelling = {key: value for key, value in state.items() if _travels(value, parameter)}
-        slots = self._layout(sub_group, {key: value.dtype for key, value in travelling.items()})
+        values = travelling(state, parameter)
+        slots = self._layout(sub_group, {key: value.dtype for key, value in values.items()})
         end = max(offset + sub_group.numel * dtype.itemsize for offset, dtype in slots.values())
         if end > sub_group.capacity_bytes:
             self._enlarge(parameter, sub_group, end)
-        moved = {key: value.clone() for key, value in travelling.items() if sub_group.slots.get(key, slots[key]) != slots[key]}
+        moved = {key: value.clone() for key, value in values.items() if sub_group.slots.get(key, slots[key]) != slots[key]}
         sub_group.slots = slots
-        for key, value in travelling.items():
+        for key, value in values.items():
             place = sub_group.view(key)
             if value.data_ptr() != place.data_ptr():
                 place.copy_(moved.get(key, value))
                 value.data = place
 
-    def _layout(self, sub_group: _SubGroup, states: Mapping[str, torch.dtype]) -> dict[str, tuple[int, torch.dtype]]:
+    def _layout(self, sub_group: SubGroup, states: Mapping[str, torch.dtype]) -> dict[str, tuple[int, torch.dtype]]:
         slots = {_MASTER: sub_group.slots[_MASTER]}
         end = sub_group.end(_MASTER)
         for key, dtype in states.items():
@@ -181,7 +189,7 @@ class OptimizerSwapper:
             end = slots[key][0] + sub_group.numel * dtype.itemsize
         return slots
 
-    def _enlarge(self, parameter: torch.Tensor, sub_group: _SubGroup, nbytes: int) -> None:
+    def _enlarge(self, parameter: torch.Tensor, sub_group: SubGroup, nbytes: int) -> None:
         """Move the sub-group to a place of *nbytes*: the optimizer keeps more for each element than was foreseen."""
         state = self._optimizer().state.get(parameter, {})
         for key in sub_group.slots:
@@ -200,21 +208,20 @@ class OptimizerSwapper:
         if sub_group.buffer is None:
             return
         state = self._optimizer().state.get(parameter, {})
-        for key, (_, dtype) in sub_group.slots.items():
-            tensor = parameter if key == _MASTER else state.get(key)
+        for tensor in (parameter, *(state.get(key) for key in self.states(parameter))):
             if torch.is_tensor(tensor):
-                tensor.data = torch.empty(0, dtype=dtype)
+                tensor.data = torch.empty(0, dtype=tensor.dtype)
         parameter.grad = None
         self._release(sub_group, changed)
 
-    def _release(self, sub_group: _SubGroup, changed: bool) -> None:
+    def _release(self, sub_group: SubGroup, changed: bool) -> None:
         sub_group.buffer = None
         self.tier.swapper.release(sub_group.name, changed=changed, nbytes=sub_group.used_bytes)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
-    """Bytes that master weights of *dtype* and *optimizer*'s states take for each element: found by one step of an optimizer like it on a few
-    elements, or taken as for Adam where such a one cannot be made from its defaults.
+def states_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that *optimizer* will keep for each element of master weights of *dtype*, by key: found by one step of an optimizer like it on a few
+    elements, or taken as Adam's where such a one cannot be made from its defaults.
     """
     sample = torch.zeros(8, dtype=dtype, requires_grad=True)
     sample.grad = torch.zeros_like(sample)
@@ -222,10 +229,14 @@ def state_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
     try:
         like: Any = type(optimizer)([sample], **{key: value for key, value in optimizer.defaults.items() if key in accepted})
         like.step()
-        states = [value.dtype.itemsize for value in like.state[sample].values() if _travels(value, sample)]
+        return {key: value.dtype for key, value in travelling(like.state[sample], sample).items()}
     except Exception:  # the constructor of an optimizer may want anything, and raise anything; nothing depends on this but how memory is planned
-        states = [dtype.itemsize] * 2
-    return int(dtype.itemsize + sum(states))
+        return {"exp_avg": dtype, "exp_avg_sq": dtype}
+
+
+def travelling(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What of the optimizer's *state* of *parameter* has a value for each element, and so goes where this goes."""
+    return {key: value for key, value in state.items() if _travels(value, parameter)}
 
 
 def _travels(value: Any, parameter: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..config import BACKENDS, AioConfig
 from ..errors import UsageError
+from ..state_formats import FORMATS
 from ..tier import engine_config, memory_size
 
 SECTION = "nvme_offload"
@@ -25,6 +26,8 @@ class Settings:
     paths: directories on the drives to use instead of nvme_path; large tensors are striped over them.
     weights: the share of each path, in any unit; equal where left out.
     checksum: whether every byte that comes back from a drive is compared with what was written.
+    state_format: how master weights and optimizer states are kept, see `nvme_offload.state_formats`: as they are, in 12 bytes a parameter with Adam;
+    without the bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in 4.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -33,6 +36,7 @@ class Settings:
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     checksum: bool = False
+    state_format: Literal["exact", "split", "compact"] = "exact"
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
@@ -48,6 +52,9 @@ class Settings:
         _require(values, "swappers", ("native", "deepspeed"))
         _require(values, "backend", BACKENDS)
         _require(values, "checksum", (True, False))
+        _require(values, "state_format", tuple(FORMATS))
+        if values.get("swappers") == "deepspeed" and values.get("state_format", "exact") != "exact":
+            raise UsageError(f'"state_format" in "{SECTION}" wants this package\'s swappers: leave "swappers" out')
         if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
         if "paths" in values:

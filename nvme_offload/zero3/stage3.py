@@ -19,11 +19,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ..errors import OffloadError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
+from ..state_formats import FORMATS
 from ..units import format_bytes
-from . import archive, states
+from . import archive, states, working_weights
 from .gradients import Gradients
-from .optimizer_swapper import OptimizerSwapper, state_bytes
+from .optimizer_swapper import OptimizerSwapper, states_of
+from .packed_swapper import PackedOptimizerSwapper
 from .param_swapper import ParameterSwapper
 from .settings import Settings
 from .shared_tier import tier_of
@@ -45,6 +47,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
         self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
         self.native = Settings.of(self._ds_config).swappers == "native" and not kwargs.get("zenflow_config")
+        self._format = FORMATS[Settings.of(self._ds_config).state_format]
+        self._packs = self._format.name != "exact"
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.last_step: StepStats | None = None
@@ -76,10 +80,11 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def _open_tier(self, param_groups: Any) -> None:
         """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
+        kept, unpacked = self._state_bytes()
         self._footprint = Footprint(
-            states=state_bytes(self.optimizer, self.master_weights_and_grads_dtype),
+            states=kept,
             gradient=self.gradient_accumulation_dtype.itemsize,
-            widened=self.master_weights_and_grads_dtype.itemsize,
+            beside=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0,
         )
         self._elementwise = is_elementwise(self.optimizer)
@@ -91,6 +96,20 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._tier = tier_of(self._ds_config)
         self._tier.require_memory(self._whole_bytes)
         self._tier.require_space(self._footprint.drive_bytes(sum(sizes)))
+
+    def _state_bytes(self) -> tuple[float, int]:
+        """Bytes of an element's master weight and states, as they are kept and beside that as they are unpacked. Raises: UnsupportedError."""
+        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
+        if not self._packs:
+            return self.master_weights_and_grads_dtype.itemsize + sum(dtype.itemsize for dtype in self._expected_states.values()), 0
+        if (self.dtype, self.master_weights_and_grads_dtype) != (torch.bfloat16, torch.float32):
+            raise UnsupportedError(
+                f'"state_format": "{self._format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {self.dtype} with '
+                f'{self.master_weights_and_grads_dtype}: have "bf16" enabled, or leave "state_format" out'
+            )
+        sample = 1 << 20
+        layout = self._format.layout(sample, self._expected_states, self.dtype, type(self.optimizer).__name__)
+        return layout.nbytes / sample, self._format.unpacked_elements(layout) // sample * 4 + self.dtype.itemsize
 
     def _plan(self) -> None:
         """See that the host memory can hold the largest sub-group that cannot be cut. Raises: UsageError."""
@@ -123,7 +142,22 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._clock = StepClock(self._tier)
         widened = self.master_weights_and_grads_dtype
         self._gradients = Gradients(self._tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
-        self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, self._footprint.states)
+        if not self._packs:
+            self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, int(self._footprint.states))
+            return
+        self.optimizer_swapper = PackedOptimizerSwapper(
+            self._tier,
+            lambda: self.optimizer,
+            self._format,
+            self._expected_states,
+            max(self.fp16_partitioned_groups_flat_numel),
+            self.dtype,
+            lambda parameter, into: working_weights.load(self, self._index_of(parameter), into),
+            lambda parameter, source: working_weights.store(self, self._index_of(parameter), source),
+        )
+
+    def _index_of(self, parameter: torch.Tensor) -> int:
+        return next(index for index, other in enumerate(self.fp32_partitioned_groups_flat) if other is parameter)
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
@@ -258,6 +292,10 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self.last_step = self._clock.end_update()
         if self.last_step.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", self.last_step)
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        if not (self.swaps_natively and self._packs and self._swappable_optimizer_subgroup(sub_group_id)):  # there parameters follow as it is packed
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """As the base, which wants to see the shape of a partition that may be away."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,38 +19,41 @@ _SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that one element takes: of master weights and *states*, of its *gradient* as it is reduced and *widened*, and of a *parameter* on a drive."""
+    """Bytes that one element takes: of master weights and *states*, of its *gradient* as it is reduced, and of a *parameter* on a drive.
 
-    states: int
+    beside: of the memory that all sub-groups share, in which gradients are widened and, where they are not kept as they are, states unpacked.
+    """
+
+    states: float
     gradient: int
-    widened: int
+    beside: int
     parameter: int
 
     @property
-    def _at_once(self) -> int:
-        # An update holds the states, the gradient widened, and one 16-bit parameter after another, to either side of the states.
-        return self.states + self.widened + 2 * self.parameter
+    def _at_once(self) -> float:
+        # An update holds the states, what is beside, and one 16-bit parameter after another, to either side of the states.
+        return self.states + self.beside + 2 * self.parameter
 
     def least_bytes(self, elements: int) -> int:
         """Memory that sub-groups of *elements*, and parameters of no more, can do with."""
-        return elements * self._at_once + 2 * _SLACK_BYTES
+        return math.ceil(elements * self._at_once) + 2 * _SLACK_BYTES
 
     def most_elements(self, nbytes: int) -> int:
         """The largest sub-group that *nbytes* of memory can do with."""
-        return (nbytes - 2 * _SLACK_BYTES) // self._at_once
+        return int((nbytes - 2 * _SLACK_BYTES) / self._at_once)
 
     def wanted_elements(self, nbytes: int) -> int:
         """How large sub-groups are best made for *nbytes* of memory."""
-        return min(_LARGEST_SUB_GROUP, max(1, nbytes // (_IN_MEMORY * (self.states + self.gradient) + self.widened)))
+        return min(_LARGEST_SUB_GROUP, max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.beside))))
 
     def whole_bytes(self, sizes: list[int], least: int) -> int:
         """Memory in which everything stays but parameters, of which there are *sizes* elements; the largest sub-group cannot be less than *least*."""
-        widened = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
-        return sum(sizes) * (self.states + self.gradient) + widened * self.widened + 2 * (len(sizes) + 1) * _SLACK_BYTES
+        largest = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
+        return math.ceil(sum(sizes) * (self.states + self.gradient)) + largest * self.beside + 2 * (len(sizes) + 1) * _SLACK_BYTES
 
     def drive_bytes(self, elements: int) -> int:
         """Of the drive, for *elements*."""
-        return elements * (self.states + self.gradient + self.parameter)
+        return math.ceil(elements * (self.states + self.gradient + self.parameter))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -403,7 +403,7 @@ SIZES = st.lists(st.integers(1, 40_000), min_size=1, max_size=12)
 @given(sizes=SIZES, drawn=st.data(), accumulation=st.integers(1, 2), source=st.randoms(use_true_random=False))
 def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumulation, source):
     """ZeRO-3 with all on the drive: parameters of *sizes* elements, made before anything else, in sub-groups as they are cut for the budget."""
-    footprint = Footprint(states=12, gradient=2, widened=4, parameter=2)
+    footprint = Footprint(states=12, gradient=2, beside=4, parameter=2)
     least = footprint.least_bytes(max(sizes))
     nbytes = drawn.draw(st.just(least) | st.integers(least, 3 * least))
     groups = cut([Parameter(number, size) for number, size in enumerate(sizes)], footprint.wanted_elements(nbytes), footprint.most_elements(nbytes), 1)

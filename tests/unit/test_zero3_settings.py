@@ -20,6 +20,7 @@ def test_everything_may_be_left_out():
 
 
 def test_every_key_is_read():
+    assert of(state_format="compact").state_format == "compact"
     section = {
         "swappers": "deepspeed",
         "host_memory": 4096,
@@ -27,8 +28,9 @@ def test_every_key_is_read():
         "paths": ["/a", "/b"],
         "weights": [1, 2.5],
         "checksum": True,
+        "state_format": "exact",
     }
-    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True)
+    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True, "exact")
     assert of(**json.loads(json.dumps(section))) == of(**section)
 
 
@@ -49,7 +51,7 @@ def test_another_host_memory_is_refused(wrong):
 
 @pytest.mark.parametrize("key", ["host_memroy", "nvme_path", "device", "thread_count", ""])
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
-    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, paths, swappers, weights$") as refusal:
+    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, paths, state_format, swappers, weights$") as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)
 
@@ -58,6 +60,8 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
     ("key", "wrong", "possible"),
     [
         ("swappers", "ours", '"native", "deepspeed"'),
+        ("state_format", "lossless", '"exact", "split", "compact"'),
+        ("state_format", None, '"exact", "split", "compact"'),
         ("swappers", None, '"native", "deepspeed"'),
         ("swappers", [], '"native", "deepspeed"'),
         ("backend", "aio", '"libaio", "io_uring", "posix"'),

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from nvme_offload.zero3.optimizer_swapper import state_bytes  # noqa: E402  # wants DeepSpeed
+from nvme_offload.zero3.optimizer_swapper import states_of  # noqa: E402  # wants DeepSpeed
 
 PARAMETER = torch.nn.Parameter(torch.zeros(3))
 
@@ -33,4 +33,5 @@ class Peculiar(torch.optim.SGD):
     ],
 )
 def test_bytes_for_each_element(optimizer, expected):
-    assert state_bytes(optimizer, torch.float32) == expected
+    states = states_of(optimizer, torch.float32)
+    assert 4 + sum(dtype.itemsize for dtype in states.values()) == expected

@@ -205,8 +205,12 @@ class Training:
         if self.case.optimizer == "none":
             return deepspeed.initialize(model=model, config=self.config)[0]
         if self.case.optimizer == "cpu_adam":
-            return deepspeed.initialize(model=model, model_parameters=groups, config=self.config)[0]
-        return deepspeed.initialize(model=model, optimizer=OPTIMIZERS[self.case.optimizer](groups), config=self.config)[0]
+            engine = deepspeed.initialize(model=model, model_parameters=groups, config=self.config)[0]
+        else:
+            engine = deepspeed.initialize(model=model, optimizer=OPTIMIZERS[self.case.optimizer](groups), config=self.config)[0]
+        if not self.ours and self.case.section.get("state_format", "exact") != "exact":
+            engine.optimizer._reassign_or_swap_out_partitioned_parameters = functools.partial(_round_half_away_from_zero, engine.optimizer)
+        return engine
 
     def _groups(self, model: torch.nn.Module) -> list[Any]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -308,6 +312,14 @@ class Training:
                 if key in kept:
                     scalars[f"{name}.{key}"] = float(kept[key]).hex()
         return {"weights": weights, "masters": masters, "states": states, "scalars": scalars}
+
+
+def _round_half_away_from_zero(optimizer: Any, index: int) -> None:
+    """What DeepSpeed does after the update of a sub-group whose parameters are in memory, as `nvme_offload.state_formats` rounds them."""
+    master = optimizer.fp32_partitioned_groups_flat[index].detach().cpu()
+    rounded = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
+    optimizer.fp16_partitioned_groups_flat[index].data.copy_(rounded)
+    optimizer._unflatten_partitioned_parameters(index)
 
 
 def _without_padding(parameter: torch.nn.Parameter, partition: torch.Tensor) -> torch.Tensor:
