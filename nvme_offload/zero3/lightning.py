@@ -1,0 +1,41 @@
+"""`LightningProgress`: what steps spend on the drive, in Lightning's progress bar and loggers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+from .progress import Progress
+
+
+def _lightning() -> Any:
+    """The framework, under whichever of its two names the program has it: their classes are not the same."""
+    names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(names[0])
+    return importlib.import_module(names[1])
+
+
+class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the base is only known when it is there
+    """A callback for a Lightning `Trainer` with `DeepSpeedStrategy`: `Trainer(callbacks=[LightningProgress()])`.
+
+    After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which training stood still for the drive, and
+    `nvme_gb_per_s`, both directions together; loggers have `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up.
+    """
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the step that this batch completed, if it did."""
+        if not self._progress.see(trainer.strategy.model):
+            return
+        for name, value in self._progress.metrics().items():
+            in_bar = name in ("nvme_wait_share", "nvme_gb_per_s")
+            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say what all steps came to."""
+        self._progress.tell_summary()

@@ -1,0 +1,85 @@
+"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end; Lightning's and the Trainer's callbacks are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from ..errors import UsageError
+from .step_stats import StepStats, last_step
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Sum:
+    steps: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def add(self, step: StepStats) -> None:
+        self.steps += 1
+        for name in ("seconds", "waited_seconds", "bytes_read", "bytes_written"):
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    @property
+    def wait_share(self) -> float:
+        return self.waited_seconds / self.seconds
+
+    @property
+    def gb_per_s(self) -> float:
+        return (self.bytes_read + self.bytes_written) / self.seconds / 1e9
+
+
+class Progress:
+    """The steps of one engine after another, as they are seen.
+
+    What is not offloaded to a drive by this package has nothing to show: that is said once, as a warning, and no error.
+    """
+
+    def __init__(self) -> None:
+        self._last: StepStats | None = None
+        self._since = _Sum()
+        self._all = _Sum()
+        self._warned = False
+
+    def see(self, engine: Any) -> bool:
+        """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer; whether it is one that was not seen before."""
+        try:
+            step = last_step(engine)
+        except UsageError as reason:
+            if not self._warned:
+                _log.warning("no progress of offload to show: %s", reason)
+                self._warned = True
+            return False
+        if step is self._last:  # a micro-batch of a step that is not over
+            return False
+        self._last = step
+        self._since.add(step)
+        self._all.add(step)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Of the steps seen since the last call, or {} when there was none: the share of their time that waited for a drive, and what one moved on average."""
+        seen, self._since = self._since, _Sum()
+        if not seen.steps:
+            return {}
+        return {
+            "nvme_wait_share": round(seen.wait_share, 4),
+            "nvme_gb_per_s": round(seen.gb_per_s, 4),
+            "nvme_read_gb": round(seen.bytes_read / seen.steps / 1e9, 6),
+            "nvme_written_gb": round(seen.bytes_written / seen.steps / 1e9, 6),
+        }
+
+    def tell_summary(self) -> None:
+        """Log what all steps came to."""
+        seen = self._all
+        if seen.steps:
+            _log.info(
+                "%d steps in %.3g s, %.3g s each: %.0f%% of it waiting for the drive; read %.3g GB and wrote %.3g GB, %.3g GB/s",
+                *(seen.steps, seen.seconds, seen.seconds / seen.steps, 100 * seen.wait_share),
+                *(seen.bytes_read / 1e9, seen.bytes_written / 1e9, seen.gb_per_s),
+            )

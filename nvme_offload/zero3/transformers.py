@@ -1,0 +1,36 @@
+"""`TrainerProgress`: what steps spend on the drive, in the log of a Hugging Face `Trainer`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .progress import Progress
+
+
+class TrainerProgress(importlib.import_module("transformers").TrainerCallback):  # type: ignore[misc]  # the base is only known when it is there
+    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration: `Trainer(callbacks=[TrainerProgress()])`.
+
+    What the Trainer logs every `logging_steps` then has, of the steps since: `nvme_wait_share`, the share in which training stood still for the drive;
+    `nvme_gb_per_s`, both directions together; `nvme_read_gb` and `nvme_written_gb`, of one step on average. A line at the end sums up. They are in what
+    the progress bar prints and in the state's `log_history`.
+    """
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take in the step that is over."""
+        self._progress.see(kwargs["optimizer"])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add to *logs* what the steps since the last came to."""
+        metrics = self._progress.metrics()
+        if logs is not None:
+            logs.update(metrics)
+        if state.log_history:
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what all steps came to."""
+        self._progress.tell_summary()
