@@ -1,0 +1,65 @@
+"""`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism, distributed checkpoints. See `ranks.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = (
+    "ddp",
+    "zero_redundancy",
+    "fsdp2",
+    "fsdp2_mixed_precision",
+    "fsdp2_bfloat16",
+    "fsdp2_sgd",
+    "fsdp2_with_parameters_on_the_cpu",
+    "distributed_checkpoint",
+    "tensor_parallel",
+    "refusals",
+)
+
+
+def told_by_two_ranks(device, directory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(2):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py")), device, str(directory)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        (out, complaints), (_, others) = (process.communicate(timeout=240) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], complaints + others
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return told_by_two_ranks("cpu", tmp_path_factory.mktemp("drive"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(told, case):
+    assert told[case] == []
+
+
+def test_every_case_is_looked_at(told):
+    assert set(told) == set(CASES)
