@@ -143,7 +143,7 @@ class StateFormat:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 master = next(fresh)
-                for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
+                for weight, low, whole in _pieces(layout, _together(layout, working), kept.view(torch.int16), master):
                     join(weight, low, whole)
             else:
                 master = kept.view(torch.float32)
@@ -178,8 +178,12 @@ class StateFormat:
         if master is not None and layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
-                for weight, low, whole in _pieces(layout, working, kept.view(torch.int16), master):
+                together = _together(layout, working)
+                for weight, low, whole in _pieces(layout, together, kept.view(torch.int16), master):
                     split(whole, weight, low)
+                if together is not working:
+                    for weight, new in _pieces(layout, working, together[0]):
+                        weight.copy_(new)
             else:
                 for weight, whole, place in _pieces(layout, working, master, kept.view(torch.float32)):
                     _place(whole, place)
@@ -235,6 +239,15 @@ def _check_values(layout: Layout, master: torch.Tensor | None, states: Mapping[s
     for name, (tensor, dtype) in values.items():
         if tensor.dtype != dtype or tensor.numel() != layout.numel or not tensor.is_contiguous():
             raise UsageError(f"the {name} is {tensor.numel()} of {tensor.dtype}; it must be contiguous, {layout.numel} of {dtype}")
+
+
+def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """On a GPU a copy of all *working* weights as one, for there it is the number of operations that takes the time; else they as they are."""
+    import torch
+
+    if len(working) < 2 or working[0].device.type == "cpu":
+        return working
+    return [torch.cat([weight for (weight,) in _pieces(layout, working)])]
 
 
 def _pieces(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

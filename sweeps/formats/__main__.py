@@ -25,7 +25,7 @@ from .transformer import Shape
 @click.option("--heads", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--context", type=click.IntRange(min=2), default=256, show_default=True, help="Bytes that the transformer sees.")
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=1200, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How many.")
 @click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
