@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _HELD = 2  # tensors that computing need not wait for while they are copied away
 _AHEAD = 2  # tensors that are copied to a GPU before they are asked for, if the next operation does not want more
 _HINTED = 8  # tensors that the swapper is told of
+_FIRST_BYTES = 256 << 20  # of host memory, as far as there may be so much
+_GROWTH = 4  # times as much, where it does not do
 _NEAR = 32  # saved tensors among which one that is needed again stays on its device
 
 
@@ -289,13 +291,14 @@ class Shelf:
         return False
 
     def _grow(self, nbytes: int) -> None:
-        """See that there is host memory for *nbytes* more, as far as the tier's cap allows; at least twice as much at a time."""
+        """See that there is host memory for *nbytes* more, as far as the tier's cap allows."""
         wanted = self._stats.alive_bytes + nbytes
         if wanted <= self._asked_bytes or self._asked_bytes >= self._tier.cap_bytes:
             return
         while self._finish_first():
             pass  # memory that is in use cannot be exchanged for more
-        more = max(wanted, 2 * self._asked_bytes) - self._asked_bytes
+        # Far more at a time, since everything goes to the drive meanwhile.
+        more = max(wanted, _GROWTH * self._asked_bytes, _FIRST_BYTES) - self._asked_bytes
         self._tier.require(more)
         self._asked_bytes += more
 

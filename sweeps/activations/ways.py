@@ -1,0 +1,146 @@
+"""The ways to go through the blocks, and what a step of each takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from nvme_offload import save_on_nvme
+
+from .transformer import checksum
+
+
+class Step(NamedTuple):
+    """What one step took; bytes are of saved tensors, and of the drive. peak_bytes: beside weights and gradients, on the device."""
+
+    way: str
+    round: int
+    forward_seconds: float
+    backward_seconds: float
+    peak_bytes: int
+    checksum: int
+    saved_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    host_bytes: int = 0
+    forward_wait_seconds: float = 0.0
+    backward_wait_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclasses.dataclass
+class Way:
+    """A way through the blocks. *context* is around each of those that it is for; *recomputes* them in the backward pass."""
+
+    name: str
+    title: str
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    recomputes: bool = False
+    offload: save_on_nvme | None = None
+
+    @property
+    def base(self) -> str:
+        """The name of the way that this one adds a drive to, or of that which does nothing."""
+        return "checkpoint" if self.recomputes and self.offload is not None else "none"
+
+    def forward(self, blocks: nn.ModuleList, x: torch.Tensor, count: int) -> torch.Tensor:
+        """The loss; the first *count* blocks go this way, the others keep what they save."""
+        for number, block in enumerate(blocks):
+            with self.context() if number < count else contextlib.nullcontext():
+                x = checkpoint(block, x, use_reentrant=False) if self.recomputes and number < count else block(x)
+        return x.float().square().mean()
+
+
+NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
+
+
+@contextlib.contextmanager
+def ways(names: list[str], directory: Path, host_memory: list[str], min_bytes: str) -> Iterator[list[Way]]:
+    """The ways called *names*; those of the drive once for each *host_memory*. They are closed at the end of the `with`."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in names:
+            if name in ("none", "checkpoint"):
+                found.append(Way(name, {"none": "nothing", "checkpoint": "checkpointing"}[name], recomputes=name == "checkpoint"))
+            elif name == "cpu":
+                found.append(Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True)))
+            else:
+                for memory in host_memory:
+                    offload = save_on_nvme(directory, min_bytes, memory)
+                    stack.callback(offload.close)
+                    recomputes = name == "nvme-checkpoint"
+                    title = f"save_on_nvme, {memory} of host memory{', checkpointing' if recomputes else ''}"
+                    found.append(Way(f"{name} {memory}", title, lambda offload=offload: offload, recomputes, offload))  # type: ignore[misc]
+        yield found
+
+
+def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, count: int, number: int) -> Step:
+    """One step of *way*, in round *number*. Raises: torch.OutOfMemoryError."""
+    blocks.zero_grad(set_to_none=False)  # so that every step finds them there
+    before = way.offload.stats() if way.offload is not None else None
+    peak = Peak(x.device)
+    started = _now(x.device)
+    loss = way.forward(blocks, x, count)
+    turned = _now(x.device)
+    loss.backward()
+    ended = _now(x.device)
+    del loss
+    step = Step(way.name, number, turned - started, ended - turned, peak.nbytes(), checksum(blocks))
+    if way.offload is None or before is None:
+        return step
+    after = way.offload.stats()
+    return step._replace(
+        saved_bytes=after.saved_bytes - before.saved_bytes,
+        written_bytes=after.bytes_written - before.bytes_written,
+        read_bytes=after.bytes_read - before.bytes_read,
+        host_bytes=after.peak_host_bytes,
+        forward_wait_seconds=after.forward_wait_seconds - before.forward_wait_seconds,
+        backward_wait_seconds=after.backward_wait_seconds - before.backward_wait_seconds,
+    )
+
+
+class Peak:
+    """The most memory from here on, over what there is now: of the GPU, or of this process where there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is taken. Source: malloc_trim(3)
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM. Source: proc(5)
+        self._before = self._now("allocated", "VmRSS")
+
+    def nbytes(self) -> int:
+        """So far."""
+        return max(self._now("max", "VmHWM") - self._before, 0)
+
+    def _now(self, of_gpu: str, of_process: str) -> int:
+        if self._device.type == "cuda":
+            return {"allocated": torch.cuda.memory_allocated, "max": torch.cuda.max_memory_allocated}[of_gpu](self._device)
+        found = re.search(rf"{of_process}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else 0
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
