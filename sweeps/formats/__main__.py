@@ -30,6 +30,7 @@ from .transformer import Shape
 @click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
+@click.option("--stress/--no-stress", "stressed", default=True, show_default=True, help="Also step by gradients that misbehave.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.")
 def main(
     layers: int,
@@ -42,6 +43,7 @@ def main(
     format_names: str,
     device: str,
     text_megabytes: float,
+    stressed: bool,
     output: Path | None,
 ) -> None:
     """Compare the losses that "exact", "split" and "compact" states train to, and print a report in Markdown."""
@@ -54,14 +56,15 @@ def main(
     train_on, held_out, what = read_text(round(text_megabytes * 1e6))
     train_on, held_out = train_on.to(device), held_out.to(device)
     recipe = Recipe(Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps // 5 + 1))
-    results = Results(_facts(device) | {"recipe": repr(recipe)}, what, [], [])
+    results = Results(device_facts(device, "sweeps.formats") | {"recipe": repr(recipe)}, what, [], [])
     started = time.monotonic()
     for seed in range(seeds):
         for name in names:
             run = train(train_on, held_out, recipe, name, seed)
             results.trained.append(run)
             click.echo(f"{time.monotonic() - started:5.0f} s  {name}, seed {seed}: {run.parameters / 1e6:.2f}M, validation {run.validation:.4f}", err=True)
-    results.stressed.extend(stress(case, name) for case in CASES for name in names)
+    if stressed:
+        results.stressed.extend(stress(case, name) for case in CASES for name in names)
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +74,10 @@ def main(
     click.echo(render(results, None))
 
 
-def _facts(device: str) -> dict[str, str]:
-    machine = facts(Path(), "sweeps.formats")
-    here = {name: machine[name] for name in ("date", "command", "processor", "kernel")}
+def device_facts(device: str, module: str) -> dict[str, str]:
+    """What the machine and *device* are like, and how *module* was called, by name."""
+    machine = facts(Path(), module)
+    here = {name: machine[name] for name in ("date", "command", "processor", "kernel", "load at the start")}
     accelerator = torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "none"
     return here | {"accelerator": accelerator, "versions": f"{commit()}, torch {torch.__version__}"}
 
