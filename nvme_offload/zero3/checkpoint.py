@@ -21,6 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import is_optimized_parameter
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from .. import engine as io
 from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
@@ -69,6 +70,9 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
+        if isinstance(self.optimizer, DeepSpeedZeRoOffload):
+            # Of an engine for inference. DeepSpeed loads the weights, and then asks for their fp32 masters by a method that this class has not.
+            self.optimizer._restore_from_bit16_weights = lambda: None
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
