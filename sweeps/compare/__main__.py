@@ -36,6 +36,7 @@ _LEAST_BYTES = 8 << 20
 _TIMEOUT_SECONDS = 60.0  # and as long again as a drive of 50 MB/s needs
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _SPARE = 1.1
+_TUNING_SEED = 1
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -57,7 +58,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--size", default="1GiB", show_default=True, callback=_size, help="Bytes of a task; a checkpoint has twice as many.")
 @click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN)
 @click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option("--seconds", type=click.FloatRange(min=0), help="Begin no further round that would not end within this time.")
+@click.option("--seconds", type=click.FloatRange(min=0), default=340, show_default=True, help="Begin no further round that would not end within this time.")
 @click.option("--only", callback=_names, help="Of the plan's sides only these, with commas between.")
 @click.option("--tasks", callback=_names, help="Of the plan's tasks only these, with commas between.")
 @click.option("--output", type=click.Path(path_type=Path), help="Directory of the report: reports/compare-NAME-DATE unless given.")
@@ -74,7 +75,7 @@ def main(
     size: int,
     plan_path: Path,
     rounds: int | None,
-    seconds: float | None,
+    seconds: float,
     only: list[str] | None,
     tasks: list[str] | None,
     output: Path | None,
@@ -92,7 +93,7 @@ def main(
         results.training += training.read(report, _shown(report))
     with contextlib.ExitStack() as undo:
         try:
-            _compare(results, plan, directory, rounds or plan.rounds, None if seconds is None else started + seconds, undo)
+            _compare(results, plan, directory, rounds or plan.rounds, started + seconds, undo)
         except KeyboardInterrupt:
             results.notes.insert(0, "Interrupted: not all rounds were held.")
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
@@ -103,7 +104,7 @@ def main(
         click.echo(path)
 
 
-def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadline: float | None, undo: contextlib.ExitStack) -> None:
+def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadline: float, undo: contextlib.ExitStack) -> None:
     place = Path(tempfile.mkdtemp(prefix="sweeps-compare-", dir=directory))
     undo.callback(shutil.rmtree, place, ignore_errors=True)
     largest = max(task.nbytes(results.size_bytes) for task in plan.tasks)
@@ -119,7 +120,7 @@ def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadlin
     longest = 0.0
     for number in range(rounds):
         began = time.monotonic()
-        if deadline is not None and number > 0 and began + longest > deadline:
+        if number > 0 and began + longest > deadline:
             results.notes.append(f"{number} of {rounds} rounds were held in the time that was given.")
             break
         field.hold(number, rounds)
@@ -184,7 +185,7 @@ class _Field:
                     if index in failed:
                         continue
                     try:
-                        found = self._ask(side, task, side.candidates[index], size, seed=1, verify=False, keep=True)
+                        found = self._ask(side, task, side.candidates[index], size, seed=_TUNING_SEED, verify=False, keep=True)
                         speeds[index][task.name].append(found["nbytes"] / found["seconds"])
                     except (UnsupportedError, SideFailed) as error:
                         failed[index] = error
@@ -204,7 +205,7 @@ class _Field:
                 side = self._plan.side(name)
                 if (name, task.name) in self._refused:
                     continue
-                seed = 1 + 2 * (len(self._plan.sides) * number + position)
+                seed = _TUNING_SEED + 2 * (1 + len(self._plan.sides) * number + position)  # two buffers are filled by seeds that follow
                 try:
                     found = self._ask(side, task, self._settings[name], self._results.size_bytes, seed=seed, verify=number == 0, keep=False)
                 except (UnsupportedError, SideFailed) as error:
@@ -250,7 +251,7 @@ def _require_room(plan: Plan, size: int, place: Path) -> None:
     needed = int(_SPARE * (4 * largest + (formats + 1) * checkpoints))
     free = shutil.disk_usage(place).free
     if free < needed:
-        reason = f"No space left on device: a comparison with --size {size} needs {format_bytes(needed)} there, and {format_bytes(free)} are free"
+        reason = f"No space left on device: a comparison with --size {format_bytes(size)} needs {format_bytes(needed)} there, and {format_bytes(free)} are free"
         raise NoSpaceError(28, reason, operation="allocation", path=str(place), offset=0, nbytes=needed, done=0)
 
 
@@ -273,8 +274,11 @@ def _shown(report: Path) -> str:
     return report.name
 
 
+_STARTED = time.monotonic()
+
+
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    click.echo(f"{time.monotonic() - _STARTED:5.0f} s  {text}", err=True)
 
 
 def _stop(number: int, frame: object) -> NoReturn:
@@ -288,5 +292,5 @@ if __name__ == "__main__":
         error.show()
         sys.exit(error.exit_code)
     except (OffloadError, OSError) as error:
-        _say(f"sweeps.compare: {error}")
+        click.echo(f"sweeps.compare: {error}", err=True)
         sys.exit(1)

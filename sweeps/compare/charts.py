@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR, _GAP = 13.0, 7.0  # points: of a bar, and between the sides
-_LEFT, _RIGHT, _TOP, _BOTTOM = 128.0, 40.0, 4.0, 40.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 134.0, 40.0, 4.0, 40.0
 _OURS = "ours"
 
 
@@ -151,7 +151,8 @@ def _draw(axes: Axes, y: float, bar: _Bar, side: _Side, palette: Palette, equal:
     if bar.high > bar.low:
         axes.plot([bar.low, bar.high], [y, y], color=palette.ink, linewidth=1.1, solid_capstyle="butt")
     end = max(bar.high, bar.value + bar.more)
-    note(axes, bar.text, (end, y), (5, 0), palette.ink if side.ours else palette.soft, va="center_baseline", fontsize=9.0, annotation_clip=False)
+    ground = {"facecolor": palette.panel, "edgecolor": "none", "pad": 0.4}  # over the dashed line
+    note(axes, bar.text, (end, y), (5, 0), palette.ink if side.ours else palette.soft, va="center_baseline", fontsize=9.0, annotation_clip=False, bbox=ground)
 
 
 def _finding(results: Results, task: TaskFacts, found: Sequence[Row]) -> str:

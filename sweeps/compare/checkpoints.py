@@ -105,7 +105,7 @@ class FastFileWriter:
             absent: Any = types.SimpleNamespace(load=lambda: types.SimpleNamespace(cast_to_byte_tensor=None))
             module.UtilsBuilder = lambda: absent
         self._writer, self._config = module.FastFileWriter, module.FastFileWriterConfig
-        self._buffers: dict[int, Any] = {}
+        self._buffer: Any = None
 
     def save(self, state: State, path: Path, setting: Setting) -> None:
         """Write *state* to *path*; the writer syncs."""
@@ -113,10 +113,12 @@ class FastFileWriter:
 
         handle = self._op.handle(setting["block_size"], setting["queue_depth"], setting["thread_count"])
         nbytes = setting["buffer_size"]
-        if nbytes not in self._buffers:
-            self._buffers[nbytes] = torch.from_numpy(self._op.locked(nbytes))
+        if self._buffer is None or self._buffer.nbytes != nbytes:
+            if self._buffer is not None:
+                self._op.unlock(self._buffer)
+            self._buffer = self._op.locked(nbytes)
         torch.serialization.set_crc32_options(setting.get("crc32", True))
-        writer = self._writer(str(path), self._config(dnvme_handle=handle, pinned_tensor=self._buffers[nbytes]))
+        writer = self._writer(str(path), self._config(dnvme_handle=handle, pinned_tensor=torch.from_numpy(self._buffer)))
         torch.save(state, writer)
         writer.close()
 

@@ -36,6 +36,11 @@ HOW = (
 )
 
 
+_SPEED = ("speed", "advantage", "speed-checkpoint", "advantage-checkpoint")
+_CPU = ("cpu", "cpu-checkpoint")
+_HELD = ("process", "cached", "locked", "process-checkpoint", "cached-checkpoint", "locked-checkpoint")
+
+
 def write(results: Results, directory: Path) -> list[Path]:
     """Write report.html, report.md and compare.json into *directory*, over what is there; their paths. Raises: OSError."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,9 +69,9 @@ def markdown(results: Results) -> str:
     parts[2:] = ["\n".join(parts[2:])]
     parts += results.notes
     for heading, names in (
-        ("Speed", ("speed", "advantage")),
-        ("CPU", ("cpu",)),
-        ("Memory", ("process", "cached", "locked")),
+        ("Speed", _SPEED),
+        ("CPU", _CPU),
+        ("Memory", _HELD),
         ("Training", ("training",)),
         ("Who took part, and how", ("sides", "skipped", "tried")),
     ):
@@ -86,6 +91,9 @@ def _context(results: Results) -> dict[str, Any]:
         "lead": _lead(results),
         "tables": {table.name: table for table in _tables(results)},
         "how": HOW,
+        "speed_tables": _SPEED,
+        "cpu_tables": _CPU,
+        "memory_tables": _HELD,
         "machine": results.facts.get("processor", ""),
     }
 
@@ -97,10 +105,15 @@ def _lead(results: Results) -> str:
         if task.name in ("read-1MiB", "write-1MiB", "checkpoint-write"):
             others = [row for row in rows(results, task) if row.advantage and not row.side.name.startswith("ours") and row.side.name != results.ceiling]
             if others and (best := max(others, key=lambda row: row.gb_per_second.median)).advantage:
-                said.append(f"{_short(task, ' ')} {wording.ratio(best.advantage.median)} {best.side.title}")
+                said.append(f"{wording.ratio(best.advantage.median)} at {_doing(task)} ({best.side.title})")
     if not said:
         return f"{wording.plural(len(results.sides), 'side')} on one drive, by turns."
-    return f"Ours with libaio against the fastest of the others each time: {'; '.join(said)}. All moved the same bytes by turns."
+    return f"The speed of ours with libaio over the fastest of the others each time: {', '.join(said)}. All moved the same bytes by turns."
+
+
+def _doing(task: TaskFacts) -> str:
+    verb = {"read": "reading", "write": "writing", "mixed": "reading and writing"}[task.direction]
+    return f"{verb} a checkpoint" if task.checkpoint else f"{verb} {task.requests} tensors of {wording.size(task.nbytes // task.requests)}"
 
 
 def _charts(results: Results) -> dict[str, list[Chart]]:
@@ -108,18 +121,22 @@ def _charts(results: Results) -> dict[str, list[Chart]]:
     for group, tasks in groups(results):
         found["speed"].append(charts.speeds(results, group, tasks))
         found["cpu"].append(charts.costs(results, group, tasks))
-        found["memory"].append(charts.memory(results, group, tasks))
+        if any(task.checkpoint or (task.requests == 1 and task.direction != "mixed") for task in tasks):  # many tensors take what a large one does
+            found["memory"].append(charts.memory(results, group, tasks))
     return found
 
 
 def _tables(results: Results) -> Iterator[Table]:
-    yield _matrix(results, "speed", "GB/s, medians", lambda row: wording.speed(row.gb_per_second.median))
-    reference = results.side(results.reference).title if any(side.name == results.reference for side in results.sides) else results.reference
-    yield _matrix(results, "advantage", f"How many times as fast {reference} is, in the same round", _advantage)
-    yield _matrix(results, "cpu", "CPU seconds a GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}")
-    yield _matrix(results, "process", "Memory of the process beyond the data, MB", lambda row: _megabytes(row.extra_bytes))
-    yield _matrix(results, "cached", "Left in the page cache, MB", lambda row: _megabytes(row.cached_bytes), lambda row: row.cached_bytes)
-    yield _matrix(results, "locked", "Locked or pinned, the data included, MB", lambda row: _megabytes(row.locked_bytes), lambda row: row.locked_bytes)
+    reference = next((side.title for side in results.sides if side.name == results.reference), results.reference)
+    for checkpoint in (False, True):
+        kind = "-checkpoint" if checkpoint else ""
+        tasks = [task for _, found in groups(results) for task in found if task.checkpoint == checkpoint]
+        about = "A checkpoint: " if checkpoint else ""
+        yield _matrix(results, tasks, f"speed{kind}", f"{about}GB/s, medians", lambda row: wording.speed(row.gb_per_second.median))
+        yield _matrix(results, tasks, f"advantage{kind}", f"{about}how many times as fast as each {reference} is, in the same round", _advantage)
+        yield _matrix(results, tasks, f"cpu{kind}", f"{about}CPU seconds a GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}")
+        for name, caption, measure in _MEMORY:
+            yield _matrix(results, tasks, f"{name}{kind}", f"{about}{caption}, MB", lambda row, measure=measure: _megabytes(measure(row)), measure)  # type: ignore[misc]
     yield _training(results)
     sides = tuple((side.title, side.version, describe(side.setting), str(len(side.tried) or 1), side.done) for side in results.sides)
     yield Table("sides", "Versions and settings", ("Side", "Version", "Setting", "Tried", "When its bytes are moved"), sides, words=frozenset({0, 1, 2, 4}))
@@ -128,9 +145,17 @@ def _tables(results: Results) -> Iterator[Table]:
     yield _tried(results)
 
 
-def _matrix(results: Results, name: str, caption: str, shown: Callable[[Row], str], counts: Callable[[Row], float] | None = None) -> Table:
-    """Sides by tasks; with *counts* only the sides where that is ever above 0."""
-    tasks = [task for _, found in groups(results) for task in found]
+_MEMORY: tuple[tuple[str, str, Callable[[Row], int]], ...] = (
+    ("process", "memory of the process beyond the data", lambda row: row.extra_bytes),
+    ("cached", "left in the page cache", lambda row: row.cached_bytes),
+    ("locked", "locked or pinned, the data included", lambda row: row.locked_bytes),
+)
+
+
+def _matrix(
+    results: Results, tasks: Sequence[TaskFacts], name: str, caption: str, shown: Callable[[Row], str], counts: Callable[[Row], float] | None = None
+) -> Table:
+    """Sides by *tasks*; with *counts* only the sides where that is ever above 0."""
     by_side: dict[str, dict[str, Row]] = {}
     for task in tasks:
         for row in rows(results, task):
@@ -143,12 +168,12 @@ def _matrix(results: Results, name: str, caption: str, shown: Callable[[Row], st
         if side.name.startswith("ours"):
             strong.add(len(lines))
         lines.append((side.title, *(shown(mine[task.name]) if task.name in mine else wording.NONE for task in tasks)))
-    return Table(name, caption, ("", *(_short(task, "\n") for task in tasks)), tuple(lines), frozenset(strong))
+    return Table(name, f"{caption[:1].upper()}{caption[1:]}", ("", *(_short(task, "\n") for task in tasks)), tuple(lines), frozenset(strong))
 
 
 def _short(task: TaskFacts, between: str) -> str:
     if task.checkpoint:
-        return f"checkpoint{between}{task.title}"
+        return f"{task.title}{between}{task.requests} tensors, {wording.decimal_bytes(task.nbytes)}"
     each = task.nbytes // task.requests // (2 if task.direction == "mixed" else 1)
     return f"{task.title}{between}{task.requests} {wording.TIMES} {wording.size(each)}"
 
@@ -196,7 +221,7 @@ def _tried(results: Results) -> Table:
 
 
 def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.0f}" if nbytes >= 9.5e5 or nbytes == 0 else f"{nbytes / 1e6:.1f}"
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 9.5e5 or nbytes < 5e4 else f"{nbytes / 1e6:.1f}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import mmap
 import os
 import signal
 import sys
@@ -40,17 +41,24 @@ class Loans:
     def __init__(self) -> None:
         self.nbytes = 0
         self.seed = 1
+        self.to_fill: set[int] = set()
         self.op: DeepSpeedOp | None = None
         self._lent: dict[tuple[str, int], Bytes] = {}
+        self._seeds: dict[tuple[str, int], int] = {}
 
     def get(self, kind: str, number: int) -> Bytes:
-        """The memory of that kind and number, filled by the seed and the number. Raises: UnsupportedError."""
+        """The memory of that kind and number, filled by the seed and the number if it is to be. Raises: UnsupportedError."""
         buffer = self._lent.get((kind, number))
         if buffer is None or buffer.nbytes != self.nbytes:
             self._free((kind, number))
             buffer = allocated(kind, self.nbytes, self.op.locked if self.op else None)
-            fill(buffer, self.seed + number)
             self._lent[kind, number] = buffer
+        if self._seeds.get((kind, number)) != self.seed:
+            if number in self.to_fill:
+                fill(buffer, self.seed + number)
+            else:
+                buffer[:: mmap.PAGESIZE] = 0  # so that every page is there
+            self._seeds[kind, number] = self.seed
         return buffer
 
     def release(self) -> None:
@@ -60,6 +68,7 @@ class Loans:
 
     def _free(self, key: tuple[str, int]) -> None:
         buffer = self._lent.pop(key, None)
+        self._seeds.pop(key, None)
         if buffer is not None and key[0].startswith("locked") and self.op is not None:
             self.op.unlock(buffer)
 
@@ -126,11 +135,15 @@ class Worker:
             1,
         )
         buffers.nbytes, buffers.seed = nbytes, asked["seed"]
+        # What a read replaces need not be anything, unless the side first writes it to its own file.
+        buffers.to_fill = {number for number, direction in enumerate(job.directions) if direction == "write" or base in _OWN_FILES}
         peer = self._peer(options)
         try:
             if base not in _UNSEEN:
                 for number in range(len(DIRECTIONS[job.direction])):
                     buffers.get(job.memory, number)  # before the clock starts, and before the memory is looked at
+            for direction in job.directions:
+                evict(self._place.path(direction))
             measurement = peer.run(self._place, job)
             cached = measurement.cached_bytes or sum(cached_bytes(self._place.path(direction)) for direction in job.directions)
             if asked["verify"] and base not in _UNSEEN:
