@@ -64,7 +64,7 @@ def strategy(arguments: argparse.Namespace) -> DeepSpeedStrategy:
     """The strategy in the way that was asked for."""
     if arguments.nvme_path is None:
         return DeepSpeedStrategy(config=arguments.config)  # without one, that of PL_DEEPSPEED_CONFIG_PATH
-    return DeepSpeedStrategy(
+    made = DeepSpeedStrategy(
         stage=3,
         offload_optimizer=True,
         offload_parameters=True,
@@ -73,31 +73,35 @@ def strategy(arguments: argparse.Namespace) -> DeepSpeedStrategy:
         offload_optimizer_device="nvme",
         nvme_path=arguments.nvme_path,
     )
+    made.config["nvme_offload"] = {"host_memory": arguments.host_memory}  # which the strategy has no argument for
+    return made
 
 
 def main(argv: list[str] | None = None, **options: Any) -> None:
-    """Train, with *options* of the Trainer; then go on from the checkpoint, test and predict."""
+    """Train, with *options* of the Trainer; go on from the checkpoint, then test and predict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nvme_path", metavar="DIRECTORY", help="a directory on the drive")
+    parser.add_argument("--host_memory", default="auto", help='with --nvme_path: the most host memory for what is offloaded, such as "8GB"')
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration")
     parser.add_argument("--out", metavar="DIRECTORY", type=Path, default=Path("lightning"), help="for checkpoints and logs")
     arguments = parser.parse_args(argv)
 
     nvme_offload.zero3.enable()  # the one line that makes the difference
 
-    data = DataLoader(TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))), batch_size=4)
+    data = DataLoader(TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))), batch_size=4)
     settings = {"accelerator": "gpu", "precision": "bf16-true", "default_root_dir": arguments.out, "log_every_n_steps": 1, **options}
-    for max_steps, resumed in ((4, None), (8, arguments.out / "step=4.ckpt")):  # twice as a user does it on two days
+    half, whole = (arguments.out / f"step={steps}.ckpt" for steps in (4, 8))
+    for max_steps, resumed in ((4, None), (8, half)):  # on two days, say
         pl.seed_everything(0)
-        checkpoint = ModelCheckpoint(arguments.out, filename="{step}", every_n_train_steps=4)
+        checkpoint = ModelCheckpoint(arguments.out, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         trainer = pl.Trainer(strategy=strategy(arguments), max_steps=max_steps, callbacks=[checkpoint, LightningProgress()], **settings)
-        model = Model()
-        trainer.fit(model, data, ckpt_path=resumed)
-    trainer.test(model, data)
-    predicted = trainer.predict(model, data)
+        trainer.fit(Model(), data, ckpt_path=resumed)
+    trainer.test(trainer.lightning_module, data)
+    trainer = pl.Trainer(strategy=strategy(arguments), **settings)
+    predicted = trainer.predict(Model(), data, ckpt_path=whole)
     if trainer.is_global_zero:
-        print("predicted", len(predicted), "batches")
-        convert_zero_checkpoint_to_fp32_state_dict(arguments.out / "step=8.ckpt", arguments.out / "weights.pt")
+        torch.save(predicted, arguments.out / "predicted.pt")
+        convert_zero_checkpoint_to_fp32_state_dict(whole, arguments.out / "weights.pt")
 
 
 if __name__ == "__main__":
