@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from ..config import AioConfig
 from ..errors import UnsupportedError, UsageError
 from ..state_formats import state_format as format_called
 from ..tier import Tier, engine_config, memory_size
@@ -36,7 +37,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     """*optimizer_class* over *params*, with its states, and the fp32 master weights of 16-bit parameters, on the drives of *paths*.
 
     *kwargs* are the optimizer's own. A step streams them: drive, pinned memory, the device of the parameters, and back. What fits *host_memory*,
-    a cap in bytes ("8GB", or "auto" for a share of what is available), never touches the drive.
+    a cap in bytes ("8GB", or "auto" for a share of what is available), never touches the drive. *aio* are the engine's settings; without it what
+    `nvme-sweep` chose for the first of *paths*.
 
     *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies where parameters have 16 bits; "split" is
     lossless too and moves 10 bytes for each bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
@@ -66,6 +68,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         host_memory: int | str = "auto",
         state_format: Literal["exact", "split", "compact"] = "exact",
         step_in_backward: bool = False,
+        aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
         given = materialised(params)
@@ -92,7 +95,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             memory = memory_size(host_memory)
         except ValueError:
             raise UsageError(f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}') from None
-        self._tier = Tier(places, engine_config(places[0]), host_memory=memory)
+        self._tier = Tier(places, aio or engine_config(places[0]), host_memory=memory)
         try:
             make = functools.partial(_make, optimizer_class, kwargs)
             self._updater = Updater(self._tier, self._format, make, self._class_name)

@@ -1,0 +1,233 @@
+"""`python -m sweeps.optimizer DIR`: steps with the states on the drive of DIR, by turns, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, cast
+
+import click
+
+from nvme_offload.config import AioConfig
+from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.tier import engine_config
+from nvme_offload.units import parse_bytes
+from sweeps.machine import commit, facts
+from sweeps.training.drive import Floor
+from sweeps.training.plan import Plan
+from sweeps.training.runs import Speeds, mean_speeds
+from sweeps.training.trainer import last_words
+
+from .report import TITLES, Results, Run, as_json, render
+
+_ROOT = Path(__file__).parents[2]
+_PATIENCE_SECONDS = 15
+
+
+class _FioPlan(NamedTuple):
+    """What `Floor` looks at of a plan."""
+
+    aio: dict[str, int]
+    fio_bytes: int
+
+
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--parameters", type=float, default=None, help="How many, about.  [default: 1.6e9 with a GPU, 4e8 without]")
+@click.option("--host-memory", default=None, help='Of each variant: a size, or "auto".  [default: 2.75 bytes for each parameter]')
+@click.option("--variants", default="exact,split,compact,memory", show_default=True, help="Which of these, with commas between.")
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--steps", type=click.IntRange(min=2), default=3, show_default=True, help="In each process; the first one makes the states.")
+@click.option("--deepspeed-seconds", type=click.FloatRange(min=0.001), help="A step of DeepSpeed's NVMe optimizer at this size, from another report.")
+@click.option("--block-size", help="Instead of the drive's profile, or of the engine's default without one; likewise the next two.")
+@click.option("--queue-depth", type=click.IntRange(min=1))
+@click.option("--thread-count", type=click.IntRange(min=1))
+@click.option("--fio-size", default="4GB", show_default=True, help="Of each of fio's two files; 0 runs no fio.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=300, show_default=True, help="Of a process, in seconds.")
+@click.option("--seconds", type=click.FloatRange(min=0), help="Begin no further round that would not end within this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, after every run.")
+@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+def main(
+    directory: Path,
+    parameters: float | None,
+    host_memory: str | None,
+    variants: str,
+    rounds: int,
+    steps: int,
+    deepspeed_seconds: float | None,
+    block_size: str | None,
+    queue_depth: int | None,
+    thread_count: int | None,
+    fio_size: str,
+    timeout: float,
+    seconds: float | None,
+    output: Path | None,
+    note: tuple[str, ...],
+) -> None:
+    """Compare optimizer steps with the states on the drive of DIRECTORY, by turns, and print a report in Markdown."""
+    signal.signal(signal.SIGTERM, _stop)
+    names = variants.split(",")
+    if unknown := sorted(set(names) - set(TITLES)):
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(TITLES)}", param_hint="--variants")
+    wanted = int(parameters or (1.6e9 if _has_gpu() else 4e8))
+    cap = host_memory or int(2.75 * wanted)
+    chosen = engine_config(str(directory))
+    given = {"block_size": parse_bytes(block_size) if block_size else None, "queue_depth": queue_depth, "thread_count": thread_count}
+    aio = dataclasses.replace(chosen, **{key: value for key, value in given.items() if value is not None})
+    described = facts(directory, "sweeps.optimizer") | {"versions": commit(), "engine": _text(aio)}
+    shown = host_memory or f"{int(cap) / 1e9:.2f} GB"
+    results = Results(described, shown, deepspeed_seconds, [], [], list(note))
+    job = {"parameters": wanted, "host_memory": cap, "steps": steps, "aio": dataclasses.asdict(aio)}
+    started = time.monotonic()
+    try:
+        _measure(results, directory, names, rounds, job, parse_bytes(fio_size), timeout, None if seconds is None else started + seconds, output)
+    except KeyboardInterrupt:
+        results.notes.insert(0, "Interrupted: not all rounds were held.")
+    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    _write(results, output)
+    click.echo(render(results))
+
+
+def _measure(
+    results: Results,
+    directory: Path,
+    names: Sequence[str],
+    rounds: int,
+    job: dict[str, Any],
+    fio_bytes: int,
+    timeout: float,
+    deadline: float | None,
+    output: Path | None,
+) -> None:
+    longest = 0.0
+    with contextlib.ExitStack() as undo:
+        floor = _floor(results, directory, job["aio"], fio_bytes, undo)
+        before = _speeds(results, floor)
+        for number in range(rounds):
+            began = time.monotonic()
+            if deadline is not None and number > 0 and began + longest > deadline:
+                results.notes.append(f"{number} of {rounds} rounds were held in the time that was given.")
+                return
+            for variant in names[:: -1 if number % 2 else 1]:
+                told, error = _run(directory, {**job, "variant": variant}, timeout)
+                done = next((event for event in told if event["event"] == "done"), {})
+                settled = [event for event in told if event["event"] == "step" and event["number"] > 0]
+                if not done and error is None:
+                    error = "ended without a word"
+                after = _speeds(results, floor) if variant != "memory" else before
+                run = Run(variant, number, settled, done, mean_speeds(before, after) if before and after and variant != "memory" else None, error)
+                before = after
+                results.runs.append(run)
+                _note(results, run)
+                _write(results, output)
+            longest = max(longest, time.monotonic() - began)
+
+
+def _run(directory: Path, job: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], str | None]:
+    """What the process of *job* told, and why it did not come to its end, if so."""
+    with tempfile.TemporaryDirectory(prefix="sweeps-optimizer-", dir=directory) as place, tempfile.TemporaryFile("w+") as log:
+        path = Path(place) / "job.json"
+        path.write_text(json.dumps({**job, "directory": place}))
+        child = subprocess.Popen(
+            [sys.executable, "-m", "sweeps.optimizer.trainee", str(path)], cwd=_ROOT, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
+        )
+        killer = threading.Timer(timeout, child.kill)
+        killer.start()
+        told = []
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                told.append(json.loads(line))
+                if told[-1]["event"] == "step":
+                    _say(f"  {job['variant']}, step {told[-1]['number'] + 1}: {told[-1]['seconds']:.2f} s")
+            status = child.wait(_PATIENCE_SECONDS)
+        finally:
+            late = not killer.is_alive()
+            killer.cancel()
+            child.kill()
+            child.wait()
+            child.stdout.close() if child.stdout else None
+        if status == 0:
+            return told, None
+        log.seek(0)
+        text = log.read()
+        sys.stderr.write(text[-3000:])
+        return told, f"not done after {timeout:g} s" if late else f"{last_words(text)} (status {status})"
+
+
+def _floor(results: Results, directory: Path, aio: dict[str, Any], fio_bytes: int, undo: contextlib.ExitStack) -> Floor | None:
+    if not fio_bytes:
+        return None
+    settings = {"block_size": aio["block_size"], "queue_depth": aio["queue_depth"], "intra_op_parallelism": aio["thread_count"]}
+    try:
+        floor = undo.enter_context(Floor(cast(Plan, _FioPlan(settings, fio_bytes)), directory))
+    except UnsupportedError as error:
+        results.notes.append(f"Without the drive's own speed: {error}")
+        return None
+    results.facts["versions"] = f"{floor.version}, {results.facts['versions']}"
+    return floor
+
+
+def _speeds(results: Results, floor: Floor | None) -> Speeds | None:
+    if floor is None:
+        return None
+    found = floor.measure()
+    results.speeds.append(found)
+    _say(f"  fio: read {found.read / 1e9:.2f}, write {found.write / 1e9:.2f}, mixed {found.mixed / 1e9:.2f} GB/s")
+    return found
+
+
+def _note(results: Results, run: Run) -> None:
+    if run.error is not None:
+        _say(f"round {run.round + 1}, {run.variant}: failed: {run.error}")
+        return
+    results.facts["accelerator"] = run.done["accelerator"]
+    results.facts["threads of torch"] = str(run.done["threads"])
+    if run.done["versions"] not in results.facts["versions"]:
+        results.facts["versions"] += f", {run.done['versions']}"
+    share = f", {run.floor / run.median('seconds'):.2f} of the floor" if run.floor else ""
+    _say(f"round {run.round + 1}, {run.variant}: {run.median('seconds'):.2f} s a step{share}, host peak {run.done['host_peak_bytes'] / 1e9:.2f} GB")
+
+
+def _write(results: Results, output: Path | None) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_name(output.name + ".md").write_text(render(results))
+        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n")
+
+
+def _text(aio: AioConfig) -> str:
+    return f"{aio.backend}, block {aio.block_size >> 10} KiB, depth {aio.queue_depth}, threads {aio.thread_count}"
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        main.main(prog_name="python -m sweeps.optimizer", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (OffloadError, OSError) as error:
+        _say(f"sweeps.optimizer: {error}")
+        sys.exit(1)

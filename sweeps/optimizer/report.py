@@ -1,0 +1,181 @@
+"""What was measured, for people (Markdown) and for programs (JSON). Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sweeps.peers.report import Spread, spread, verdict
+from sweeps.training.runs import Speeds, floor_seconds
+
+TITLES = {
+    "exact": 'NVMeOptimizer, "exact"',
+    "split": 'NVMeOptimizer, "split"',
+    "compact": 'NVMeOptimizer, "compact"',
+    "memory": "torch.optim.AdamW in memory",
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """One process. *steps* past the settling ones, as it told of them; *drive* is what fio gave around it; *error* why there is nothing."""
+
+    variant: str
+    round: int
+    steps: Sequence[Mapping[str, Any]]
+    done: Mapping[str, Any]
+    drive: Speeds | None
+    error: str | None
+
+    def median(self, key: str) -> float:
+        """Of a step's figure."""
+        return float(statistics.median(step[key] for step in self.steps))
+
+    @property
+    def floor(self) -> float | None:
+        """Seconds that the drive needs for what a step moved; None where fio is not there or nothing was moved."""
+        moved = self.median("read_bytes"), self.median("written_bytes")
+        return floor_seconds(*moved, self.drive) if self.drive is not None and sum(moved) > 0 else None
+
+
+@dataclasses.dataclass
+class Results:
+    """facts: machine and command, by name. deepspeed_seconds: a step of DeepSpeed's NVMe optimizer at this size, measured elsewhere."""
+
+    facts: dict[str, str]
+    host_memory: str
+    deepspeed_seconds: float | None
+    runs: list[Run]
+    speeds: list[Speeds]
+    notes: list[str]
+
+    def of(self, variant: str) -> list[Run]:
+        """The runs of a variant that came to their end."""
+        return [run for run in self.runs if run.variant == variant and run.error is None]
+
+
+def render(results: Results) -> str:
+    """The report in Markdown."""
+    parts = ["# Optimizer steps with states on a drive", *_targets(results), "## Where, when and how"]
+    parts += ["\n".join(f"- {name}: {value}" for name, value in results.facts.items()), *results.notes, *_how(results)]
+    parts += ["## A step", _times(results), "## Memory", *_memory(results), *_failures(results)]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """All that was measured."""
+    runs = [
+        {**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)}, "drive": run.drive and run.drive._asdict(), "floor": _floor(run)}
+        for run in results.runs
+    ]
+    return {
+        "facts": results.facts,
+        "host_memory": results.host_memory,
+        "deepspeed_seconds": results.deepspeed_seconds,
+        "notes": results.notes,
+        "runs": runs,
+        "speeds": [speeds._asdict() for speeds in results.speeds],
+    }
+
+
+def _floor(run: Run) -> float | None:
+    return run.floor if run.error is None else None
+
+
+def _targets(results: Results) -> Iterator[str]:
+    lines = []
+    shares = [run.floor / run.median("seconds") for run in results.of("exact") if run.floor]
+    if shares:
+        lines.append((TITLES["exact"], "floor / time", ">= 0.9", _ratio(found := spread(shares)), verdict(found, least=0.9)))
+    if results.deepspeed_seconds and results.of("compact"):
+        found = spread([run.median("seconds") / results.deepspeed_seconds for run in results.of("compact")])
+        lines.append((TITLES["compact"], "time / DeepSpeed's NVMe optimizer", "<= 0.3", _ratio(found), verdict(found, most=0.3)))
+    if lines:
+        yield _table(("variant", "what", "target", "median [spread]", ""), lines)
+
+
+def _how(results: Results) -> Iterator[str]:
+    whole = [run for run in results.runs if run.error is None]
+    if not whole:
+        return
+    elements, rounds = whole[0].done["elements"], len({run.round for run in whole})
+    yield (
+        f"{elements / 1e9:.3f}e9 bfloat16 parameters in the shapes of a GPT, with the same gradients at each step; fused AdamW. A run is a process; its first "
+        f"step makes the states and counts for memory alone, of the {len(whole[0].steps)} others the median counts. {rounds} rounds, each with every variant "
+        f"once, every second the other way about; in brackets all of them. Bytes are those that the kernel counts. host_memory: {results.host_memory}."
+    )
+    if results.speeds:
+        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
+        yield (
+            f"fio, {len(results.speeds)} times between the runs: {figures}; mixed is as many bytes each way at once, the sum. The floor is the longest of read "
+            "by read, written by write and both by mixed, at the mean of fio's figures before and after the run."
+        )
+
+
+def _times(results: Results) -> str:
+    lines = []
+    in_memory = {run.round: run.median("seconds") for run in results.of("memory")}
+    for variant in _variants(results):
+        runs = results.of(variant)
+        floors = [run.floor for run in runs if run.floor is not None]
+        shares = [run.floor / run.median("seconds") for run in runs if run.floor is not None]
+        ratios = [run.median("seconds") / in_memory[run.round] for run in runs if run.round in in_memory]
+        elements = runs[0].done["elements"]
+        moved = [statistics.median(run.median(key) for run in runs) for key in ("read_bytes", "written_bytes")]
+        lines.append(
+            (
+                TITLES[variant],
+                _ratio(spread([run.median("seconds") for run in runs])),
+                _ratio(spread([run.median("seconds") / results.deepspeed_seconds for run in runs])) if results.deepspeed_seconds else "",
+                _ratio(spread(ratios)) if ratios else "",
+                " + ".join(f"{nbytes / 1e9:.2f}" for nbytes in moved),
+                " + ".join(f"{nbytes / elements:.1f}" for nbytes in moved),
+                f"{statistics.median(floors):.2f}" if floors else "",
+                _ratio(spread(shares)) if shares else "",
+                _ratio(spread([run.median("waited_seconds") for run in runs])),
+                f"{statistics.median(run.median('cpu_seconds') for run in runs):.1f}",
+            )
+        )
+    compared = f"ratio to DeepSpeed's {results.deepspeed_seconds:g} s" if results.deepspeed_seconds else ""
+    head = ("variant", "seconds", compared, "ratio to in memory", "GB read + written", "bytes a parameter", "floor, s", "floor / time", "waited, s", "CPU s")
+    return _table(head, lines)
+
+
+def _memory(results: Results) -> Iterator[str]:
+    yield (
+        "GB. Of the host what was resident at most, and how much more than before the optimizer was made; of the GPU what torch had allocated at most, and how "
+        "much more than weights and gradients take."
+    )
+    lines = []
+    for variant in _variants(results):
+        runs = results.of(variant)
+        cells: list[Callable[[Mapping[str, Any]], float]] = [
+            lambda done: done["host_peak_bytes"],
+            lambda done: done["host_peak_bytes"] - done["host_before_bytes"],
+            lambda done: done["device_peak_bytes"],
+            lambda done: done["device_peak_bytes"] - done["device_before_bytes"],
+        ]
+        lines.append((TITLES[variant], *(f"{statistics.median(cell(run.done) for run in runs) / 1e9:.2f}" for cell in cells)))
+    yield _table(("variant", "host, peak", "more than before", "GPU, peak", "more than before"), lines)
+
+
+def _failures(results: Results) -> Iterator[str]:
+    lines = [(TITLES[run.variant], str(run.round + 1), run.error.replace("|", "\\|")) for run in results.runs if run.error is not None]
+    if lines:
+        yield "## What failed"
+        yield _table(("variant", "round", "what it said"), lines)
+
+
+def _variants(results: Results) -> list[str]:
+    return [variant for variant in TITLES if results.of(variant)]
+
+
+def _ratio(found: Spread) -> str:
+    return f"{found.median:.2f} [{found.low:.2f} to {found.high:.2f}]"
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    kept = [index for index, name in enumerate(head) if name or any(line[index] for line in lines)]
+    return "\n".join(f"| {' | '.join(line[index] for index in kept)} |" for line in (head, ["---"] * len(head), *lines))
