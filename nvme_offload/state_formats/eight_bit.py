@@ -3,13 +3,15 @@
 A code is cut out of the IEEE half: value = code << 7 read as float16, times the block's power of two.
 
 - States without a sign (the second moment) have 5 bits of exponent and 3 of mantissa: 30 octaves from the block's largest value down. Less than that, but
-  not zero, is kept as the least: a second moment must not vanish, for the step is divided by its root. Only zero is zero.
+  not zero, is kept as the least: a second moment must not vanish, for the step is divided by its root. So weights whose gradients are 30,000 times smaller
+  than others in their block take smaller steps than they would. Only zero is zero.
 - States with a sign (the first moment) have 4 bits of exponent: 14 octaves, and below them even steps, 2**-17 of the largest value's octave, down to zero.
 
 The largest value's octave and not the value is the scale, so that the values that have a code are the same whatever the scale is: what was rounded once
-is not rounded again when the block's maximum moves. It also bounds the step. In Adam, |exp_avg| <= 7.3 sqrt(exp_avg_sq) with the usual betas; in these
-codes both have the same blocks, the first moment comes out at most an eighth larger than it was or as its least step, and the second's root at least
-2**-15 of the block's octave, so that no combination of them makes a step larger than one that exact states make.
+is not rounded again when the block's maximum moves, nor when states are saved in fp32 and loaded.
+
+It also bounds the step. In Adam, |exp_avg| <= 7.3 sqrt(exp_avg_sq) with the usual betas, whatever the gradients. Both have the same blocks, and the least step
+of the first is no more than that times the root of the least of the second: one rounding makes no step larger than this bound and a fifth.
 
 Rounding is stochastic and unbiased: up with the probability of the share of the step between two codes. To the nearest would not do: with beta2 = 0.999 a
 second moment moves by a thousandth a step, and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a table of 2**16

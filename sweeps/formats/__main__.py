@@ -12,7 +12,7 @@ import torch
 from nvme_offload.state_formats import FORMATS
 
 from ..machine import commit, facts
-from .report import Results, as_json, draw, render
+from .report import Results, as_json, draw, from_json, render
 from .stress import CASES, stress
 from .text import read_text
 from .trainer import Recipe, train
@@ -32,6 +32,7 @@ from .transformer import Shape
 @click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
 @click.option("--stress/--no-stress", "stressed", default=True, show_default=True, help="Also step by gradients that misbehave.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.")
+@click.option("--again", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train nothing: write the report of this JSON file again.")
 def main(
     layers: int,
     width: int,
@@ -45,8 +46,12 @@ def main(
     text_megabytes: float,
     stressed: bool,
     output: Path | None,
+    again: Path | None,
 ) -> None:
     """Compare the losses that "exact", "split" and "compact" states train to, and print a report in Markdown."""
+    if again is not None:
+        _write(from_json(json.loads(again.read_text(encoding="utf-8"))), output)
+        return
     names = format_names.split(",")
     for name in names:
         if name not in FORMATS:
@@ -66,12 +71,22 @@ def main(
     if stressed:
         results.stressed.extend(stress(case, name) for case in CASES for name in names)
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    _write(results, output)
+
+
+def _write(results: Results, output: Path | None) -> None:
+    """Print the report and, where there is an *output*, write it; the JSON file first, from which the rest can be made again."""
+    chart = None
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        draw(results, output.with_name(output.name + ".png"))
-        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n", encoding="utf-8")
-        output.with_name(output.name + ".md").write_text(render(results, output.name + ".png"), encoding="utf-8")
-    click.echo(render(results, None))
+        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results)) + "\n", encoding="utf-8")
+        try:
+            draw(results, output.with_name(output.name + ".png"))
+            chart = output.name + ".png"
+        except ImportError as error:
+            click.echo(f"No chart: {error}. Where matplotlib is, --again {output}.json --output {output} draws it.", err=True)
+        output.with_name(output.name + ".md").write_text(render(results, chart), encoding="utf-8")
+    click.echo(render(results, chart))
 
 
 def device_facts(device: str, module: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .stress import Stressed
+from .stress import BOUND, ELEMENTS, STEPS, Stressed
 from .trainer import Trained
 
 SMOOTHED_STEPS = 50
@@ -104,8 +104,8 @@ def _validation_table(results: Results, compared: Sequence[Verdict]) -> list[str
 
 def _stress_table(stressed: Sequence[Stressed]) -> list[str]:
     lines = [
-        "AdamW on constant bundles; the largest step of any weight over the learning rate, in all steps. Exact states cannot step further than the bound that",
-        "betas of 0.9 and 0.999 set, (1 - 0.9) / sqrt((1 - 0.999) (1 - 0.9^2 / 0.999)) = 7.27 before the correction of the bias.",
+        f"AdamW steps {ELEMENTS} weights {STEPS} times by gradients of this magnitude; the largest step of any of them, over the learning rate. Exact states",
+        f"cannot step further than (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) = {BOUND:.2f}; in bounds is what is at most a fifth above that.",
         "",
         *_row(["gradients", "format", "largest step", "finite", "in bounds"]),
         "| --- | --- | --- | --- | --- |",
@@ -122,6 +122,12 @@ def _row(cells: Sequence[str]) -> list[str]:
 def as_json(results: Results) -> dict[str, Any]:
     """Everything that the report was made of."""
     return dataclasses.asdict(results)
+
+
+def from_json(written: dict[str, Any]) -> Results:
+    """What `as_json` made."""
+    trained = [Trained(**run) for run in written["trained"]]
+    return Results(written["facts"], written["text"], trained, [Stressed(**case) for case in written["stressed"]])
 
 
 def smoothed(losses: Sequence[float], steps: int = SMOOTHED_STEPS) -> list[float]:

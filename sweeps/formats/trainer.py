@@ -133,7 +133,8 @@ def train(text: torch.Tensor, held_out: torch.Tensor, recipe: Recipe, format: st
     with torch.no_grad():
         held = [model(*cut(held_out, starts, recipe.shape.context)) for starts in batches(held_out, VALIDATION_BATCHES, recipe.batch, recipe.shape.context, 0)]
     parameters = sum(weight.numel() for weight in weights)
-    return Trained(format, seed, parameters, optimizer.state_bytes, torch.stack(losses).tolist(), torch.stack(held).mean().item())
+    rounded = [round(loss, 5) for loss in torch.stack(losses).tolist()]
+    return Trained(format, seed, parameters, optimizer.state_bytes, rounded, torch.stack(held).mean().item())
 
 
 def _bundles(weights: Sequence[torch.nn.Parameter], elements: int) -> list[list[torch.nn.Parameter]]:

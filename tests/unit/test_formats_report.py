@@ -76,6 +76,9 @@ def test_the_command_trains_and_writes_its_report(tmp_path):
     ]
     assert "formats.png" in (tmp_path / "new" / "formats.md").read_text()
     assert (tmp_path / "new" / "formats.png").read_bytes().startswith(b"\x89PNG")
+    again = ["--again", str(tmp_path / "new" / "formats.json"), "--output", str(tmp_path / "formats")]
+    assert CliRunner().invoke(main, again, catch_exceptions=False).stdout == called.stdout
+    assert json.loads((tmp_path / "formats.json").read_text()) == written
 
 
 @pytest.mark.parametrize(("options", "message"), [("--formats exact,fast", "'fast' is none of"), ("--width 100 --heads 3", "not a multiple")])

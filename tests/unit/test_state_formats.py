@@ -8,7 +8,7 @@ import torch
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.state_formats import FORMATS, state_format
 from nvme_offload.state_formats.eight_bit import BLOCK, decode, encode
-from sweeps.formats.stress import CASES, stress
+from sweeps.formats.stress import BOUND, CASES, stress
 from sweeps.formats.text import read_text
 from sweeps.formats.trainer import PackedAdamW, Recipe, train
 from sweeps.formats.transformer import Shape
@@ -289,6 +289,15 @@ def test_a_moment_that_moves_by_a_thousandth_a_step_follows_where_the_nearest_co
         nearest = grid[torch.bucketize(nearest * beta, middle)]
     assert torch.equal(nearest, torch.ones(4096))
     assert stochastic.double().mean().item() == pytest.approx(exact[0].item(), rel=0.02)
+
+
+def test_no_pair_of_moments_makes_a_step_larger_than_the_bound_and_a_fifth():
+    # As far apart as gradients can bring them, over 60 octaves side by side.
+    generator = torch.Generator().manual_seed(0)
+    second = torch.exp2(80 * torch.rand(1 << 18, generator=generator) - 60)
+    first = BOUND * second.sqrt() * (2 * torch.rand(1 << 18, generator=generator) - 1)
+    step = rounded(first, signed=True, seed=1) / rounded(second, signed=False, seed=2).sqrt()
+    assert 0.99 * BOUND < step.abs().max() < 1.2 * BOUND
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf, 3e38])
