@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..errors import UnsupportedError
 from ..state_formats import Layout, StateFormat
 from ..tier import Tier
 from .optimizer_swapper import OptimizerSwapper, SubGroup, travelling
@@ -139,3 +140,20 @@ class PackedOptimizerSwapper(OptimizerSwapper):
         self._packed += 1
         seed = (sub_group.number << 40) + int(state.get("step", self._packed))
         self._format.pack(layout, sub_group.buffer, [self._working(sub_group)], parameter.data, values, seed)
+
+
+def element_bytes(state_format: StateFormat, states: Mapping[str, torch.dtype], working: torch.dtype, master: torch.dtype, optimizer: str) -> tuple[float, int]:
+    """Bytes of an element's *master* weight and *states* as they are kept, and of the memory beside that to which they are unpacked.
+
+    Raises: UnsupportedError where *state_format* cannot keep them.
+    """
+    if state_format.name == "exact":
+        return master.itemsize + sum(dtype.itemsize for dtype in states.values()), 0
+    if (working, master) != (torch.bfloat16, torch.float32):
+        raise UnsupportedError(
+            f'"state_format": "{state_format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {working} with {master}: '
+            'have "bf16" enabled, or leave "state_format" out'
+        )
+    sample = 1 << 20
+    layout = state_format.layout(sample, states, working, optimizer)
+    return layout.nbytes / sample, state_format.unpacked_elements(layout) // sample * master.itemsize + working.itemsize

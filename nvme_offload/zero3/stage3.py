@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ..errors import OffloadError, UnsupportedError, UsageError
+from ..errors import UsageError
 from ..state_formats import FORMATS
 from ..units import format_bytes
 from . import archive, states, working_weights
+from .agreement import all_or_none, least
 from .gradients import Gradients
 from .optimizer_swapper import OptimizerSwapper, states_of
-from .packed_swapper import PackedOptimizerSwapper
+from .packed_swapper import PackedOptimizerSwapper, element_bytes
 from .param_swapper import ParameterSwapper
 from .settings import Settings
 from .shared_tier import tier_of
@@ -73,14 +74,15 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
-            _all_or_none(lambda: self._open_tier(fp16_param_groups))
-            self._tier.cap_bytes = _least(self._tier.cap_bytes)
-            _all_or_none(self._plan)
+            all_or_none(lambda: self._open_tier(fp16_param_groups))
+            self._tier.cap_bytes = least(self._tier.cap_bytes)
+            all_or_none(self._plan)
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
 
     def _open_tier(self, param_groups: Any) -> None:
         """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
-        kept, unpacked = self._state_bytes()
+        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
+        kept, unpacked = element_bytes(self._format, self._expected_states, self.dtype, self.master_weights_and_grads_dtype, type(self.optimizer).__name__)
         self._footprint = Footprint(
             states=kept,
             gradient=self.gradient_accumulation_dtype.itemsize,
@@ -96,20 +98,6 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._tier = tier_of(self._ds_config)
         self._tier.require_memory(self._whole_bytes)
         self._tier.require_space(self._footprint.drive_bytes(sum(sizes)))
-
-    def _state_bytes(self) -> tuple[float, int]:
-        """Bytes of an element's master weight and states, as they are kept and beside that as they are unpacked. Raises: UnsupportedError."""
-        self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
-        if not self._packs:
-            return self.master_weights_and_grads_dtype.itemsize + sum(dtype.itemsize for dtype in self._expected_states.values()), 0
-        if (self.dtype, self.master_weights_and_grads_dtype) != (torch.bfloat16, torch.float32):
-            raise UnsupportedError(
-                f'"state_format": "{self._format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {self.dtype} with '
-                f'{self.master_weights_and_grads_dtype}: have "bf16" enabled, or leave "state_format" out'
-            )
-        sample = 1 << 20
-        layout = self._format.layout(sample, self._expected_states, self.dtype, type(self.optimizer).__name__)
-        return layout.nbytes / sample, self._format.unpacked_elements(layout) // sample * 4 + self.dtype.itemsize
 
     def _plan(self) -> None:
         """See that the host memory can hold the largest sub-group that cannot be cut. Raises: UsageError."""
@@ -410,27 +398,6 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
 def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:
     return param.nvme_swapper.with_shape(param) if isinstance(param.nvme_swapper, ParameterSwapper) else contextlib.nullcontext()
-
-
-def _least(number: int) -> int:
-    """The least that any rank has, so that all plan alike."""
-    numbers = torch.tensor([number], device=get_accelerator().current_device_name())
-    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
-    return int(numbers.item())
-
-
-def _all_or_none(action: Callable[[], None]) -> None:
-    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for that one for ever."""
-    failure = None
-    try:
-        action()
-    except (OffloadError, OSError) as error:
-        failure = error
-    anywhere = _least(0 if failure is not None else 1) == 0
-    if failure is not None:
-        raise failure
-    if anywhere:
-        raise UsageError("another rank cannot train with this configuration, and says why")
 
 
 def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:

@@ -1,0 +1,32 @@
+"""What the ranks of a training agree on before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ..errors import OffloadError, UsageError
+
+
+def least(number: int) -> int:
+    """The least that any rank has, so that all plan alike."""
+    numbers = torch.tensor([number], device=get_accelerator().current_device_name())
+    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
+    return int(numbers.item())
+
+
+def all_or_none(action: Callable[[], None]) -> None:
+    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for that one for ever."""
+    failure = None
+    try:
+        action()
+    except (OffloadError, OSError) as error:
+        failure = error
+    anywhere = least(0 if failure is not None else 1) == 0
+    if failure is not None:
+        raise failure
+    if anywhere:
+        raise UsageError("another rank cannot train with this configuration, and says why")
