@@ -20,19 +20,20 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("doors")
 
 
-def trainer(place, out, steps, *options):
-    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL)
-    command = [*TORCHRUN, "--nproc-per-node=1", "--master-port", str(free_port()), "train_transformers.py", "--deepspeed", config, "--output_dir", out]
-    # The CPU has no kernels that Trainer's choice of 16 bit wants to see announced; lr_scheduler_type: or the rate would depend on max_steps.
-    options = ["--use_cpu", "--bf16", "--lr_scheduler_type", "constant", "--logging_steps", "1", "--report_to", "none", *options]
-    (ended,) = run_well([*command, "--max_steps", str(steps), *options])
-    history = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
+def trainer(place, *options, ranks, accelerator):
+    """Train four steps, or go on to the fourth; what was said, and what the Trainer logged."""
+    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks)
+    out = place / "trainer"
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "--master-port", str(free_port()), "train_transformers.py", "--deepspeed", config, "--output_dir", out]
+    steps = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--report_to", "none"]
+    (ended,) = run_well([*command, *steps, "--bf16", *(["--use_cpu"] if accelerator == "cpu" else []), *options], accelerator=accelerator)
+    history = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     return ended, [entry for entry in history if "loss" in entry]
 
 
-def test_the_trainer_resumes_and_shows_progress(place):
-    whole, history = trainer(place, place / "whole", 4, "--save_steps", "2")
-    again, resumed = trainer(place, place / "whole", 4, "--save_steps", "2", "--resume_from_checkpoint", place / "whole" / "checkpoint-2")
+def assert_the_trainer_resumes_and_shows_progress(place, **options):
+    whole, history = trainer(place, **options)
+    again, resumed = trainer(place, "--resume_from_checkpoint", place / "trainer" / "checkpoint-2", **options)
     # Not to the bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias, and takes a power of it after a checkpoint.
     for key in ("loss", "grad_norm"):
         assert [entry[key] for entry in resumed] == pytest.approx([entry[key] for entry in history], rel=1e-3)
@@ -47,25 +48,30 @@ def test_the_trainer_resumes_and_shows_progress(place):
     assert len(re.findall(r"nvme_offload: 2 steps in .* waiting for the drive", again.said)) == 1
 
 
-@pytest.fixture(scope="module")
-def launched(place):
-    """Four steps under `accelerate launch`, of one process: without a GPU, Accelerate takes each of several for the only one."""
-    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL)
-    yaml = (EXAMPLES / "accelerate.yaml").read_text().replace("ds_config_auto.json", str(config)).replace("num_processes: 2", "num_processes: 1")
+def test_the_trainer_resumes_and_shows_progress(place):
+    assert_the_trainer_resumes_and_shows_progress(place, ranks=1, accelerator="cpu")
+
+
+def assert_accelerate_trains(place, *, ranks, accelerator):
+    """Four steps, and the model is saved to place / "model"."""
+    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks)
+    yaml = (EXAMPLES / "accelerate.yaml").read_text().replace("ds_config_auto.json", str(config)).replace("num_processes: 2", f"num_processes: {ranks}")
     (place / "accelerate.yaml").write_text(yaml)
-    port = ["--main_process_port", str(free_port())]
-    (ended,) = run_well([*ACCELERATE, "--config_file", place / "accelerate.yaml", *port, "train_accelerate.py", "--steps", "4", "--out", place / "model"])
-    return ended
-
-
-def test_accelerate_launch(launched):
-    losses = [float(loss.rpartition(" ")[2]) for loss in launched.losses]
+    launch = [*ACCELERATE, "--config_file", place / "accelerate.yaml", "--main_process_port", str(free_port())]
+    (ended,) = run_well([*launch, "train_accelerate.py", "--steps", "4", "--out", place / "model"], accelerator=accelerator)
+    losses = [float(loss.rpartition(" ")[2]) for loss in ended.losses]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert min(moved(launched.said)) > 0
+    assert min(moved(ended.said)) > 0
 
 
-def test_inference_from_the_drive(place, launched):
+def test_accelerate_launch(place):
+    # Of one process: without a GPU, Accelerate takes each of several for the only one.
+    assert_accelerate_trains(place, ranks=1, accelerator="cpu")
+
+
+def assert_generates_from_the_drive(place, *, accelerator):
+    """As many words as without the drive, and the same, of the model in place / "model" with louder weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -80,5 +86,13 @@ def test_inference_from_the_drive(place, launched):
     assert sum(parameter.nbytes for parameter in plain.parameters()) > 4 * 600_000
     port = ["--master_port", str(free_port())]
     options = ["--model", place / "louder", "--nvme_path", place / "drive", "--host_memory", "600KB", "--prompt", *map(str, prompt)]
-    (ended,) = run_well([*DEEPSPEED, "--num_gpus=1", *port, "zero_inference.py", *options])
+    (ended,) = run_well([*DEEPSPEED, "--num_gpus=1", *port, "zero_inference.py", *options], accelerator=accelerator)
     assert " ".join(map(str, expected)) in ended.said.splitlines()
+
+
+def test_inference_from_the_drive(place):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=100, n_positions=32, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(place / "model")
+    assert_generates_from_the_drive(place, accelerator="cpu")
