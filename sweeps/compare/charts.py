@@ -51,7 +51,8 @@ def speeds(results: Results, group: str, tasks: Sequence[TaskFacts]) -> Chart:
         f"speed-{_slug(group)}",
         group,
         " ".join(finding for task in tasks if (finding := _finding(results, task, by_task[task.name]))),
-        f"{_colours(tasks)} Pale: others. Outlined, and the dashed line: fio. A thin line goes from the slowest to the fastest of {_rounds(results)}.",
+        f"{_colours(tasks)} Pale: others. Outlined, and the dashed line: fio."
+        + (f" A thin line goes from the slowest to the fastest of {_rounds(results)}." if results.rounds > 1 else ""),
         ("Side", "What", "GB/s", "Range", "Ours over it"),
         tuple(table),
         _drawn(sides, "GB/s"),
@@ -193,7 +194,10 @@ def _cost(value: float) -> str:
 
 
 def _advantage(found: Spread | None) -> str:
-    return wording.NONE if found is None else f"{wording.ratio(found.median)} ({_between(found, lambda value: f'{value:.2f}')})"
+    if found is None:
+        return wording.NONE
+    between = _between(found, lambda value: f"{value:.2f}")
+    return wording.ratio(found.median) + (f" ({between})" if wording.DASH in between else "")
 
 
 def _between(found: Spread, shown: Callable[[float], str]) -> str:

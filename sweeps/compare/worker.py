@@ -158,7 +158,7 @@ class Worker:
         """Write or read a file of tensors; looks at all of them where *verify* is asked."""
         setting, nbytes = asked["setting"], asked["nbytes"]
         side = self._checkpoint(asked["checkpoint"])
-        path = self._place.directory / f"{asked['side']}.{nbytes}"
+        path = self._place.directory / f"{asked['side']}.{nbytes}.new"
         written = self._place.directory / f"{side.format}.{nbytes}"
         moved = sum(shape.nbytes for shape in state.shapes(nbytes))
         try:
