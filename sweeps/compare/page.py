@@ -133,7 +133,7 @@ def _tables(results: Results) -> Iterator[Table]:
         tasks = [task for _, found in groups(results) for task in found if task.checkpoint == checkpoint]
         about = "A checkpoint: " if checkpoint else ""
         yield _matrix(results, tasks, f"speed{kind}", f"{about}GB/s, medians", lambda row: wording.speed(row.gb_per_second.median))
-        yield _matrix(results, tasks, f"advantage{kind}", f"{about}how many times as fast as each {reference} is, in the same round", _advantage)
+        yield _matrix(results, tasks, f"advantage{kind}", f"{about}the speed of {reference} over each, in the same round", _advantage)
         yield _matrix(results, tasks, f"cpu{kind}", f"{about}CPU seconds a GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}")
         for name, caption, measure in _MEMORY:
             yield _matrix(results, tasks, f"{name}{kind}", f"{about}{caption}, MB", lambda row, measure=measure: _megabytes(measure(row)), measure)  # type: ignore[misc]
@@ -160,7 +160,8 @@ def _matrix(
     for task in tasks:
         for row in rows(results, task):
             by_side.setdefault(row.side.name, {})[task.name] = row
-    lines, strong = [], set()
+    lines: list[tuple[str, ...]] = []
+    strong: set[int] = set()
     for side in results.sides:
         mine = by_side.get(side.name, {})
         if not mine or (counts is not None and not any(counts(row) for row in mine.values())):

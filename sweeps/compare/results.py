@@ -162,8 +162,9 @@ def from_json(path: Path) -> Results:
         document = json.loads(path.read_text())
         if document.pop("schema") != SCHEMA:
             raise UsageError(f"{path} is of another version of this comparison: run it again")
-        kinds: dict[str, Any] = {"tasks": TaskFacts, "sides": SideFacts, "runs": Run, "skipped": Skipped, "training": TrainingRow}
-        return Results(**{key: [kinds[key](**entry) for entry in value] if key in kinds else value for key, value in document.items()})
+        kinds: dict[str, type[Any]] = {"tasks": TaskFacts, "sides": SideFacts, "runs": Run, "skipped": Skipped, "training": TrainingRow}
+        fields: dict[str, Any] = {key: [kinds[key](**entry) for entry in value] if key in kinds else value for key, value in document.items()}
+        return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise

@@ -104,6 +104,8 @@ class Worker:
         if asked["checkpoint"]:
             names.append(self._checkpoint(asked["checkpoint"]).version)
             self._warm_up(asked)
+        gc.collect()
+        gc.freeze()  # libraries have more objects than one wants to look through after every task
         return {"version": ", ".join(dict.fromkeys(filter(None, names)))}
 
     def _warm_up(self, asked: dict[str, Any]) -> None:
