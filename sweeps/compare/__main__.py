@@ -18,10 +18,11 @@ import click
 
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine
-from nvme_offload.errors import NoSpaceError, OffloadError, UnsupportedError, UsageError
+from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
 from nvme_offload.units import format_bytes, parse_bytes
 
 from ..machine import commit, facts
+from ..peers.page_cache import evict
 from ..peers.rig import allocated, fill
 from . import page, training
 from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan, turns
@@ -111,6 +112,10 @@ def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadlin
     _require_room(plan, results.size_bytes, place)
     _say(f"two files of {format_bytes(largest)} in {place}")
     direct = _make_files(place, largest)
+    try:
+        evict(place / "read")
+    except IOFailure as error:
+        raise UnsupportedError(f"files in {directory} stay in memory, where everybody would read them from: name a directory on a drive ({error})") from None
     results.facts["direct I/O"] = "yes" if direct else "no: the filesystem has none, so that everybody goes through the page cache"
     most = max(task.share for task in plan.tasks) * results.size_bytes
     team = undo.enter_context(Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND))

@@ -175,6 +175,14 @@ def test_readme_check_tells_and_changes_nothing(tmp_path: Path) -> None:
     assert CliRunner().invoke(readme.main, [*asked, "--check"]).exit_code == 0
 
 
+def test_the_readme_is_as_the_committed_reports_have_it() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = {f"reports/{path.parent.name}": from_json(path) for path in sorted((ROOT / "reports").glob("compare-*/compare.json"))}
+    if not found or readme.BEGIN not in text:
+        pytest.skip("no comparison is committed, or the README has no place for it")
+    assert readme.replaced(text, readme.block(found)) == text, "run python -m sweeps.compare.readme"
+
+
 def test_training_rows_are_ratios_of_the_same_round(tmp_path: Path) -> None:
     plan = {"baseline": "a", "model": {"hidden": 1024, "blocks": 6}, "variants": [{"name": "a", "title": "A"}, {"name": "b", "title": "B"}]}
     runs = [

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def test_what_cannot_be_is_told_in_one_line(tmp_path: Path) -> None:
         assert said in ran.stderr
         assert "Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_memory_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        ran = compare(place, "--size", "8MiB", "--only", "memmap")
+        assert ran.returncode == 1
+        assert "stay in memory" in ran.stderr
+        assert list(Path(place).iterdir()) == []
 
 
 def test_a_side_that_ends_or_hangs_is_told_of_and_the_next_is_a_new_process(tmp_path: Path) -> None:
