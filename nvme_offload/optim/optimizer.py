@@ -120,6 +120,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._lock:
             with self._clock.running():
+                self._check_parameters()
                 self._take_up_states()
                 due = [bundle for bundle in self._bundles if bundle not in self._updated and bundle.has_gradient]
                 for weight in {piece.weight for bundle in due for piece in bundle.pieces}:
@@ -352,12 +353,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._backward.accumulating:
             return
         self._check_usable()
+        check_undistributed(weight.parameter)  # which it may have become only after the optimizer was made
         with self._lock, self._clock.running():
             for bundle in self._backward.complete(weight):
                 for piece in bundle.pieces:
                     _check_gradient(piece.weight)
                 self._update(bundle)
                 self._backward.spend(bundle)
+
+    def _check_parameters(self) -> None:
+        """Whoever puts other parameters into the groups, as some do after sharding a model, must be told that their states are not here."""
+        there = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        if any(one is not other for one, other in itertools.zip_longest(there, (weight.parameter for weight in self._weights))):
+            raise UsageError("param_groups have other parameters than the optimizer was made with: make it after the model is sharded, or use add_param_group")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -373,9 +381,11 @@ def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError("a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False")
-    device = local(weight.parameter).device
-    if device != weight.pieces[0].shadow.device:
-        raise UsageError(f"a parameter has moved from {weight.pieces[0].shadow.device} to {device} since the optimizer was made: make the optimizer after")
+    part, bundle = local(weight.parameter), weight.pieces[0].bundle
+    if (part.dtype, part.device, part.numel()) != (bundle.dtype, bundle.device, weight.pieces[-1].stop):
+        was = f"{weight.pieces[-1].stop} elements, {bundle.dtype} on {bundle.device}"
+        now = f"{part.numel()}, {part.dtype} on {part.device}"
+        raise UsageError(f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays")
 
 
 def _make(optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -264,6 +264,25 @@ def test_options_that_come_to_be_wrong_are_refused_when_they_do(tmp_path):
             optimizer.step()
 
 
+def test_parameters_that_are_no_longer_what_they_were_are_refused_and_nothing_is_changed(tmp_path):
+    plain, params = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(plain, Reference(plain, torch.optim.AdamW))
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer:
+        train(params, optimizer, steps=2)
+        for other in (lambda data: data.float(), lambda data: data[:3].clone()):
+            kept, params[2].data = params[2].data, other(params[2].data)
+            set_gradients(params, 2)
+            with pytest.raises(UsageError, match=r"a parameter of 30000 elements, torch\.bfloat16 on cpu, has become one of"):
+                optimizer.step()
+            params[2].data = kept
+        kept, optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"], parameters()
+        with pytest.raises(UsageError, match="other parameters than the optimizer was made with"):
+            optimizer.step()
+        optimizer.param_groups[0]["params"] = kept
+        train(params, optimizer, steps=1, first=2)
+    assert differing(params, plain) == []
+
+
 def test_it_is_not_copied(tmp_path):
     with NVMeOptimizer(parameters(), paths=tmp_path) as optimizer:
         with pytest.raises(UsageError, match="cannot be copied"):

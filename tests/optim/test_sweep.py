@@ -1,0 +1,77 @@
+"""`python -m sweeps.optimizer`: one small run, and what its report says of given figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from sweeps.optimizer.report import Results, Run, as_json, render  # noqa: E402
+from sweeps.optimizer.shapes import gpt_shapes  # noqa: E402
+from sweeps.training.runs import Speeds  # noqa: E402
+
+
+@pytest.mark.parametrize("parameters", [10**5, 10**7, 4 * 10**8, 16 * 10**8, 7 * 10**9])
+def test_shapes_come_to_about_what_is_asked_for(parameters):
+    elements = sum(math.prod(shape) for shape in gpt_shapes(parameters))
+    assert 0.7 * parameters < elements <= max(parameters, 140_000)
+
+
+def run(variant, number, seconds, moved=(0, 0), drive=None, error=None, peak=1e9):
+    step = {"seconds": seconds, "cpu_seconds": 1.0, "read_bytes": moved[0], "written_bytes": moved[1], "waited_seconds": seconds / 2}
+    done = {"elements": 10**9, "host_before_bytes": 5e8, "host_peak_bytes": peak, "device_before_bytes": 4e9, "device_peak_bytes": 5e9}
+    return Run(variant, number, [step, step] if error is None else [], done if error is None else {}, drive, error)
+
+
+def test_the_report_says_what_was_measured():
+    drive = Speeds(3e9, 3e9, 3e9)
+    runs = [
+        *(run("exact", number, 9.0, (12e9, 12e9), drive) for number in range(2)),
+        *(run("compact", number, 4.0 + number, (4e9, 4e9), drive, peak=2e9) for number in range(2)),
+        *(run("memory", number, 0.5) for number in range(2)),
+        run("split", 0, 0, error="killed | by the kernel"),
+    ]
+    results = Results({"drive": "a fast one"}, "4.4 GB", 17.5, runs, [drive], ["A note."])
+    text = render(results)
+    assert '| NVMeOptimizer, "exact" | floor / time | >= 0.9 | 0.89 [0.89 to 0.89] | missed |' in text
+    assert '| NVMeOptimizer, "compact" | time / DeepSpeed\'s NVMe optimizer | <= 0.3 | 0.26 [0.23 to 0.29] | met |' in text
+    assert '| NVMeOptimizer, "exact" | 9.00 [9.00 to 9.00] | 0.51 [0.51 to 0.51] | 18.00 [18.00 to 18.00] | 12.00 + 12.00 | 12.0 + 12.0 | 8.00 |' in text
+    assert '| NVMeOptimizer, "compact" | 2.00 | 1.50 | 5.00 | 1.00 |' in text
+    assert "killed \\| by the kernel" in text
+    assert "A note." in text
+    assert "mixed 3.00 [3.00 to 3.00] GB/s" in text
+    assert [one["floor"] for one in json.loads(json.dumps(as_json(results)))["runs"]][:1] == [8.0]
+
+
+def test_without_fio_and_deepspeed_there_is_no_word_of_them():
+    text = render(Results({}, "4.4 GB", None, [run("exact", 0, 9.0, (12e9, 12e9))], [], []))
+    assert "DeepSpeed" not in text
+    assert "fio" not in text
+
+
+def test_a_small_run(tmp_path):
+    options = ["--parameters", "1e5", "--host-memory", "800KB", "--rounds", "1", "--steps", "2", "--fio-size", "0", "--variants", "exact,memory"]
+    command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options, "--output", str(tmp_path / "report")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert "round 1, exact" in ran.stderr
+    assert ran.stdout.strip() == (tmp_path / "report.md").read_text().strip()
+    told = json.loads((tmp_path / "report.json").read_text())
+    exact, memory = told["runs"]
+    assert (exact["error"], memory["error"]) == (None, None)
+    assert exact["done"]["checksum"] == memory["done"]["checksum"]  # bit for bit
+    assert exact["steps"][0]["written_bytes"] < 16 * exact["done"]["elements"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_a_variant_that_there_is_not(tmp_path):
+    ran = subprocess.run([sys.executable, "-m", "sweeps.optimizer", str(tmp_path), "--variants", "tiny"], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 2
+    assert "'tiny' is none of exact, split, compact, memory" in ran.stderr
