@@ -1,4 +1,4 @@
-"""The key "state_format" of ZeRO-3: "split" is what DeepSpeed computes with parameters rounded half away from zero, to the bit; "compact" repeats, and resumes."""
+"""The key "state_format" of ZeRO-3: "split" is DeepSpeed with parameters rounded half away from zero, to the bit; "compact" repeats, and resumes."""
 
 from __future__ import annotations
 
