@@ -92,4 +92,4 @@ def _ratio(own: dict[int, Any], base: dict[int, Any], measure: str) -> tuple[flo
 
 
 def _model(model: dict[str, Any]) -> str:
-    return f"{Model(**model).parameters / 1e9:.1f}e9 parameters"
+    return f"{Model(**model).parameters / 1e9:.1f} B parameters"
