@@ -144,7 +144,7 @@ def phrase_of(pieces: list[str]) -> str:
 def python_messages() -> Iterator[Message]:
     """Those of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    kinds = family(list(trees.values()))
+    kinds = family(list(trees.values())) | {"fail"}  # a method of the reader of configs, which others call
     for path, tree in trees.items():
         for line, pieces in Reader(tree, kinds).messages():
             yield Message(f"{path.relative_to(ROOT)}:{line}", phrase_of(pieces))
@@ -154,7 +154,7 @@ def core_messages() -> Iterator[Message]:
     """Those of the C++ core: the strings of each statement that throws."""
     for path in sorted((ROOT / "aio").glob("*.cpp")):
         text = path.read_text(encoding="utf-8")
-        for statement in re.finditer(r"\b(?:throw (?:Misuse|Unsupported)|raise|const std::string text =)\b.*?;\n", text, re.DOTALL):
+        for statement in re.finditer(r"\b(?:throw (?:Misuse|Unsupported)\b|raise\b|const std::string text =).*?;\n", text, re.DOTALL):
             joined = re.sub(r'"\s*\n\s*"', "", statement[0])
             pieces = [piece.replace('\\"', '"') for piece in re.findall(r'"((?:[^"\\]|\\.)*)"', joined)]
             for piece in pieces:
@@ -184,3 +184,12 @@ def test_the_page_has_every_message():
     page = plain(PAGE.read_text(encoding="utf-8"))
     missing = [f"{place}: {phrase}" for place, phrase in MESSAGES if phrase not in page]
     assert not missing, "give each a row in docs/troubleshooting.md, with what to do:\n" + "\n".join(missing)
+
+
+def test_the_page_has_no_message_that_nothing_says():
+    """A row whose message was changed in the sources is found by nobody."""
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    said = [line for table in tables for row in table.splitlines() for line in re.split(r"(?<!\\) \| ", row.removeprefix("| "))[0].split("<br>")]
+    assert len(said) > len(MESSAGES) / 2
+    phrases = {phrase for _, phrase in MESSAGES}
+    assert [line for line in said if not any(phrase in plain(line) for phrase in phrases)] == []
