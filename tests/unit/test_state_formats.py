@@ -350,6 +350,29 @@ def test_rounding_is_not_the_same_at_any_two_places():
     assert (up[0] == up[1]).double().mean().item() == pytest.approx(0.5, abs=0.01)
 
 
+def test_no_two_states_are_rounded_by_the_same_numbers():
+    values = normal(10_000)
+    format = state_format("compact")
+    layout = format.layout(values.numel(), {"exp_avg": torch.float32, "momentum_buffer": torch.float32}, torch.float32)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    format.pack(layout, buffer, [values], None, {"exp_avg": values, "momentum_buffer": values}, seed=1)
+    first, second = format.unpack(layout, buffer, [values])[1].values()
+    up = [state > values for state in (first, second)]
+    assert (up[0] == up[1]).double().mean().item() == pytest.approx(2 / 3, abs=0.05)  # as of any two independent ones, where all shares of a step are alike
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_do_not_depend_on_how_the_processor_treats_denormals(signed):
+    values = bundle(10_000)[1]["exp_avg" if signed else "exp_avg_sq"] * 1e-20
+    expected = rounded(values, signed=signed)
+    torch.set_flush_denormal(True)
+    try:
+        found = rounded(values, signed=signed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, expected)
+
+
 # What is refused
 
 
