@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,16 +13,26 @@ if TYPE_CHECKING:
 _ALIGNED = 512  # bytes, as CUDA's allocator aligns: who reads a tensor from here finds it as well aligned as it was
 
 
-def movable(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is no more than its storage, dtype, size and stride say, and no parameter, nor a view of one."""
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is a parameter or another leaf of the graph, or a view of one, and so is there anyway."""
     import torch
 
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return False
-    if tensor.is_conj() or tensor.is_neg():
-        return False
     viewed = tensor if tensor._base is None else tensor._base
-    return not (isinstance(viewed, torch.nn.Parameter) or (viewed.is_leaf and viewed.requires_grad))
+    return isinstance(viewed, torch.nn.Parameter) or (viewed.is_leaf and viewed.requires_grad)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is no more than its storage, dtype, size and stride say."""
+    import torch
+
+    special = type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
+    return not (special or tensor.is_conj() or tensor.is_neg())
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is a DTensor, as tensor parallelism makes them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -37,12 +49,12 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (0, whole) if 2 * (end - begin) >= whole else (begin // _ALIGNED * _ALIGNED, end)
 
 
-def _check(like: torch.Tensor, version: int, size: torch.Size) -> None:
-    """Raises: RuntimeError, as autograd itself does where no hooks are, when what *like* is of was modified in place after *version*."""
-    if like._version != version:
+def _check(version: int, saved_version: int, what: str) -> None:
+    """Raises: RuntimeError, as autograd itself does where no hooks are, when *what* was modified in place since it was saved."""
+    if version != saved_version:
         raise RuntimeError(
-            f"a tensor that backward needs ({like.dtype}, {list(size)}) was modified by an inplace operation after it was saved: "
-            f"it is at version {like._version}, and was saved at version {version}"
+            f"a tensor that backward needs ({what}) was modified by an inplace operation after it was saved: it is at version {version}, "
+            f"and was saved at version {saved_version}"
         )
 
 
@@ -57,8 +69,37 @@ class Stayed:
 
     def restore(self) -> torch.Tensor:
         """The tensor. Raises: RuntimeError when it was modified since."""
-        _check(self._tensor, self._version, self._tensor.shape)
+        _check(self._tensor._version, self._version, f"{self._tensor.dtype} of {list(self._tensor.shape)}")
         return self._tensor
+
+
+class Parts:
+    """A tensor that consists of others, which are packed for themselves. Source: the protocol of traceable wrapper subclasses."""
+
+    __slots__ = ("_context", "_kind", "_like", "_parts", "_size", "_stride", "_version")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Packed]) -> None:
+        import torch
+
+        whole: Any = tensor
+        names, self._context = whole.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        self._parts = {name: pack(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}  # others: a mesh of devices
+        self._kind: Any = type(tensor)
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._version = tensor._version
+        self._like = tensor.detach()  # which counts modifications with it, as its parts do not
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                setattr(self._like, name, None)
+
+    def restore(self, unpack: Callable[[Packed], torch.Tensor]) -> torch.Tensor:
+        """The tensor, of its parts. Raises: RuntimeError when it was modified since; as *unpack*."""
+        _check(self._like._version, self._version, f"{self._kind.__name__} of {list(self._size)}")
+        parts = {name: unpack(part) if isinstance(part, Stayed | Parts | Moved) else part for name, part in self._parts.items()}
+        tensor: torch.Tensor = self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+        return tensor.detach()
 
 
 class Moved:
@@ -83,7 +124,7 @@ class Moved:
 
     def check(self) -> None:
         """Raises: RuntimeError when the tensor was modified since."""
-        _check(self._like, self._version, self._size)
+        _check(self._like._version, self._version, f"{self._like.dtype} of {list(self._size)}")
 
     def restore(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
         """The tensor on *storage*, which has what was saved from the byte *offset* of the original storage on."""
@@ -93,3 +134,6 @@ class Moved:
         tensor: Any = torch.empty(0, dtype=self._like.dtype, device=storage.device)
         restored: torch.Tensor = tensor.set_(storage, first, self._size, self._stride)
         return restored
+
+
+Packed = Stayed | Parts | Moved

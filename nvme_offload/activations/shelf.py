@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..units import format_bytes
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
-from .saved import Moved, Stayed, movable, span
+from .saved import Moved, Packed, Parts, Stayed, is_distributed, is_plain, is_weight, span
 from .storages import Storages, Value, bytes_of, weak_reference
 
 if TYPE_CHECKING:
@@ -93,41 +93,22 @@ class Shelf:
                 self._tier.swapper.step()
                 self._storages.begin_step()
 
-    def pack(self, tensor: torch.Tensor) -> Stayed | Moved:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError; UsageError when closed."""
-        import torch
-
-        autograd: Any = torch.autograd  # not all of it is in its stub
-        if not movable(tensor):
+        if is_weight(tensor):
             return Stayed(tensor)
-        begin, end = span(tensor)
-        with self._lock:
-            if not self._least_bytes <= end - begin <= self._tier.cap_bytes:
-                self._keep(end - begin)
-                return Stayed(tensor)
-            check_no_capture(tensor)
-            self._check_open()
-            self._collect()
-            storage = tensor.untyped_storage()
-            if self._storages.lasts(storage):
-                return Stayed(tensor)
-            value = self._storages.find(storage, tensor._version, begin, end)
-            if value is None:
-                value = self._save(tensor, storage, begin, end)
-            else:
-                self._count(shared_bytes=end - begin)
-            value.users += 1
-            # All that a node saves is saved before the next one has its number. Source: at::sequence_number.
-            number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
-            self._values[number] = value
-            return Moved(tensor, number, self._gone)
+        if is_distributed(tensor):
+            return Parts(tensor, lambda part: self._pack(part, tensor._version))  # its parts do not count how often it was modified
+        return self._pack(tensor, tensor._version)
 
-    def unpack(self, saved: Stayed | Moved) -> torch.Tensor:
+    def unpack(self, saved: Packed) -> torch.Tensor:
         """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's errors; UsageError when closed."""
         import torch
 
         if isinstance(saved, Stayed):
             return saved.restore()
+        if isinstance(saved, Parts):
+            return saved.restore(self.unpack)
         saved.check()
         with self._lock, torch.no_grad():
             self._check_open()
@@ -174,14 +155,42 @@ class Shelf:
     def __repr__(self) -> str:
         return f"{', '.join(self._tier.paths)}: {'closed' if self._closed else f'{format_bytes(self._stats.alive_bytes)} of saved tensors'}"
 
-    def _save(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> Value:
+    def _pack(self, tensor: torch.Tensor, version: int) -> Packed:
+        import torch
+
+        autograd: Any = torch.autograd  # not all of it is in its stub
+        if not is_plain(tensor):
+            return Stayed(tensor)
+        begin, end = span(tensor)
+        with self._lock:
+            if not self._least_bytes <= end - begin <= self._tier.cap_bytes:
+                self._keep(end - begin)
+                return Stayed(tensor)
+            check_no_capture(tensor)
+            self._check_open()
+            self._collect()
+            storage = tensor.untyped_storage()
+            if self._storages.lasts(storage):
+                return Stayed(tensor)
+            value = self._storages.find(storage, version, begin, end)
+            if value is None:
+                value = self._save(storage, version, begin, end)
+            else:
+                self._count(shared_bytes=end - begin)
+            value.users += 1
+            # All that a node saves is saved before the next one has its number. Source: at::sequence_number.
+            number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
+            self._values[number] = value
+            return Moved(tensor, number, self._gone)
+
+    def _save(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> Value:
         with self._counted("forward_wait_seconds"):
             self._grow(end - begin)
             if self._free_numbers:
                 number = heapq.heappop(self._free_numbers)  # the lowest: so a step has the names of the one before
             else:
                 number, self._numbers = self._numbers, self._numbers + 1
-            value = Value(number, begin, end, tensor._version, tensor.device, weak_reference(storage))
+            value = Value(number, begin, end, version, storage.device, weak_reference(storage))
             try:
                 place = self._with_room(lambda: self._tier.swapper.create(value.name, value.nbytes))
             except BaseException:
