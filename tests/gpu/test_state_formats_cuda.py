@@ -16,7 +16,7 @@ def bundle(numel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Masters of any bit pattern, and moments over many decades."""
     generator = torch.Generator().manual_seed(numel)
     bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(torch.int32)
-    scale = torch.exp(10 * torch.randn(numel, generator=generator))
+    scale = torch.exp(6 * torch.randn(numel, generator=generator))
     return bits.view(torch.float32), {"exp_avg": torch.randn(numel, generator=generator) * scale, "exp_avg_sq": scale**2}
 
 
