@@ -28,18 +28,18 @@ class save_on_nvme:
                 loss = model(batch).sum()
             loss.backward()
 
-    Gradients are the same bits as without. Tensors of less than *min_bytes* stay on their device, and so do parameters, what is computed in place of
-    them by views, and whatever was found to live longer than the graph that saved it, such as buffers: to keep it elsewhere would save nothing.
-    A tensor that is saved by several operations, or whose views are, is written once. One that was modified in place since is an error
-    in backward, as it is without hooks.
+    Gradients are the same bits as without. Tensors of less than *min_bytes* stay on their device, and so do parameters and views of them, and what
+    was found to outlive the step that saved it, such as a buffer: to keep it elsewhere would free nothing. A tensor that several operations save,
+    whole or in views, is written once. One that was modified in place since is an error in backward, as it is without hooks.
 
     *host_memory*, bytes or a size such as "8GB", is the most pinned memory that is used; "auto" takes a share of what is available when this is made.
     What fits in it never touches a drive. A tensor larger than it stays on its device, with one warning. *aio* are the engine's settings: those that
     `nvme-sweep` chose for the drive unless given.
 
     Several graphs may be alive at once; contexts may be nested, where the innermost has what is saved in it; a checkpointed block
-    (`torch.utils.checkpoint`) saves its inputs here, and a compiled one what its compiled backward needs. In a function that is compiled itself,
-    use the context around the call. All methods may be called from any thread.
+    (`torch.utils.checkpoint`) saves its inputs here, and a compiled one what its compiled backward needs: all of that comes back at once, so compile
+    blocks rather than the whole of a model. Tensors of classes of their own stay, but for distributed ones, whose parts are saved. All methods may be
+    called from any thread.
 
     Units: bytes. Lifetime: the memory and the drives' room go with `close`, or when this and every graph made in it are gone.
     Raises: UsageError; IOFailure or UnsupportedError when a path cannot be used; out of a forward or a backward pass IOFailure, NoSpaceError,

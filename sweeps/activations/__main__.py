@@ -31,7 +31,8 @@ def main() -> int:
     blocks, x = make(shape, device, dtype)
     for parameter in blocks.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with ways(arguments.ways, arguments.directory, arguments.host_memory or ["16GB"], arguments.min_bytes) as found:
+    memory = {"nvme": arguments.host_memory or ["16GB"], "nvme-checkpoint": arguments.checkpoint_host_memory or ["1GB"]}
+    with ways(arguments.ways, arguments.directory, memory, arguments.min_bytes) as found:
         steps, refused = _run(found, blocks, x, count, arguments.rounds, arguments.steps)
     text = report.render(about, shape, count, found, steps, refused)
     print(text, end="")
@@ -66,7 +67,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sweeps.activations", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="on the drive")
     parser.add_argument("--output", type=Path, help="write the report to this file as well")
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, help="default: one for each 128 of the width")
     parser.add_argument("--sequence", type=int, default=1 << 17, help="tokens")
@@ -75,6 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="of each way in each round; the first round has one more, which does not count")
     parser.add_argument("--host-memory", action="append", help='of save_on_nvme, such as "16GB" (the default); may be given several times')
+    parser.add_argument("--checkpoint-host-memory", action="append", help='the same where blocks are checkpointed, and save their inputs only (default "1GB")')
     parser.add_argument("--min-bytes", default="1MiB", help="of save_on_nvme")
     parser.add_argument("--ways", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -72,8 +72,8 @@ NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
 
 
 @contextlib.contextmanager
-def ways(names: list[str], directory: Path, host_memory: list[str], min_bytes: str) -> Iterator[list[Way]]:
-    """The ways called *names*; those of the drive once for each *host_memory*. They are closed at the end of the `with`."""
+def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], min_bytes: str) -> Iterator[list[Way]]:
+    """The ways called *names*; those of the drive once for each of their *host_memory*. They are closed at the end of the `with`."""
     with contextlib.ExitStack() as stack:
         found = []
         for name in names:
@@ -82,7 +82,7 @@ def ways(names: list[str], directory: Path, host_memory: list[str], min_bytes: s
             elif name == "cpu":
                 found.append(Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True)))
             else:
-                for memory in host_memory:
+                for memory in host_memory[name]:
                     offload = save_on_nvme(directory, min_bytes, memory)
                     stack.callback(offload.close)
                     recomputes = name == "nvme-checkpoint"

@@ -165,6 +165,8 @@ def test_compiled_blocks(where: str, make: Make) -> None:
             with offload:
                 return model(x)
 
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="save_on_nvme"):
+            torch.compile(whole, backend="aot_eager", fullgraph=True)(x)
         compiled = torch.compile(whole, backend="aot_eager")
         for _ in range(2):
             model.zero_grad(set_to_none=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--blocks", "2", "--width", "32", "--heads", "2", "--sequence", "256", "--rounds", "2", "--min-bytes", "1KiB", "--host-memory", "140KB"]
+SMALL = "--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --host-memory 140KB --checkpoint-host-memory 36KB".split()
 
 
 def run(*arguments: str) -> str:
@@ -40,6 +40,8 @@ def test_every_way_is_measured_and_comes_to_the_same(tmp_path: Path) -> None:
     saved, out, back = (float(drive[name]) for name in ("saved GB", "written GB", "read GB"))
     assert saved >= max(out, back) * 0.99
     assert min(out, back) > 0.5 * saved > 0
+    inputs = cells(report, "Through the drive", "save_on_nvme, 36KB of host memory, checkpointing")
+    assert 0 < float(inputs["saved GB"]) < 0.2 * saved
     assert "to cost nothing, it would have to take" in report
     for fact in ("date", "command", "processor", "drive", "software"):
         assert f"\n- {fact}: " in report
