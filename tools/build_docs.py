@@ -100,6 +100,7 @@ def main(directory: str) -> int:
             module.__all__ = [*public_names(module), *inside]
     warnings.filterwarnings("error", module="pdoc")
     warnings.filterwarnings("ignore", "Error parsing type annotation", module="pdoc")  # in the __init__ of a dataclass it looks in the wrong module
+    warnings.filterwarnings("ignore", "'nvme_offload' may refer to", module="pdoc")  # where another one is installed than lies here, that is meant
     pdoc.pdoc(PUBLIC[0], output_directory=Path(directory))
     print(f"{directory}/index.html")
     return 0
