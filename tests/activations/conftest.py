@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # for activation_models, which the tests on a GPU import too
+sys.path.append(str(Path(__file__).parent))  # for the modules beside this, which the tests on a GPU import too
+
+from offloading import Make, left
 
 from nvme_offload import AioConfig, save_on_nvme
-
-Make = Callable[..., save_on_nvme]
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,3 @@ def make(tmp_path: Path) -> Iterator[Make]:
     for offload in made:
         assert left(offload) == (0, 0, [])
         offload.close()
-
-
-def left(offload: save_on_nvme) -> tuple[int, int, list[str]]:
-    """What *offload* still has: for graphs, in host memory, on the drive."""
-    stats = offload.stats()
-    return stats.alive_bytes, stats.host_bytes, offload._shelf._tier.store.names()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from activation_models import Attention, Feed, Residual, same
-from conftest import Make
+from offloading import Make
 from torch import nn
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from activation_models import gradients, made, same
-from conftest import Make, left
+from offloading import Make, left
 
 import nvme_offload.store
 from nvme_offload import Engine, IOFailure, NoSpaceError, OffloadError, UsageError, save_on_nvme

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from activation_models import MODELS, gradients, made, same
-from conftest import Make, left
+from offloading import Make, left
 
 
 @pytest.mark.parametrize("host_memory", ["smallest", "more", "auto"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from activation_models import Attention, Feed, gradients, made, same
-from conftest import Make, left
+from offloading import Make, left
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

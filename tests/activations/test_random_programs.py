@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import left
-from test_late_copies import LateCopier
+from offloading import LateCopier, left
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import AioConfig, save_on_nvme

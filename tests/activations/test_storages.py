@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Make, left
+from offloading import Make, left
 from torch import nn
 
 from nvme_offload import save_on_nvme

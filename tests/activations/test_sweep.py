@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --host-memory 140KB --checkpoint-host-memory 36KB".split()
+SMALL = shlex.split("--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --host-memory 140KB --checkpoint-host-memory 36KB")
 
 
 def run(*arguments: str) -> str:
