@@ -99,7 +99,8 @@ def main(
             results.notes.insert(0, "Interrupted: not all rounds were held.")
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
     if not results.runs:
-        raise UsageError("no side did anything: " + "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped))
+        reasons = "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped)
+        raise UsageError(f"no side did anything: {reasons or 'it was interrupted before the first'}")
     target = output or _ROOT / "reports" / f"compare-{platform.node()}-{datetime.date.today()}"
     for path in page.write(results, target):
         click.echo(path)

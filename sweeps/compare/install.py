@@ -73,6 +73,8 @@ def _install(peer: _Peer, wheels: Path | None) -> str:
             command.append("--no-build-isolation")
             environment["HOME"] = undo.enter_context(tempfile.TemporaryDirectory())
             environment["LIBRARY_PATH"] = ":".join(filter(None, (environment.get("LIBRARY_PATH"), _LIBRARIES)))
+            if not any((Path(place) / "liburing.a").exists() for place in _LIBRARIES.split(":")):
+                environment["DISABLE_URING"] = "1"  # or it would look for its source in the net
             environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         ran = subprocess.run([*command, *peer.packages], env=environment, capture_output=True, text=True)
     if ran.returncode == 0:
