@@ -26,7 +26,7 @@ def beside_bytes(state_format: StateFormat, habits: Habits, dtype: torch.dtype) 
     """Bytes for each element of a bundle that an update takes beside the bundle's value: widened gradients, what is no view, and new states."""
     states = sum(state.itemsize for state in habits.states.values())
     widened = 4 if dtype.itemsize == 2 else 0
-    return widened + (widened if state_format.splits_master else 0) + (2 * states if state_format.eight_bit else states)
+    return widened + (widened if state_format.splits_master else 0) + (3 * states if state_format.eight_bit else states)
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:

@@ -92,8 +92,8 @@ class Piece:
         """The part of *flat*, which has a value for each element of the bundle."""
         return flat[self.place : self.place + self.numel].view(self.shape)
 
-    def gradient(self) -> torch.Tensor | None:
-        """What the shadow is to be given."""
+    def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
+        """What the shadow is to be given; put into *widened*, which has a place for each element of the bundle, or none, where it has other bits."""
         parameter = self.weight.parameter
         gradient = parameter.grad
         if gradient is None:
@@ -102,7 +102,10 @@ class Piece:
             placements = parameter.placements  # type: ignore[attr-defined]
             if gradient.placements != placements:  # type: ignore[attr-defined]
                 gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
-        return self.of(local(gradient)).to(self.shadow.dtype)
+        part = self.of(local(gradient))
+        if part.dtype == self.shadow.dtype or widened.numel() == 0:
+            return part.to(self.shadow.dtype)
+        return self.within(widened).copy_(part)
 
 
 @dataclasses.dataclass(eq=False)

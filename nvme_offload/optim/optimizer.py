@@ -207,7 +207,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         with self._lock:
             self._check_open()
-            self._updater.drain()
             hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True)]
             try:
                 super().load_state_dict(dict(state_dict))
@@ -336,6 +335,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._restore(given)
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
+        self._updater.drain()
         self._broken = "states were being loaded"
         for bundle in self._bundles:
             if any(piece.weight in given for piece in bundle.pieces):

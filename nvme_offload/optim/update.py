@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ class Updater:
         self.make = make
         self._name = name
         self._host = HostLane(tier)
+        self._widened = torch.empty(0)
         self._lanes: dict[torch.device, Lane] = {}
 
     def drain(self) -> None:
@@ -52,8 +54,11 @@ class Updater:
 
     def step(self, bundle: Bundle, memory: torch.Tensor, options: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
         """Update the parameters of the opened *bundle* by their gradients; what the inner optimizer has made of the *options* of its group."""
+        first = bundle.inner is None
         inner, memory = self._bound(bundle, memory, options, seed, raw_step)
         self._give_back(bundle, changed=True)
+        if bundle.device.type == "cpu" and (first or not self._format.in_place):
+            _trim()  # of the states that the inner optimizer made, or that were decoded: their bytes are in the bundle's value now
         for piece in bundle.pieces:
             piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
@@ -125,11 +130,12 @@ class Updater:
         weights = bundle.weights()
         working = [weight.contiguous() for weight in weights]
         master, states = self._format.unpack(bundle.layout, memory, working)
+        widened = self._room_for_gradients(bundle)
         for piece, weight in zip(bundle.pieces, weights, strict=True):
             if master is not None:
                 self._follow(piece, weight, piece.within(master))
             piece.shadow.data = weight if master is None else piece.within(master)
-            piece.shadow.grad = piece.gradient()
+            piece.shadow.grad = piece.gradient(widened)
             piece.states.update({key: piece.within(states[key]) for key in piece.keys})
         inner = self._inner(bundle, options)
         act(inner)(inner)
@@ -141,6 +147,18 @@ class Updater:
                     weight.copy_(contiguous)
         self._unbind(bundle)
         return inner, memory
+
+    def _room_for_gradients(self, bundle: Bundle) -> torch.Tensor:
+        """Where gradients of 16 bits are widened. On the CPU always the same place: glibc would not find much of what it is given back again.
+
+        Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
+        """
+        if bundle.device.type != "cpu" or bundle.dtype.itemsize != 2:
+            return self._widened[:0]
+        if self._widened.numel() < bundle.numel:
+            self._widened = torch.empty(0)  # before the larger one is there
+            self._widened = torch.empty(bundle.numel, dtype=torch.float32)
+        return self._widened
 
     def _follow(self, piece: Piece, weight: torch.Tensor, master: torch.Tensor) -> None:
         """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps what the weight does not have."""
@@ -196,6 +214,13 @@ class Updater:
                 piece.states.pop(key, None)
             piece.shadow.grad = None
             piece.shadow.data = torch.empty(0, dtype=piece.shadow.dtype, device=piece.shadow.device)
+
+
+def _trim() -> None:
+    """Let the C library give back to the kernel what it has kept of freed memory. Source: malloc_trim(3), which only glibc has."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _nothing(bundle: Bundle) -> torch.Tensor:

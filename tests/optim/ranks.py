@@ -42,7 +42,8 @@ def case(function: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
 def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -> NVMeOptimizer:
     params = list(params)
     # Little more than what is not refused: on the CPU there is more beside a bundle.
-    cap = {("cpu", False): 70_000, ("cpu", True): 100_000, ("cuda", False): 45_000, ("cuda", True): 60_000}[DEVICE, params[0].dtype == torch.bfloat16]
+    caps = {("cpu", False): 70_000, ("cpu", True): 100_000, ("cuda", False): 45_000, ("cuda", True): 60_000}
+    cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]
     return NVMeOptimizer(params, optimizer_class, paths=DIRECTORY, host_memory=cap, lr=0.01, **kwargs)
 
 
@@ -210,7 +211,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(RANK)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     told: dict[str, Any] = {}
     for name, function in CASES.items():
         try:

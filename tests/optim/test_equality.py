@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -191,3 +194,34 @@ def test_a_budget_is_held_to(tmp_path):
         assert optimizer._tier._pool.nbytes <= 2_000_000 * 7 / 8 + 4096
         assert optimizer.stats().peak_bytes <= 2_000_000 * 7 / 8 + 4096
         assert optimizer.stats().bytes_read >= 12_000_000 - 2_000_000
+
+
+MEMORY = """
+import re, sys
+import torch
+from nvme_offload.optim import NVMeOptimizer
+
+def now(field):
+    return int(re.search(field + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+params = [torch.nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16)) for _ in range(8)]
+for parameter in params:
+    parameter.grad = torch.full_like(parameter, 1e-3)
+NVMeOptimizer(params[:1], paths=sys.argv[1], fused=True).close()  # what else there is to load and to make
+before = now("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+with NVMeOptimizer(params, paths=sys.argv[1], fused=True, host_memory="30MB", state_format=sys.argv[2]) as optimizer:
+    for _ in range(3):
+        optimizer.step()
+    print(now("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
+    script = tmp_path / "script.py"
+    script.write_text(MEMORY)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-W", "ignore", script, tmp_path, state_format], capture_output=True, text=True, timeout=200, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 30e6 * 1.2  # of 96 MB
