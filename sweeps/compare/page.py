@@ -22,7 +22,7 @@ from .plan import describe
 from .results import Results, Row, TaskFacts, as_json, from_json, groups, rows
 
 HOW = (
-    "Each round has every task, and each task everybody in turn; the next round begins with somebody else. A ratio is the median over the rounds of what one "
+    "Each round has every task, and each task everybody in turn; the next round begins with somebody else and goes the other way about. A ratio is the median over the rounds of what one "
     "round gave, in brackets all rounds, or the middle 80 % of ten or more. Every side is a process or shares one with its kin, so that memory and CPU are "
     "its own. Those that take their caller's memory have the same: on huge pages, every page of it there before the clock starts; DeepSpeed's op has its own "
     "allocator's, without which it copies.",
@@ -32,7 +32,7 @@ HOW = (
     "Everybody has the fastest of the settings that were tried for it just before, by the geometric mean over reading and writing of a large tensor and of "
     "tensors of 1 MiB (checkpoints: of writing one); the first of those within 2 % of the fastest.",
     "The process is what was resident at most beyond what was when the clock started, with the data to write or the memory to read into already there; only a "
-    "checkpoint is read into memory that is allocated on the way. Locked counts what is locked or pinned, the data included. fio's is all of its process.",
+    "checkpoint is read into memory that is allocated on the way, and before its clock starts as much is taken and given back, for everybody alike. Locked counts what is locked or pinned, the data included. fio's is all of its process.",
 )
 
 

@@ -105,9 +105,10 @@ class Plan:
 
 
 def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
-    """The order of *names* in round *number* of *rounds*: each begins where it comes to stand elsewhere in every round."""
+    """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and every other goes the other way about."""
     first = number * max(1, len(names) // rounds) % len(names) if names else 0
-    return [*names[first:], *names[:first]]
+    step = -1 if number % 2 else 1
+    return [names[(first + step * place) % len(names)] for place in range(len(names))]
 
 
 def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:

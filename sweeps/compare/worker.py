@@ -167,6 +167,7 @@ class Worker:
             if asked["direction"] == "write":
                 tensors = state.build(nbytes)
                 path.unlink(missing_ok=True)
+                _make_room(moved)
                 with Stopwatch() as watch:
                     side.save(tensors, path, setting)
                 del tensors
@@ -180,6 +181,7 @@ class Worker:
                     side.save(state.build(nbytes), written, setting)
                     _give_back()
                 evict(written)
+                _make_room(moved)
                 with Stopwatch() as watch:
                     tensors = side.load(written, nbytes, setting)
                 cached = cached_bytes(written)
@@ -217,6 +219,11 @@ class Worker:
         if name not in self._checkpoints:
             self._checkpoints[name] = checkpoints.make(name)
         return self._checkpoints[name]
+
+
+def _make_room(nbytes: int) -> None:
+    """Take as much memory and give it back, so that nobody pays for what those before left in the page cache."""
+    allocated("huge", nbytes)[:: mmap.PAGESIZE] = 0
 
 
 def _give_back() -> None:

@@ -47,6 +47,7 @@ def test_everybody_begins_elsewhere_in_every_round() -> None:
     orders = [turns(names, number, 3) for number in range(3)]
     assert [order[0] for order in orders] == ["a", "c", "e"]
     assert all(sorted(order) == names for order in orders)
+    assert orders[1] == list("cbagfed")
     assert turns(["a", "b"], 1, 5) == ["b", "a"]
     assert turns([], 1, 5) == []
 
