@@ -22,17 +22,18 @@ from .plan import describe
 from .results import Results, Row, TaskFacts, as_json, from_json, groups, rows
 
 HOW = (
-    "Each round has every task, and each task everybody in turn; the next round begins with somebody else and goes the other way about. A ratio is the median over the rounds of what one "
-    "round gave, in brackets all rounds, or the middle 80 % of ten or more. Every side is a process or shares one with its kin, so that memory and CPU are "
-    "its own. Those that take their caller's memory have the same: on huge pages, every page of it there before the clock starts; DeepSpeed's op has its own "
-    "allocator's, without which it copies.",
+    "Each round has every task, and each task everybody in turn; the next round begins with somebody else and goes the other way about. A ratio is the "
+    "median over the rounds of what one round gave, in brackets all rounds, or the middle 80 % of ten or more. Every side is a process or shares one with "
+    "its kin, so that memory and CPU are its own. Those that take their caller's memory have the same: on huge pages, every page of it there before the "
+    "clock starts; DeepSpeed's op has its own allocator's, without which it copies.",
     "Done means the same for all. Written is on the drive to stay: every clock stops after fdatasync or its like. What is read is in no cache before, which "
     "mincore confirms, and in memory after: what only maps a file has every page looked at. The first round compares every byte that was read, and every byte "
     "that was written, with what it should be; not in the time that is measured. fio has memory of its own, which nobody looks at.",
     "Everybody has the fastest of the settings that were tried for it just before, by the geometric mean over reading and writing of a large tensor and of "
     "tensors of 1 MiB (checkpoints: of writing one); the first of those within 2 % of the fastest.",
     "The process is what was resident at most beyond what was when the clock started, with the data to write or the memory to read into already there; only a "
-    "checkpoint is read into memory that is allocated on the way, and before its clock starts as much is taken and given back, for everybody alike. Locked counts what is locked or pinned, the data included. fio's is all of its process.",
+    "checkpoint is read into memory that is allocated on the way, and before its clock starts as much is taken and given back, for everybody alike. Locked "
+    "counts what is locked or pinned, the data included. fio's is all of its process.",
 )
 
 
