@@ -63,7 +63,7 @@ class Budget:
                 f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bundle of states, {format_bytes(largest)}, and "
                 f"{format_bytes(max(aside, kept))} beside it: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
             )
-        self.values_bytes, self._divided = self.cap_bytes - kept, True
+        self.values_bytes, self._divided = self.cap_bytes - kept, self._divided or bool(values)
         return sum(_rounded(value) for value in values) + _PAGE
 
 

@@ -196,6 +196,23 @@ def test_a_group_added_after_steps(tmp_path):
     assert differing(ours, plain) == []
 
 
+def test_groups_without_parameters_and_with_frozen_ones_only(tmp_path):
+    frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
+    for group in ({"params": []}, {"params": [frozen]}):  # a rank may have no more than that
+        with NVMeOptimizer([group], paths=tmp_path) as optimizer:
+            optimizer.step()
+            state = optimizer.state_dict()
+            assert state["state"] == {}
+            optimizer.load_state_dict(state)
+            added = parameters()
+            optimizer.add_param_group({"params": added})
+            train(added, optimizer)
+    plain = parameters()
+    train(plain, torch.optim.AdamW(plain))
+    assert differing(added, plain) == []
+    assert float(frozen.sum()) == 1000
+
+
 class TogetherOptimizer(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
