@@ -285,7 +285,7 @@ class TensorSwapper:
             self._pump()
             while not self._schedule.ready(name):
                 if name in self._read_errors:
-                    raise self._read_errors[name]
+                    raise self._read_errors.pop(name)
                 failed = self._schedule.obstacle()
                 if failed is not None:
                     if failed in self._write_errors:
@@ -363,7 +363,10 @@ class TensorSwapper:
         if error is None:
             self._bytes[transfer.writes] += transfer.nbytes
             self._write_errors.pop(transfer.name, None)
-        elif transfer.writes:
+            return
+        # Kept until it is raised to somebody else: the frames that it came through, and all that they hold, are not kept with it.
+        error.with_traceback(None).__context__ = None
+        if transfer.writes:
             self._write_errors[transfer.name] = error
         else:  # raised where it is needed; where it was read ahead, it is read again then
             self._read_errors[transfer.name] = error

@@ -101,6 +101,8 @@ class StoreTicket:
                 raise WaitTimeout(f"{'put' if self._writes else 'get'} of tensor {self.name!r} is not done within {timeout} s; it goes on") from None
             except OffloadError as error:
                 failure = failure or error
+        if failure is not None:
+            failure.with_traceback(None)  # kept, unlike what the frames hold that it came through
         return failure
 
 

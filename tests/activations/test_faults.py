@@ -63,6 +63,8 @@ def test_a_drive_that_never_works_again(first: int, inject: Inject, tmp_path: Pa
     offload = save_on_nvme(tmp_path, 1 << 10, 64 << 10)
     for _ in range(3):
         assert isinstance(failure(offload, model, x), IOFailure)
+        gc.collect()
+        assert left(offload) == (0, 0, [])  # the error that is kept keeps nothing else
     assert same(gradients(model, x), expected)
     offload.close()
 
