@@ -24,6 +24,8 @@ import nvme_offload
 from nvme_offload import ds_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PACKAGE = str(Path(nvme_offload.__file__).parents[1])
+PLAIN_GLOO = str(Path(__file__).with_name("plain_gloo"))
 AIO = {"block_size": 64 << 10, "queue_depth": 8, "intra_op_parallelism": 2, "single_submit": False, "overlap_events": True}
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -60,7 +62,7 @@ class Ended:
         return re.findall(r"^step \d+: loss \S+$", self.said, re.MULTILINE)
 
 
-def run(*commands: Sequence[str | os.PathLike[str]], accelerator: str = "cpu", timeout: float = 280, **environment: str) -> list[Ended]:
+def run(*commands: Sequence[str | os.PathLike[str]], accelerator: str = "cpu", timeout: float = 500, **environment: str) -> list[Ended]:
     """Run *commands* at once, as on one machine each, and wait for all."""
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_started(command, accelerator, environment)) for command in commands]
@@ -99,7 +101,7 @@ def free_port() -> int:
 def _started(command: Sequence[str | os.PathLike[str]], accelerator: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     variables = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(nvme_offload.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [PLAIN_GLOO * (accelerator == "cpu"), PACKAGE, os.environ.get("PYTHONPATH")])),
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         **environment,

@@ -1,0 +1,11 @@
+"""On the way of the ranks that `doors` starts on the CPU: between them plain gloo, as `tests/zero3/training.py` has it.
+
+DeepSpeed's own op for ranks of one machine would be compiled for the better part of a minute first, and spins.
+"""
+
+import os
+
+if "RANK" in os.environ:  # and not in the launchers, which need no DeepSpeed for this
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
