@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -12,10 +11,11 @@ from .progress import Progress
 
 def _lightning() -> Any:
     """The framework, under whichever of its two names the program has it: their classes are not the same."""
-    names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.import_module(names[0])
-    return importlib.import_module(names[1])
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        if name in sys.modules:
+            return sys.modules[name]
+    old_alone = importlib.util.find_spec("lightning") is None and importlib.util.find_spec("pytorch_lightning") is not None
+    return importlib.import_module("pytorch_lightning" if old_alone else "lightning.pytorch")
 
 
 class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the base is only known when it is there

@@ -84,3 +84,9 @@ def test_by_a_path_and_by_a_dict(place):
     (ended,) = run_well([sys.executable, "-c", AS_READ, config])
     (told,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
     assert json.loads(told) == [json.loads(config.read_text())] * 2
+
+
+def test_progress_under_the_framework_s_older_name():
+    code = "import pytorch_lightning as pl; from nvme_offload.zero3.lightning import LightningProgress as P; print('is one', issubclass(P, pl.Callback))"
+    (ended,) = run_well([sys.executable, "-c", code])
+    assert "is one True" in ended.said
