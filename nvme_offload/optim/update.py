@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..state_formats import StateFormat
+from ..state_formats import Layout, StateFormat
 from ..tier import Tier
 from .bundles import Bundle, Piece
 from .lanes import DeviceLane, HostLane, Lane
@@ -30,7 +30,7 @@ class Updater:
         self.make = make
         self._name = name
         self._host = HostLane(tier)
-        self._widened = torch.empty(0)
+        self._scratch = torch.empty(0)
         self._lanes: dict[torch.device, Lane] = {}
 
     def drain(self) -> None:
@@ -57,8 +57,8 @@ class Updater:
         first = bundle.inner is None
         inner, memory = self._bound(bundle, memory, options, seed, raw_step)
         self._give_back(bundle, changed=True)
-        if bundle.device.type == "cpu" and (first or not self._format.in_place):
-            _trim()  # of the states that the inner optimizer made, or that were decoded: their bytes are in the bundle's value now
+        if bundle.device.type == "cpu" and first:
+            _trim()  # of the states that the inner optimizer has made, whose bytes are in the bundle's value now
         for piece in bundle.pieces:
             piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
@@ -83,7 +83,7 @@ class Updater:
         assert layout is not None
         memory = self._host.fetch(bundle.name, layout.nbytes) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
-            yield self._format.unpack(layout, memory, _host_copies(bundle))
+            yield self._format.unpack(layout, memory, _host_copies(bundle), self._scratch_of(self._format.unpacked_elements(layout)))
         finally:
             if layout.nbytes:
                 self._host.give_back(changed=False)
@@ -94,7 +94,7 @@ class Updater:
         memory = self._host.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
             working = _host_copies(bundle)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
-            master, states = self._format.unpack(layout, memory, working)
+            master, states = self._format.unpack(layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout)))
             if master is not None:
                 for piece, weight in zip(bundle.pieces, working, strict=True):
                     piece.within(master).copy_(weight)
@@ -129,8 +129,8 @@ class Updater:
         assert bundle.layout is not None
         weights = bundle.weights()
         working = [weight.contiguous() for weight in weights]
-        master, states = self._format.unpack(bundle.layout, memory, working)
-        widened = self._room_for_gradients(bundle)
+        widened, unpacked = self._room_beside(bundle, bundle.layout)
+        master, states = self._format.unpack(bundle.layout, memory, working, unpacked)
         for piece, weight in zip(bundle.pieces, weights, strict=True):
             if master is not None:
                 self._follow(piece, weight, piece.within(master))
@@ -148,17 +148,23 @@ class Updater:
         self._unbind(bundle)
         return inner, memory
 
-    def _room_for_gradients(self, bundle: Bundle) -> torch.Tensor:
-        """Where gradients of 16 bits are widened. On the CPU always the same place: glibc would not find much of what it is given back again.
+    def _room_beside(self, bundle: Bundle, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is the allocator's business."""
+        if bundle.device.type != "cpu":
+            return self._scratch[:0], None
+        gradients = bundle.numel if bundle.dtype.itemsize == 2 else 0
+        scratch = self._scratch_of(gradients + self._format.unpacked_elements(layout))
+        return scratch[:gradients], scratch[gradients:]
+
+    def _scratch_of(self, elements: int) -> torch.Tensor:
+        """On the CPU always the same memory, since fresh pages cost more than what is done with them, and glibc keeps much of what it is given back.
 
         Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
         """
-        if bundle.device.type != "cpu" or bundle.dtype.itemsize != 2:
-            return self._widened[:0]
-        if self._widened.numel() < bundle.numel:
-            self._widened = torch.empty(0)  # before the larger one is there
-            self._widened = torch.empty(bundle.numel, dtype=torch.float32)
-        return self._widened
+        if self._scratch.numel() < elements:
+            self._scratch = torch.empty(0)  # before the larger one is there
+            self._scratch = torch.empty(elements, dtype=torch.float32)
+        return self._scratch[:elements]
 
     def _follow(self, piece: Piece, weight: torch.Tensor, master: torch.Tensor) -> None:
         """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps what the weight does not have."""
