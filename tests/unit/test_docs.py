@@ -192,6 +192,11 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors_of(file), f"{page.name} leads to {target}"
 
 
+def test_every_page_is_reached_from_the_readme():
+    targets = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - targets == set()
+
+
 def test_every_public_name_is_documented_and_the_reference_builds(tmp_path):
     pytest.importorskip("pdoc", reason="pdoc is not installed here")
     done = subprocess.run([sys.executable, ROOT / "tools" / "build_docs.py", str(tmp_path)], capture_output=True, text=True)
