@@ -33,7 +33,7 @@ HOW = (
     "tensors of 1 MiB (checkpoints: of writing one); the first of those within 2 % of the fastest.",
     "The process is what was resident at most beyond what was when the clock started, with the data to write or the memory to read into already there; only a "
     "checkpoint is read into memory that is allocated on the way, and before its clock starts as much is taken and given back, for everybody alike. Locked "
-    "counts what is locked or pinned, the data included. fio's is all of its process.",
+    "counts what is locked or pinned, the data included. fio's is all of its process. The kernel counts to within a MB or two.",
 )
 
 

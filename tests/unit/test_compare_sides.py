@@ -116,7 +116,7 @@ def test_unknown_names_are_refused() -> None:
 def test_a_stopwatch_sees_the_memory_that_is_taken_meanwhile() -> None:
     with Stopwatch() as watch:
         np.ones(64 * MIB, np.uint8)
-    assert 64 * MIB <= watch.measurement(1).extra_bytes < 96 * MIB
+    assert 60 * MIB <= watch.measurement(1).extra_bytes < 96 * MIB  # the kernel counts in batches
     with Stopwatch() as watch:
         pass
     assert watch.measurement(1).extra_bytes < 8 * MIB  # what was taken before counts no more
