@@ -314,7 +314,8 @@ class _Lane:
         for entry in [entry for entry in self._under_way if entry[0].done()]:
             self._under_way.remove(entry)
             self._finish(*entry)
-        while self._free:
+        # Never two at once to one place: which of them the file has in the end nobody could tell.
+        while self._free and self._rig._positions[self._direction] not in {index for _, _, index in self._under_way}:
             self._submit(self._free.pop(0))
 
     def pause(self, seconds: float) -> None:
@@ -365,7 +366,7 @@ class _Lane:
         if self._direction == "read" and not np.array_equal(_stamps(buffer), self._rig._stamp(0, index)):
             page = int(np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))[0])
             raise self._corruption(index * self._rig.request_bytes + page * PAGE_BYTES)
-        self._last.pop(id(buffer), None)
+        self._last = {key: moved for key, moved in self._last.items() if key != id(buffer) and moved[1] != index}
         self._last[id(buffer)] = buffer, index
         self._free.append(buffer)
 

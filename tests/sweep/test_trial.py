@@ -117,6 +117,48 @@ def test_a_read_of_the_wrong_body_is_corruption(rig: Rig, monkeypatch: pytest.Mo
     assert caught.value.offset % REQUEST_BYTES == 70_000
 
 
+class HeldWrite:
+    """A write that is carried out when the test says so."""
+
+    def __init__(self, rig: Rig, data: Any, offset: int) -> None:
+        self._carry_out = lambda: rig._reader.write(data, rig.file("write"), offset).wait()
+        self._nbytes = len(data)
+        self.finished = False
+
+    def finish(self) -> None:
+        self._carry_out()
+        self.finished = True
+
+    def done(self) -> bool:
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.finished
+        return self._nbytes
+
+
+def test_writes_that_end_out_of_order_are_no_corruption(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with room for no more than is under way: its first request is still being written when the second one's buffer is free for the next."""
+    monkeypatch.setattr(trial, "READ_BACK_SHARE", 1)
+    held: list[HeldWrite] = []
+
+    class Engine:
+        def write(self, data: Any, file: Any, offset: int) -> HeldWrite:
+            held.append(HeldWrite(rig, data, offset))
+            return held[-1]
+
+    lane = trial._Lane(rig, Engine(), "write", 2)  # type: ignore[arg-type]
+    rig._positions["write"] = 0
+    lane.refill()
+    held[1].finish()
+    lane.refill()
+    for write in reversed(held):
+        if not write.finished:
+            write.finish()
+    lane.drain()
+    lane.verify()
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("failing", [1, 1000])
 def test_an_error_of_the_drive_is_raised_once(rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phase: str, failing: int) -> None:
