@@ -59,6 +59,7 @@ class Tier:
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
+        self._pool: PinnedPool | None = None
         self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
         self._needed_bytes = 0
         self._scratch: dict[str, torch.Tensor] = {}
@@ -96,14 +97,17 @@ class Tier:
         if self._swapper is None:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
-        elif wanted > self._pool.nbytes:
-            for name in self._scratch:
+        elif wanted > self._held_bytes:
+            sizes = {name: room.numel() for name, room in self._scratch.items()}
+            self._scratch.clear()  # these tensors hold the memory, too
+            for name in sizes:
                 self.swapper.discard(name)
             if not self.swapper.in_use():
                 # Twice as much, since all values go to the drive and come back at every change.
-                self.swapper.move(lambda: self._make_pool(min(max(wanted, 2 * self._pool.nbytes), self.cap_bytes)))
-            for name, room in self._scratch.items():
-                self._scratch[name] = self.swapper.create(name, room.numel(), lowest=True)
+                larger = min(max(wanted, 2 * self._held_bytes), self.cap_bytes)
+                self.swapper.move(lambda: self._make_pool(larger))
+            for name, size in sizes.items():
+                self.make_scratch(name, size)
 
     def give_back(self, nbytes: int) -> None:
         """The opposite of `require`: so many bytes are no longer of use to who asked for them."""
@@ -122,7 +126,12 @@ class Tier:
         if self._scratch.pop(name, None) is not None:
             self.swapper.discard(name)
 
+    @property
+    def _held_bytes(self) -> int:
+        return self._pool.nbytes if self._pool is not None else 0
+
     def _make_pool(self, nbytes: int) -> PinnedPool:
+        self._pool = None  # the last of the old one goes before the new one comes, or both would count
         self._pool = PinnedPool(nbytes)
         automatic = ", from the memory available" if self._automatic else ""
         _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(nbytes), format_bytes(self.cap_bytes), automatic, self._pool.pinned)
@@ -137,7 +146,7 @@ class Tier:
         available = available_bytes() // ranks
         if self._swapper is None and self._automatic:
             self.cap_bytes = max(min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0)
-        held = min(self.cap_bytes, whole_bytes) - (self._pool.nbytes if self._swapper is not None else 0)
+        held = min(self.cap_bytes, whole_bytes) - self._held_bytes
         if held + beside_bytes > available:
             raise UsageError(
                 f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for what it offloads"
