@@ -23,7 +23,8 @@ DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 # How `zero3.stage3` cuts sub-groups, and the room that it wants beside them.
 LARGEST_SUB_GROUP = 1 << 26
-_BUDGET_PARTS = 4 * STATE_BYTES + WIDE_BYTES
+_BUDGET_PARTS = 16 * (STATE_BYTES + HALF_BYTES) + WIDE_BYTES
+AHEAD = 2  # sub-groups whose room is for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # of every value to pages
 
 Place = Literal["gpu", "host", "drive"]
@@ -86,7 +87,7 @@ def needs(strategy: Strategy, model: Model, world: World) -> Needs:
     """What *strategy* takes of GPU, host and drive for the states of *model*."""
     drive = 0.0
     if strategy.uses_drive:
-        each = STATE_BYTES + (HALF_BYTES if strategy.parameters == "drive" else 0) + (0 if strategy.ours else WIDE_BYTES)
+        each = STATE_BYTES + (HALF_BYTES if strategy.parameters == "drive" else 0) + (HALF_BYTES if strategy.ours else WIDE_BYTES)
         drive = each * model.parameters / world.size
     return Needs(_gpu_bytes(strategy, model, world), _host_bytes(strategy, model, world), int(drive))
 
@@ -115,7 +116,7 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     if strategy.optimizer == "host":
         held = (18 if strategy.parameters == "host" else 16) * total / world.nodes
         return int(BUFFER_FACTOR * (held if world.zero_init else max(whole * ranks, held)) / ranks)
-    held = (HALF_BYTES if strategy.ours else DEEPSPEED_NVME_HOST_BYTES) * total / world.size
+    held = (0 if strategy.ours else DEEPSPEED_NVME_HOST_BYTES) * total / world.size
     return int(max(held, made))
 
 
@@ -125,46 +126,48 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The budget of a rank with which nothing touches the drive."""
     each = model.parameters / world.size
-    kept = STATE_BYTES + (HALF_BYTES if strategy.parameters == "drive" else 0)
+    kept = STATE_BYTES + HALF_BYTES * (2 if strategy.parameters == "drive" else 1)
     widened = WIDE_BYTES * (min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size)
     return int((kept * each + widened) * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The least budget of a rank that holds its part of the largest parameter."""
-    kept = STATE_BYTES + WIDE_BYTES + (HALF_BYTES if strategy.parameters == "drive" else 0)
+    kept = STATE_BYTES + WIDE_BYTES + (2 * HALF_BYTES if strategy.parameters == "drive" else 0)  # to either side of the states
     return -(-model.largest_parameter // world.size) * kept + (1 << 17)
 
 
 class Streamed(NamedTuple):
-    """Bytes that a rank moves in a step: read before the optimizer's part, and read and written in it."""
+    """Bytes that a rank moves in a step: read and written before the optimizer's part, and in it."""
 
     passes_read: float
+    passes_written: float
     read: float
     written: float
 
     @property
     def total(self) -> float:
         """In both directions."""
-        return self.passes_read + self.read + self.written
+        return self.passes_read + self.passes_written + self.read + self.written
 
 
 def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
     """What a *budget* leaves to the drive.
 
-    The swapper keeps whole sub-groups. Of those that the budget has room for two stand for reading ahead, and one more for what is written back; the
-    rest stay from step to step. Where parameters are on the drive too, which are used three times as often, a budget saves of all reads the share
-    that it has of the whole. This follows what `Schedule` does: within a tenth up to three quarters of the whole, above that within a twentieth of all.
+    At the end of the backward pass everything is there at once, gradients too, and what does not fit is on the drive. The swapper keeps whole
+    sub-groups; of those that the budget has room for two stand for reading ahead. Gradients push out as much as they are in the backward pass, and
+    what comes after them is written in the update. Where parameters are on the drive too, which are used three times as often, a budget saves of all
+    reads the share that it has of the whole. This follows what `Schedule` does: within a tenth of all.
     """
     each = model.parameters / world.size
     on_drive = strategy.parameters == "drive"
     if budget >= whole_bytes(strategy, model, world):
-        return Streamed(0.0, 0.0, 0.0)
+        return Streamed(0.0, 0.0, 0.0, 0.0)
     sub_group = max(min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size)
-    room = int((budget - WIDE_BYTES * sub_group) / (STATE_BYTES * sub_group) + 1e-6)  # a whole number that was rounded down is still one
-    stays = [max(room - reserved, 0) * STATE_BYTES * sub_group for reserved in (2, 3)]
+    stays = max(budget - (WIDE_BYTES + AHEAD * STATE_BYTES) * sub_group, 0.0)
+    written = max((STATE_BYTES + HALF_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
+    in_backward = min(HALF_BYTES * each, written)
     if not on_drive:
-        return Streamed(0.0, *(max(STATE_BYTES * each - kept, 0.0) for kept in stays))
-    all_bytes = (STATE_BYTES + HALF_BYTES) * each
-    lacking = max(1 - budget / all_bytes, 0.0)
-    return Streamed(2 * HALF_BYTES * each * lacking, STATE_BYTES * each * lacking, max(all_bytes - stays[1], 0.0))
+        return Streamed(0.0, in_backward, written, written - in_backward)
+    lacking = max(1 - budget / ((STATE_BYTES + 2 * HALF_BYTES) * each), 0.0)
+    return Streamed(2 * HALF_BYTES * each * lacking, in_backward, (STATE_BYTES + HALF_BYTES) * each * lacking, written - in_backward)

@@ -249,10 +249,10 @@ def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work
         problems.append("no drive was named")
     elif need.drive_bytes * world.ranks > machine.free_bytes:
         problems.append(f"{_gb(need.drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free")
-    moved = streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0)
+    moved = streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0, 0.0)
     passes, update, drive, known = _times(strategy, model, machine, world, work, moved)
     seconds = max((term.seconds for term in passes), default=0.0) + max(sum(term.seconds for term in terms) for terms in (update, drive))
-    written = moved.written * world.ranks
+    written = (moved.passes_written + moved.written) * world.ranks
     if strategy.uses_drive and not strategy.ours:
         written = (PARAMETERS if strategy.parameters == "drive" else GRADIENTS).step_write * model.parameters / world.nodes
     return Plan(
@@ -312,9 +312,11 @@ def _times(strategy: Strategy, model: Model, machine: Machine, world: World, wor
     speeds = {phase: speed * DRIVE_SHARE for phase, speed in machine.speeds.items()}
     if not strategy.ours:
         load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-        moved = Streamed(load.passes_read * each, load.step_read * each, load.step_write * each)
+        moved = Streamed(load.passes_read * each, 0.0, load.step_read * each, load.step_write * each)
     if moved.passes_read:
         passes.append(_term("parameters read", moved.passes_read * world.ranks, speeds["read"] * 1e9))
+    if moved.passes_written:
+        passes.append(_term("gradients make room", moved.passes_written * world.ranks, speeds["write"] * 1e9))
     read, written = moved.read * world.ranks, moved.written * world.ranks
     seconds, bound = transfer(read, written, speeds)
     how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"

@@ -79,8 +79,8 @@ def test_bytes_of_what_deepspeed_does_not_estimate():
     each = 1_000_000_000
     assert needs(BY_NAME["zero1"], model, world).gpu_bytes == 4 * 8 * each + 16 * each
     ours = needs(BY_NAME["nvme-optimizer"], model, world)
-    assert ours == (400_000_000 + 2 * each, 2 * each, 12 * each)
-    assert needs(BY_NAME["nvme-both"], model, world) == (400_000_000, 2 * each, 14 * each)
+    assert ours == (400_000_000 + 2 * each, 400_000_000, 14 * each)
+    assert needs(BY_NAME["nvme-both"], model, world) == (400_000_000, 400_000_000, 16 * each)
     assert needs(BY_NAME["deepspeed-nvme-both"], model, world).drive_bytes == 18 * each
     assert needs(BY_NAME["nvme-both"], model, dataclasses.replace(world, zero_init=False)).host_bytes == 4 * 8 * each
 
@@ -92,13 +92,13 @@ class Steps:
     """A `Schedule` under a cyclic training, every transfer of which ends at once."""
 
     def __init__(self, parameters: int, layers: int, budget: int, both: bool) -> None:
-        size, most = parameters // layers, max(parameters // layers, min(1 << 26, budget // 52))
+        size, most = parameters // layers, max(parameters // layers, min(1 << 26, budget // 228))
         together = max(most // size, 1)
         self.layers, self.both, self.size = layers, both, size
         self.groups = [min(together, layers - first) * size for first in range(0, layers, together)]
         self.together = together
         self.schedule = Schedule(budget)
-        self.schedule.create("scratch", max(self.groups) * 4)
+        self.schedule.create("scratch", max(self.groups) * 4, lowest=True)
         self.read = self.written = 0
         self._drain()
         self.schedule.take("scratch")
@@ -108,10 +108,17 @@ class Steps:
         if self.both:
             for layer in [*range(self.layers), *reversed(range(self.layers))]:
                 self._use(f"p{layer}", 2 * self.size, changed=False)
+        for index in reversed(range(len(self.groups))):
+            self._use(f"g{index}", 2 * self.groups[index], changed=True, create=True)
         for index, numel in enumerate(self.groups):
+            self._use(f"g{index}", 2 * numel, changed=False)
+            self.schedule.discard(f"g{index}")
+            self._drain()
             self._use(f"s{index}", 12 * numel, changed=True)
             for layer in range(index * self.together, index * self.together + numel // self.size) if self.both else ():
                 self._use(f"p{layer}", 2 * self.size, changed=True, create=True)
+        self.schedule.order.step()
+        self._drain()
         return self.read, self.written
 
     def _use(self, name: str, nbytes: int, changed: bool, create: bool = False) -> None:
@@ -140,11 +147,11 @@ class Steps:
 @pytest.mark.parametrize("share", [0.06, 0.1, 0.15, 0.3, 0.5, 0.7])
 def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share):
     both = name == "nvme-both"
-    budget = int(share * parameters * (14 if both else 12))
+    budget = int(share * parameters * (16 if both else 14))
     steps = Steps(parameters, layers, budget, both)
-    read, written = [steps.step() for _ in range(4)][-1]
+    read, written = ([steps.step() for _ in range(4)])[-1]
     model = Model(parameters, parameters // layers, parameters // layers)
-    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(read + written, rel=0.12)
+    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(read + written, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
@@ -154,7 +161,7 @@ def test_what_fits_the_budget_is_not_streamed(name):
     assert streamed(BY_NAME[name], SEVEN, World(), whole - 1).total > 0
 
 
-# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors, reports/training-h200.md and training-h200-budgets.md.
+# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors, reports/training-h200.md and training-h200-auto.md.
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 54.8e9)
 MEASURED_MODEL = Model(12 * (8 * 4096**2 + 7 * 4096), 4096 * 16384, 4096 * 16384)
@@ -162,12 +169,11 @@ MEASURED_COPIES = 137.6e9  # of `copy_bytes_per_second` there
 MEASURED = [
     # strategy, "host_memory", GB/s of fio beside it (read, write, mixed), seconds of forward and backward, and of the optimizer, peak of host memory
     ("nvme-optimizer", None, (2.78, 3.30, 3.16), 0.157, 1.05, 24.97e9),
-    ("nvme-optimizer", 22_000_000_000, (2.44, 3.48, 2.95), 0.154, 0.95, 24.97e9),
-    ("nvme-optimizer", 4_400_000_000, (2.78, 3.30, 3.15), 0.155, 11.5, 9.50e9),
-    ("nvme-optimizer", 2_200_000_000, (2.44, 3.48, 2.96), 0.155, 14.8, 7.30e9),
-    ("nvme-both", 2_200_000_000, (2.78, 3.30, 2.79), 2.44, 16.9, 7.17e9),
+    ("nvme-optimizer", 23_500_000_000, (3.81, 3.66, 4.02), 0.146, 0.96, 24.98e9),
+    ("nvme-optimizer", 7_600_000_000, (3.72, 3.31, 3.59), 0.711, 9.44, 9.48e9),
+    ("nvme-both", 5_400_000_000, (3.88, 3.76, 3.91), 1.089, 11.0, 7.15e9),
+    ("deepspeed-nvme-optimizer", None, (3.74, 3.31, 3.50), 0.505, 15.5, 30.61e9),
     ("deepspeed-nvme-optimizer", None, (2.78, 3.30, 3.22), 0.509, 17.0, 30.61e9),
-    ("deepspeed-nvme-optimizer", None, (2.44, 3.48, 3.32), 0.519, 16.4, 30.61e9),
     ("zero3-cpu-optimizer", None, (2.78, 3.30, 3.16), 0.276, 0.855, 34.36e9),
 ]
 
@@ -229,7 +235,7 @@ def test_a_larger_budget_never_streams_more(count, name, ranks, one, other):
     small, large = sorted((one, other))
     model, world = of_count(count), World(ranks)
     assert streamed(BY_NAME[name], model, world, large).total <= streamed(BY_NAME[name], model, world, small).total
-    assert streamed(BY_NAME[name], model, world, small).total <= (12 + 12 if name == "nvme-optimizer" else 16 + 14) * count / ranks + 1
+    assert streamed(BY_NAME[name], model, world, small).total <= (14 + 14 if name == "nvme-optimizer" else 18 + 16) * count / ranks + 1
 
 
 @given(SIZES, st.integers(1, 64), st.integers(1, 8), st.booleans())
@@ -272,7 +278,7 @@ def test_what_does_not_fit_says_how_much_it_takes():
     found = by_name(plans(SEVEN, machine(host_bytes=32 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)), World()))
     assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
-    assert found["nvme-optimizer"].problems == ("84 GB on the drive, and 53.7 GB are free",)
+    assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
     assert fastest(list(found.values())) is None
     with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
         ds_config(found["zero3"], machine())
