@@ -18,7 +18,7 @@ sweep: ## tune the drive under DIR (default: this directory); more options of nv
 	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
 
 compare: ## measure the engine beside its peers on the drive under DIR; more options of sweeps.compare in ARGS
-	@python=$$(tools/setup-env) && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
+	@python=$$(tools/setup-env) && "$$python" -m sweeps.compare.install && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
 
 test: ## run all tests; more options of pytest in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" -m pytest $(ARGS)
