@@ -6,7 +6,7 @@ drive; the update as long as the slower of the drive and of the processors, whic
     step = max(compute, copies, parameters read / drive) + max(streamed / drive, widening + Adam + new parameters)
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside what the profile and `copy_bytes_per_second` say,
-the constants below are from steps of 1.6 billion parameters on an H200 machine with 16 processors (reports/training-h200.md).
+the constants below are from steps of 1.6 billion parameters on an H200 machine with 16 processors (reports/training-h200.md, training-h200-auto.md).
 
 Not in it: communication between ranks, compute that parameters do not tell of (attention over long sequences), data loading, checkpoints.
 Only `this_machine` and `drive_at` look at anything; the rest is pure.

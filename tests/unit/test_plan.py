@@ -187,7 +187,7 @@ def test_predictions_are_near_measured_steps(name, budget, speeds, passes, updat
     assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)  # DeepSpeed's own estimate is the farthest off
 
 
-# And 400 million on a machine with 2 processors, no GPU and other work, reports/training-vda.md and training-vda-others.md: only what the drive bounds.
+# And 400 million on a machine with 2 processors, no GPU and other work, reports/training-vda-busy.md and training-vda-others.md: only what the drive bounds.
 
 
 @pytest.mark.parametrize(("name", "mixed", "update"), [("nvme-optimizer", 3.14, 3.53), ("nvme-both", 2.72, 4.0)])
