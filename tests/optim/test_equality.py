@@ -207,7 +207,10 @@ def now(field):
 params = [torch.nn.Parameter(torch.zeros(1024, 1024, dtype=torch.bfloat16)) for _ in range(8)]
 for parameter in params:
     parameter.grad = torch.full_like(parameter, 1e-3)
-NVMeOptimizer(params[:1], paths=sys.argv[1], fused=True).close()  # what else there is to load and to make
+small = torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+small.grad = torch.full_like(small, 1e-3)
+with NVMeOptimizer([small], paths=sys.argv[1], fused=True, state_format=sys.argv[2]) as optimizer:  # what else there is to load and to make
+    optimizer.step()
 before = now("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 with NVMeOptimizer(params, paths=sys.argv[1], fused=True, host_memory="30MB", state_format=sys.argv[2]) as optimizer:
