@@ -6,21 +6,20 @@ import contextlib
 import datetime
 import platform
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine
-from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
+from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.units import format_bytes, parse_bytes
 
+from ..command import run, stop_at_sigterm
 from ..machine import commit, facts
 from ..peers.page_cache import evict
 from ..peers.rig import allocated, fill
@@ -84,7 +83,7 @@ def main(
     training_reports: tuple[Path, ...],
 ) -> None:
     """Compare this package with others on the drive of DIRECTORY, by turns, and write a report."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at_sigterm()
     started = time.monotonic()
     plan = read_plan(plan_path).narrowed(only, tasks)
     told = facts(directory, "sweeps.compare")
@@ -287,16 +286,5 @@ def _say(text: str) -> None:
     click.echo(f"{time.monotonic() - _STARTED:5.0f} s  {text}", err=True)
 
 
-def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    try:
-        main.main(prog_name="python -m sweeps.compare", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (OffloadError, OSError) as error:
-        click.echo(f"sweeps.compare: {error}", err=True)
-        sys.exit(1)
+    run(main, "sweeps.compare")

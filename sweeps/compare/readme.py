@@ -5,16 +5,16 @@ What stands between the two marks of README.md is written anew; --check says whe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from nvme_offload.errors import OffloadError, UsageError
+from nvme_offload.errors import UsageError
 from nvme_offload.report import wording
 from nvme_offload.report.tables import Table
 
+from ..command import run
 from .results import Results, Row, TaskFacts, from_json, groups, rows
 
 BEGIN = "<!-- compare: begin; written by python -m sweeps.compare.readme -->"
@@ -97,11 +97,4 @@ def main(check: bool, readme: Path, reports: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main.main(prog_name="python -m sweeps.compare.readme", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (OffloadError, OSError) as error:
-        click.echo(f"sweeps.compare.readme: {error}", err=True)
-        sys.exit(1)
+    run(main, "sweeps.compare.readme")

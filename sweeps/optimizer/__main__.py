@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import click
 
 from nvme_offload.config import AioConfig
-from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 from nvme_offload.tier import engine_config
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
@@ -28,6 +27,7 @@ from sweeps.training.plan import Plan
 from sweeps.training.runs import Speeds, mean_speeds
 from sweeps.training.trainer import last_words
 
+from ..command import run, stop_at_sigterm
 from .report import TITLES, Results, Run, as_json, render
 
 _ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def main(
     note: tuple[str, ...],
 ) -> None:
     """Compare optimizer steps with the states on the drive of DIRECTORY, by turns, and print a report in Markdown."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at_sigterm()
     names = variants.split(",")
     if unknown := sorted(set(names) - set(TITLES)):
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(TITLES)}", param_hint="--variants")
@@ -218,16 +218,5 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    try:
-        main.main(prog_name="python -m sweeps.optimizer", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (OffloadError, OSError) as error:
-        _say(f"sweeps.optimizer: {error}")
-        sys.exit(1)
+    run(main, "sweeps.optimizer")

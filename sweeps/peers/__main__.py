@@ -7,17 +7,15 @@ import gc
 import itertools
 import json
 import platform
-import signal
-import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
-from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 from nvme_offload.units import format_bytes
 
+from ..command import run, stop_at_sigterm
 from ..machine import commit, facts
 from . import deepspeed_op, latency
 from .plan import Contest, read_plan
@@ -46,7 +44,7 @@ _HOW = (
 @click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
 def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]) -> None:
     """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, by turns, and print a table in Markdown."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at_sigterm()
     plan = read_plan(plan_path)
     skipped: dict[str, str] = {}
     results = Results(facts(directory, "sweeps.peers"), plan, {}, skipped, [], [*note, _HOW])
@@ -130,16 +128,5 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    try:
-        main.main(prog_name="python -m sweeps.peers", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (OffloadError, OSError) as error:
-        _say(f"sweeps.peers: {error}")
-        sys.exit(1)
+    run(main, "sweeps.peers")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
-from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 
+from ..command import run, stop_at_sigterm
 from ..machine import commit, facts
 from .drive import Floor
 from .plan import Variant, read_plan
@@ -47,7 +45,7 @@ def main(
     note: tuple[str, ...],
 ) -> None:
     """Compare ways to train with offload to the drive of DIRECTORY, by turns, and print a report in Markdown."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at_sigterm()
     plan = read_plan(plan_path)
     plan = plan.narrowed(rounds, cold_rounds, steps, only.split(",") if only else None)
     results = Results(facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note))
@@ -139,16 +137,5 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    try:
-        main.main(prog_name="python -m sweeps.training", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (OffloadError, OSError) as error:
-        _say(f"sweeps.training: {error}")
-        sys.exit(1)
+    run(main, "sweeps.training")
