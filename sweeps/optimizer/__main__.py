@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,16 +19,15 @@ import click
 
 from nvme_offload.config import AioConfig
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.tier import engine_config
+from nvme_offload.tier import engine_config, memory_size
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.training.drive import Floor
 from sweeps.training.plan import Plan
-from sweeps.training.runs import Speeds, mean_speeds
 from sweeps.training.trainer import last_words
 
 from ..command import run, stop_at_sigterm
-from .report import TITLES, Results, Run, as_json, render
+from .report import TITLES, Drive, Results, Run, as_json, render
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 15
@@ -112,7 +111,7 @@ def _measure(
     longest = 0.0
     with contextlib.ExitStack() as undo:
         floor = _floor(results, directory, job["aio"], fio_bytes, undo)
-        before = _speeds(results, floor)
+        before = _speeds(results, floor, job)
         for number in range(rounds):
             began = time.monotonic()
             if deadline is not None and number > 0 and began + longest > deadline:
@@ -124,8 +123,8 @@ def _measure(
                 settled = [event for event in told if event["event"] == "step" and event["number"] > 0]
                 if not done and error is None:
                     error = "ended without a word"
-                after = _speeds(results, floor) if variant != "memory" else before
-                run = Run(variant, number, settled, done, mean_speeds(before, after) if before and after and variant != "memory" else None, error)
+                after = _speeds(results, floor, job) if variant != "memory" else before
+                run = Run(variant, number, settled, done, Drive.mean(before, after) if before and after and variant != "memory" else None, error)
                 before = after
                 results.runs.append(run)
                 _note(results, run)
@@ -178,12 +177,14 @@ def _floor(results: Results, directory: Path, aio: dict[str, Any], fio_bytes: in
     return floor
 
 
-def _speeds(results: Results, floor: Floor | None) -> Speeds | None:
+def _speeds(results: Results, floor: Floor | None, job: Mapping[str, Any]) -> Drive | None:
     if floor is None:
         return None
-    found = floor.measure()
+    cap = memory_size(job["host_memory"])
+    found = Drive(floor.measure(), floor.engine_speed(AioConfig(**job["aio"]), sys.maxsize if cap == "auto" else cap))
     results.speeds.append(found)
-    _say(f"  fio: read {found.read / 1e9:.2f}, write {found.write / 1e9:.2f}, mixed {found.mixed / 1e9:.2f} GB/s")
+    read, write, mixed = (f"{speed / 1e9:.2f}" for speed in found.fio)
+    _say(f"  fio: read {read}, write {write}, mixed {mixed} GB/s; the engine alone, in as much memory as a step has: {found.engine / 1e9:.2f} GB/s")
     return found
 
 

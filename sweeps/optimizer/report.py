@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sweeps.peers.report import Spread, spread, verdict
-from sweeps.training.runs import Speeds, floor_seconds
+from sweeps.training.runs import Speeds, floor_seconds, mean_speeds
 
 TITLES = {
     "exact": 'NVMeOptimizer, "exact"',
@@ -18,15 +18,27 @@ TITLES = {
 }
 
 
+class Drive(NamedTuple):
+    """What the drive gave: to fio, and to the engine by itself, bytes a second of reading and writing at once through as much memory as a step has."""
+
+    fio: Speeds
+    engine: float
+
+    @classmethod
+    def mean(cls, before: Drive, after: Drive) -> Drive:
+        """Of two measurements."""
+        return cls(mean_speeds(before.fio, after.fio), statistics.fmean((before.engine, after.engine)))
+
+
 @dataclasses.dataclass
 class Run:
-    """One process. *steps* past the settling ones, as it told of them; *drive* is what fio gave around it; *error* why there is nothing."""
+    """One process. *steps* past the settling ones, as it told of them; *drive* as it was around it; *error* why there is nothing."""
 
     variant: str
     round: int
     steps: Sequence[Mapping[str, Any]]
     done: Mapping[str, Any]
-    drive: Speeds | None
+    drive: Drive | None
     error: str | None
 
     def median(self, key: str) -> float:
@@ -37,7 +49,13 @@ class Run:
     def floor(self) -> float | None:
         """Seconds that the drive needs for what a step moved; None where fio is not there or nothing was moved."""
         moved = self.median("read_bytes"), self.median("written_bytes")
-        return floor_seconds(*moved, self.drive) if self.drive is not None and sum(moved) > 0 else None
+        return floor_seconds(*moved, self.drive.fio) if self.drive is not None and sum(moved) > 0 else None
+
+    @property
+    def engine_seconds(self) -> float | None:
+        """Seconds that the engine by itself needs for the same."""
+        moved = self.median("read_bytes") + self.median("written_bytes")
+        return moved / self.drive.engine if self.drive is not None and moved > 0 else None
 
 
 @dataclasses.dataclass
@@ -48,7 +66,7 @@ class Results:
     host_memory: str
     deepspeed_seconds: float | None
     runs: list[Run]
-    speeds: list[Speeds]
+    speeds: list[Drive]
     notes: list[str]
 
     def of(self, variant: str) -> list[Run]:
@@ -67,7 +85,7 @@ def render(results: Results) -> str:
 def as_json(results: Results) -> dict[str, Any]:
     """All that was measured."""
     runs = [
-        {**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)}, "drive": run.drive and run.drive._asdict(), "floor": _floor(run)}
+        {**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)}, "drive": run.drive and _drive(run.drive), "floor": _floor(run)}
         for run in results.runs
     ]
     return {
@@ -76,8 +94,12 @@ def as_json(results: Results) -> dict[str, Any]:
         "deepspeed_seconds": results.deepspeed_seconds,
         "notes": results.notes,
         "runs": runs,
-        "speeds": [speeds._asdict() for speeds in results.speeds],
+        "speeds": [_drive(speeds) for speeds in results.speeds],
     }
+
+
+def _drive(speeds: Drive) -> dict[str, float]:
+    return {**speeds.fio._asdict(), "engine": speeds.engine}
 
 
 def _floor(run: Run) -> float | None:
@@ -107,10 +129,12 @@ def _how(results: Results) -> Iterator[str]:
         f"once, every second the other way about; in brackets all of them. Bytes are those that the kernel counts. host_memory: {results.host_memory}."
     )
     if results.speeds:
-        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
+        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds.fio, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
         yield (
             f"fio, {len(results.speeds)} times between the runs: {figures}; mixed is as many bytes each way at once, the sum. The floor is the longest of read "
-            "by read, written by write and both by mixed, at the mean of fio's figures before and after the run."
+            "by read, written by write and both by mixed, at the mean of fio's figures before and after the run. The engine alone, which reads and writes at "
+            f"once through as much memory as host_memory is, where fio has as much as blocks in flight: "
+            f"{_ratio(spread([speeds.engine / 1e9 for speeds in results.speeds]))} GB/s."
         )
 
 
@@ -121,6 +145,7 @@ def _times(results: Results) -> str:
         runs = results.of(variant)
         floors = [run.floor for run in runs if run.floor is not None]
         shares = [run.floor / run.median("seconds") for run in runs if run.floor is not None]
+        alone = [run.engine_seconds / run.median("seconds") for run in runs if run.engine_seconds is not None]
         ratios = [run.median("seconds") / in_memory[run.round] for run in runs if run.round in in_memory]
         elements = runs[0].done["elements"]
         moved = [statistics.median(run.median(key) for run in runs) for key in ("read_bytes", "written_bytes")]
@@ -134,13 +159,14 @@ def _times(results: Results) -> str:
                 " + ".join(f"{nbytes / elements:.1f}" for nbytes in moved),
                 f"{statistics.median(floors):.2f}" if floors else "",
                 _ratio(spread(shares)) if shares else "",
+                _ratio(spread(alone)) if alone else "",
                 _ratio(spread([run.median("waited_seconds") for run in runs])),
                 f"{statistics.median(run.median('cpu_seconds') for run in runs):.1f}",
             )
         )
     compared = f"ratio to DeepSpeed's {results.deepspeed_seconds:g} s" if results.deepspeed_seconds else ""
-    head = ("variant", "seconds", compared, "ratio to in memory", "GB read + written", "bytes a parameter", "floor, s", "floor / time", "waited, s", "CPU s")
-    return _table(head, lines)
+    head = ("variant", "seconds", compared, "ratio to in memory", "GB read + written", "bytes a parameter", "floor, s", "floor / time")
+    return _table((*head, "engine alone / time", "waited, s", "CPU s"), lines)
 
 
 def _memory(results: Results) -> Iterator[str]:

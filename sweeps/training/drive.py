@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, cast
 
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError
 from sweeps.peers.fio import Fio
 from sweeps.peers.plan import Job
-from sweeps.peers.rig import Rig
+from sweeps.peers.rig import Buffers, Rig
 
 from .plan import Plan
 from .runs import Speeds
 
 _CHUNK_BYTES = 16 << 20
+_PIECES = 64  # that the engine is given of each file
 
 
 class _Files(NamedTuple):
@@ -59,6 +63,29 @@ class Floor:
             measurement = self._fio.run(cast(Rig, self._files), job)
             found.append(measurement.nbytes / measurement.seconds)
         return Speeds(*found)
+
+    def engine_speed(self, config: AioConfig, nbytes: int) -> float:
+        """Bytes a second that the engine reads and writes at once through *nbytes* of memory, with nothing else to do.
+
+        fio moves everything through as much memory as it has blocks in flight, which caches may hold: what this is slower, no schedule makes up.
+        """
+        job = self._jobs["mixed"]
+        piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size
+        footprint = max(min(nbytes // 2, job.file_bytes) // piece, 1) * piece
+        buffers = Buffers(footprint)
+        with Engine(config) as engine:
+            files = {direction: engine.open(self._files.path(direction), direction[0]) for direction in ("read", "write")}
+            memory = {direction: buffers.get("huge", number) for number, direction in enumerate(files)}
+            verbs = {"read": engine.read, "write": engine.write}
+            began = time.perf_counter()
+            tickets = [
+                verbs[direction](memory[direction][begin % footprint :][:piece], file, begin)
+                for begin in range(0, job.file_bytes - piece + 1, piece)
+                for direction, file in files.items()
+            ]
+            for ticket in tickets:
+                ticket.wait()
+            return len(tickets) * piece / (time.perf_counter() - began)
 
     def __enter__(self) -> Floor:
         return self

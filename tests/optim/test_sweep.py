@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 
-from sweeps.optimizer.report import Results, Run, as_json, render  # noqa: E402
+from sweeps.optimizer.report import Drive, Results, Run, as_json, render  # noqa: E402
 from sweeps.optimizer.shapes import gpt_shapes  # noqa: E402
 from sweeps.training.runs import Speeds  # noqa: E402
 
@@ -31,7 +31,7 @@ def run(variant, number, seconds, moved=(0, 0), drive=None, error=None, peak=1e9
 
 
 def test_the_report_says_what_was_measured():
-    drive = Speeds(3e9, 3e9, 3e9)
+    drive = Drive(Speeds(3e9, 3e9, 3e9), 2.8e9)
     runs = [
         *(run("exact", number, 9.0, (12e9, 12e9), drive) for number in range(2)),
         *(run("compact", number, 4.0 + number, (4e9, 4e9), drive, peak=2e9) for number in range(2)),
@@ -47,6 +47,9 @@ def test_the_report_says_what_was_measured():
     assert "killed \\| by the kernel" in text
     assert "A note." in text
     assert "mixed 3.00 [3.00 to 3.00] GB/s" in text
+    assert "blocks in flight: 2.80 [2.80 to 2.80] GB/s" in text
+    assert "| 8.00 | 0.89 [0.89 to 0.89] | 0.95 [0.95 to 0.95] |" in text  # of what fio allows, and of what the engine alone does
+    assert json.loads(json.dumps(as_json(results)))["speeds"] == [{"read": 3e9, "write": 3e9, "mixed": 3e9, "engine": 2.8e9}]
     assert [one["floor"] for one in json.loads(json.dumps(as_json(results)))["runs"]][:1] == [8.0]
 
 
@@ -57,7 +60,7 @@ def test_without_fio_and_deepspeed_there_is_no_word_of_them():
 
 
 def test_a_small_run(tmp_path):
-    options = ["--parameters", "1e5", "--host-memory", "800KB", "--rounds", "1", "--steps", "2", "--fio-size", "0", "--variants", "exact,memory"]
+    options = ["--parameters", "1e5", "--host-memory", "800KB", "--rounds", "1", "--steps", "2", "--fio-size", "4MB", "--variants", "exact,memory"]
     command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options, "--output", str(tmp_path / "report")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
