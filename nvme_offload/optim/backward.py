@@ -9,22 +9,40 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .bundles import Bundle, Weight, is_distributed
+from .bundles import Bundle, Weight, is_distributed, like, local
 from .spent import SpentGradient
 
 
 class BackwardUpdates:
-    """Calls *update* of *owner*, which this does not keep alive, with each bundle whose weights all have their gradients, and lets those go.
+    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose bundles can be updated then; and lets gradients go.
 
-    Attributes: *accumulating*, while gradients are to be left alone. *updated*: the bundles of this step that are done, the owner's own set.
+    *updated*: the bundles of this step that are done, the owner's own set. *vouched*: gradients that are complete are whole, whoever else there is.
+    Attributes: *accumulating*, while gradients are to be left alone.
     """
 
-    def __init__(self, owner: Any, updated: set[Bundle]) -> None:
+    def __init__(self, owner: Any, updated: set[Bundle], *, vouched: bool) -> None:
         self._owner = weakref.ref(owner)
+        self._vouched = vouched
         self._updated = updated
         self._waiting: dict[Bundle, set[Weight]] = {}  # whose gradients are not complete
         self._hooks: list[Any] = []
         self.accumulating = False
+
+    def check(self, parameter: torch.Tensor) -> None:
+        """See that a gradient of *parameter* is whole when hooks are called for it. Raises: UnsupportedError.
+
+        With several processes only a DTensor tells. FSDP2 calls hooks after it has reduced; where autograd does, placements say what is still to be summed;
+        and where the mesh has all ranks, there are no others to reduce over. Source: foreach_reduce of torch.distributed.fsdp.
+        """
+        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if self._vouched or not several or not parameter.requires_grad:
+            return
+        if not is_distributed(parameter) or parameter.device_mesh.size() < torch.distributed.get_world_size():  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                "step_in_backward=True with several processes takes DTensors over all ranks, such as fully_shard makes: any other gradient that is complete on "
+                "this rank may be reduced afterwards, as DistributedDataParallel does. Use fully_shard in its place, which over a mesh of (ranks, 1) only "
+                'replicates; say step_in_backward="local" where nothing but autograd and FSDP2 works on gradients; or leave it out'
+            )
 
     def watch(self, weights: Sequence[Weight]) -> None:
         """Have a say in what happens after the gradients of *weights* are complete."""
@@ -57,7 +75,7 @@ class BackwardUpdates:
         """Let the gradients go that *bundle*, which has been updated, was the last to need."""
         for piece in bundle.pieces:
             if all(other.bundle in self._updated for other in piece.weight.pieces) and piece.weight.parameter.grad is not None:
-                piece.weight.parameter.grad = SpentGradient(piece.weight.parameter)
+                piece.weight.parameter.grad = like(piece.weight.parameter, SpentGradient(local(piece.weight.parameter)))
 
     def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
         owner = self._owner
@@ -70,17 +88,7 @@ class BackwardUpdates:
         return ready
 
 
-def check_undistributed(parameter: torch.Tensor) -> None:
-    """See that a gradient of *parameter* that is complete here is the whole gradient. Raises: UnsupportedError."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if several or is_distributed(parameter):
-        raise UnsupportedError(
-            "step_in_backward=True works in a single process: elsewhere a gradient that is complete on this rank is not yet reduced over the others, "
-            "and the parameter would be updated by this rank's part of it; leave it out here"
-        )
-
-
 def clear_spent(parameter: torch.Tensor) -> None:
     """Let the next backward() begin with no gradient."""
-    if isinstance(parameter.grad, SpentGradient):
+    if parameter.grad is not None and isinstance(local(parameter.grad), SpentGradient):
         parameter.grad = None

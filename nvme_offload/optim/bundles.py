@@ -39,6 +39,12 @@ class Weight:
             self.changes += 1
             self.seen = now
 
+    def settle_gradient(self) -> None:
+        """Let the gradient lie over the ranks as the parameter does. All of these have to call it, for the same parameters in the same order."""
+        parameter: Any = self.parameter
+        if parameter.grad is not None and is_distributed(parameter.grad) and parameter.grad.placements != parameter.placements:
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
     def updated(self) -> None:
         """An update has changed the parameter, which autograd is told as of every other change in place."""
         if self.parameter.grad is not None:
@@ -94,14 +100,8 @@ class Piece:
 
     def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
         """What the shadow is to be given; put into *widened*, which has a place for each element of the bundle, or none, where it has other bits."""
-        parameter = self.weight.parameter
-        gradient = parameter.grad
-        if gradient is None:
+        if (gradient := self.weight.parameter.grad) is None:
             return None
-        if is_distributed(gradient):
-            placements = parameter.placements  # type: ignore[attr-defined]
-            if gradient.placements != placements:  # type: ignore[attr-defined]
-                gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
         part = self.of(local(gradient))
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
             return part.to(self.shadow.dtype)
@@ -163,6 +163,17 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a DTensor. Nothing is imported to find that out."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """*part* as the part of a tensor that is distributed as *parameter* is."""
+    if not is_distributed(parameter):
+        return part
+    # Not DTensor.from_local, which moves to the device of the mesh.
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    kind: Any = type(parameter.detach())
+    whole: torch.Tensor = kind(part, type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)), requires_grad=False)
+    return whole
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

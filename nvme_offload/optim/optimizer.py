@@ -20,7 +20,7 @@ from ..state_formats import state_format as format_called
 from ..tier import Tier, engine_config, memory_size
 from . import saved
 from .admission import Admission
-from .backward import BackwardUpdates, check_undistributed, clear_spent
+from .backward import BackwardUpdates, clear_spent
 from .budget import Budget
 from .bundles import Bundle, Weight, local
 from .options import StepOptions, first_tensor, materialised
@@ -43,9 +43,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
     *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies where parameters have 16 bits; "split" is
     lossless too and moves 10 bytes for each bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
 
-    *step_in_backward* updates parameters during backward(), as soon as their gradients are complete, and lets the gradients go; `step` does the rest.
-    It excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the last backward() under
-    `no_sync`.
+    *step_in_backward* updates parameters during backward(), as soon as their gradients are complete, and lets the gradients go; `step` does the rest,
+    and raises what went wrong. It excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the
+    last backward() under `no_sync`. With several processes it takes the DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and
+    is the caller's word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by hand.
 
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
     `state` has only what is small; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside which 16-bit
@@ -67,10 +68,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         host_memory: int | str = "auto",
         state_format: Literal["exact", "split", "compact"] = "exact",
-        step_in_backward: bool = False,
+        step_in_backward: bool | Literal["local"] = False,
         aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        if step_in_backward not in (False, True, "local"):
+            raise UsageError(f'step_in_backward must be False, True or "local", not {step_in_backward!r}')
         given = materialised(params)
         self._format = format_called(state_format)
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
@@ -78,7 +81,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._bundles: list[Bundle] = []
         self._updated: set[Bundle] = set()  # in the step that goes on
         self._options = StepOptions()
-        self._backward = BackwardUpdates(self, self._updated) if step_in_backward else None
+        self._backward = BackwardUpdates(self, self._updated, vouched=step_in_backward == "local") if step_in_backward else None
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._steps = 0
@@ -122,6 +125,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             with self._clock.running():
                 self._check_parameters()
                 self._take_up_states()
+                for weight in self._weights:
+                    weight.settle_gradient()
                 due = [bundle for bundle in self._bundles if bundle not in self._updated and bundle.has_gradient]
                 for weight in {piece.weight for bundle in due for piece in bundle.pieces}:
                     _check_gradient(weight)
@@ -138,10 +143,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays as it is."""
         if self._updated:
-            if self._backward is None:
-                _log.warning(
-                    "a step that failed after %d of %d bundles is given up: their parameters are one step ahead", len(self._updated), len(self._bundles)
-                )
+            if any(bundle.has_gradient for bundle in self._bundles if bundle not in self._updated):
+                _log.warning("a step is given up after %d of %d bundles: their parameters are one step ahead", len(self._updated), len(self._bundles))
             self._end_step()
         super().zero_grad(set_to_none)
 
@@ -266,7 +269,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             group = self.param_groups[index]
             if self._backward is not None:
                 for parameter in group["params"]:
-                    check_undistributed(parameter)
+                    self._backward.check(parameter)
             made = self._admission.admit(index, group["params"], self._options.of(index, group), len(self._bundles) + len(bundles))
             weights += made[0]
             bundles += made[1]
@@ -348,18 +351,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _gradient_is_complete(self, weight: Weight) -> None:
-        """What autograd calls during backward()."""
+        """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to `step`, since here other ranks would wait for this one."""
         assert self._backward is not None
-        if self._backward.accumulating:
+        if self._backward.accumulating or self._broken:
             return
-        self._check_usable()
-        check_undistributed(weight.parameter)  # which it may have become only after the optimizer was made
+        self._backward.check(weight.parameter)  # once more: there may be more processes than when the optimizer was made
+        weight.settle_gradient()
         with self._lock, self._clock.running():
             for bundle in self._backward.complete(weight):
-                for piece in bundle.pieces:
-                    _check_gradient(piece.weight)
-                self._update(bundle)
-                self._backward.spend(bundle)
+                try:
+                    for piece in bundle.pieces:
+                        _check_gradient(piece.weight)
+                    self._update(bundle)
+                except Exception as error:
+                    _log.warning("an update during backward() failed, and is left to step(): %s", error)
+                else:
+                    self._backward.spend(bundle)
 
     def _check_parameters(self) -> None:
         """Whoever puts other parameters into the groups, as some do after sharding a model, must be told that their states are not here."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import NoSpaceError, UsageError
-from .bundles import Bundle, Piece, Weight, is_distributed, local, master_dtype
+from .bundles import Bundle, Piece, Weight, like, local, master_dtype
 from .update import MASTER, Updater
 
 _ALIGNMENT = 64
@@ -62,7 +62,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
         offset, dtype = places[weight, key]
         shape = local(weight.parameter).shape
         flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset) if shape.numel() else torch.empty(0, dtype=dtype)
-        return _like(weight.parameter, flat.view(shape))
+        return like(weight.parameter, flat.view(shape))
 
     collected: dict[Weight, State] = {weight: {} for weight in weights}
     for weight in weights:
@@ -147,14 +147,3 @@ def _small(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:
     if key == "step" and not group.get("fused"):
         return value.clone()
     return value.to(piece.shadow.device, torch.float32 if key == "step" else piece.shadow.dtype if value.is_floating_point() else value.dtype, copy=True)
-
-
-def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """*part* as the part of a tensor that is distributed as *parameter* is."""
-    if not is_distributed(parameter):
-        return part
-    # Not DTensor.from_local, which moves to the device of the mesh.
-    spec: Any = parameter._spec  # type: ignore[attr-defined]
-    kind: Any = type(parameter.detach())
-    like: torch.Tensor = kind(part, type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)), requires_grad=False)
-    return like

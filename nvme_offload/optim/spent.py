@@ -24,8 +24,8 @@ class SpentGradient(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse. Raises: UsageError."""
         raise UsageError(
-            f"{function} wants a gradient that step_in_backward=True has used up: the parameter was updated during backward(). To accumulate gradients, "
+            f"{function} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
             "run all but the last backward() under optimizer.no_sync(), and call optimizer.step() or zero_grad() before the next. Clipping by a norm, "
-            "GradScaler and whatever else looks at gradients between backward() and step() needs step_in_backward=False; where it has come to this, the "
-            "parameters have moved by gradients without it, so begin again from a checkpoint"
+            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; where it has come to "
+            "this, the parameters have moved by gradients without it, so begin again from a checkpoint"
         )

@@ -10,7 +10,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, train, unlike
-from test_ranks import CASES, told_by_two_ranks
+from test_ranks import CASES, IN_BACKWARD, told_by_two_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -174,10 +174,21 @@ def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return told_by_two_ranks("cuda", tmp_path_factory.mktemp("drive"))
+    return told_by_two_ranks("ranks.py", "cuda", tmp_path_factory.mktemp("drive"))
+
+
+@pytest.fixture(scope="module")
+def told_in_backward(tmp_path_factory):
+    return told_by_two_ranks("ranks_in_backward.py", "cuda", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("case", CASES)
 def test_two_gpus(told, case):
     assert told[case] == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("case", IN_BACKWARD)
+def test_updates_in_backward_on_two_gpus(told_in_backward, case):
+    assert told_in_backward[case] == []

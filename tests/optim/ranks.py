@@ -1,17 +1,9 @@
-"""`python ranks.py DEVICE DIRECTORY`, of which two run at once: train in every sharded way, with `NVMeOptimizer` and in memory, and tell what differs.
-
-Rank 0 prints one line of JSON: by case, a list of what is not the same on any rank; it should be empty.
-"""
+"""`python ranks.py DEVICE DIRECTORY`, of which two run at once: train in every sharded way, with `NVMeOptimizer` and in memory, and tell what differs."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
-import os
-import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,40 +16,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
 
-DEVICE, DIRECTORY = sys.argv[1:3]
-RANK = int(os.environ["RANK"])
-
-CASES: dict[str, Callable[[], list[Any]]] = {}
-
-
-def case(function: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-    CASES[function.__name__] = function
-    return function
-
-
-def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -> NVMeOptimizer:
-    params = list(params)
-    # Little more than what is not refused: on the CPU there is more beside a bundle.
-    caps = {("cpu", False): 70_000, ("cpu", True): 100_000, ("cuda", False): 45_000, ("cuda", True): 60_000}
-    cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]
-    return NVMeOptimizer(params, optimizer_class, paths=DIRECTORY, host_memory=cap, lr=0.01, **kwargs)
-
-
-def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150), nn.ReLU(), nn.Linear(150, 7)).to(DEVICE, dtype)  # divides by nothing
-
 
 def train(net: nn.Module, optimizer: Any, steps: int = 3, first: int = 0, everywhere_the_same: bool = False) -> None:
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(100 * step + (0 if everywhere_the_same else RANK))
-        inputs = torch.randn(8, 33, generator=generator).to(DEVICE, next(net.parameters()).dtype)
         net.zero_grad()
-        net(inputs).float().square().mean().backward()
+        net(inputs(step, next(net.parameters()).dtype, 0 if everywhere_the_same else RANK)).float().square().mean().backward()
         if not everywhere_the_same:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
@@ -130,10 +98,6 @@ def sharded(dtype: torch.dtype = torch.float32, optimizer_class: Any = torch.opt
     return found + (streamed(optimizer) if optimizer_class is torch.optim.AdamW else [])
 
 
-def local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "placements") else value
-
-
 @case
 def fsdp2() -> list[Any]:
     return sharded()
@@ -190,43 +154,12 @@ def tensor_parallel() -> list[Any]:
 
 
 @case
-def refusals() -> list[Any]:
-    net = model()
-    found = []
-    for said, refused in (
-        ("single process", lambda: ours(net.parameters(), step_in_backward=True)),
-        ("looks at whole parameters", lambda: ours((fully_shard(nn.Linear(8, 8, bias=False, device=DEVICE)).weight,), torch.optim.Muon)),
-    ):
-        try:
-            refused()
-        except UnsupportedError as error:
-            if said in str(error):
-                continue
-            found.append(str(error))
-        found.append(f"not refused: {said}")
-    return found
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(RANK)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
-    told: dict[str, Any] = {}
-    for name, function in CASES.items():
-        try:
-            found = function()
-        except Exception as error:
-            traceback.print_exc()
-            found = [f"{type(error).__name__}: {error}"]
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, [str(item) for item in found])
-        told[name] = [f"rank {rank}: {item}" for rank, items in enumerate(everyone) for item in items]
-    if os.listdir(DIRECTORY):  # noqa: PTH208
-        told["files"] = os.listdir(DIRECTORY)  # noqa: PTH208
-    if RANK == 0:
-        print(json.dumps(told), flush=True)
-    dist.destroy_process_group()
+def what_looks_at_whole_parameters_is_refused() -> list[Any]:
+    try:
+        ours((fully_shard(nn.Linear(8, 8, bias=False, device=DEVICE)).weight,), torch.optim.Muon)
+    except UnsupportedError as error:
+        return [] if "looks at whole parameters" in str(error) else [str(error)]
+    return ["not refused"]
 
 
 if __name__ == "__main__":

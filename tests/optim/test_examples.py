@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "plain_pytorch"
-RANKS = {"ddp", "fsdp2", "tensor_parallel", "zero_redundancy"}
+RANKS = {"ddp", "fsdp2", "fsdp2_in_backward", "tensor_parallel", "zero_redundancy"}
 ARGUMENTS = {"compiled": ["aot_eager"]}  # what needs no compiler
 
 

@@ -1,4 +1,4 @@
-"""`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism, distributed checkpoints. See `ranks.py`."""
+"""`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism, distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,26 @@ CASES = (
     "fsdp2_with_parameters_on_the_cpu",
     "distributed_checkpoint",
     "tensor_parallel",
-    "refusals",
+    "what_looks_at_whole_parameters_is_refused",
+)
+IN_BACKWARD = (
+    "fsdp2",
+    "fsdp2_bfloat16",
+    "fsdp2_mixed_precision",
+    "fsdp2_accumulation",
+    "fsdp2_with_parameters_on_the_cpu",
+    "fsdp2_replicas",
+    "fsdp2_frozen_and_unused",
+    "fsdp2_a_layer_twice",
+    "tensor_parallel",
+    "layers_sharded_by_hand",
+    "a_drive_that_fails_on_one_rank",
+    "what_cannot_be_known_is_refused",
+    "what_looks_at_gradients_afterwards_is_an_error",
 )
 
 
-def told_by_two_ranks(device, directory):
+def told_by_two_ranks(script, device, directory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -34,7 +49,7 @@ def told_by_two_ranks(device, directory):
     for rank in range(2):
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py")), device, str(directory)],
+                [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), device, str(directory)],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
@@ -53,7 +68,12 @@ def told_by_two_ranks(device, directory):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    return told_by_two_ranks("cpu", tmp_path_factory.mktemp("drive"))
+    return told_by_two_ranks("ranks.py", "cpu", tmp_path_factory.mktemp("drive"))
+
+
+@pytest.fixture(scope="module")
+def told_in_backward(tmp_path_factory):
+    return told_by_two_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,5 +81,11 @@ def test_two_ranks(told, case):
     assert told[case] == []
 
 
-def test_every_case_is_looked_at(told):
+@pytest.mark.parametrize("case", IN_BACKWARD)
+def test_updates_in_backward_on_two_ranks(told_in_backward, case):
+    assert told_in_backward[case] == []
+
+
+def test_every_case_is_looked_at(told, told_in_backward):
     assert set(told) == set(CASES)
+    assert set(told_in_backward) == set(IN_BACKWARD)

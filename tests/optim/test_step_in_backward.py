@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from reference import differing
 
-from nvme_offload.errors import UsageError
+import nvme_offload.store
+from nvme_offload._aio import FaultKind
+from nvme_offload.engine import Engine
+from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.optim import NVMeOptimizer
 
 
@@ -102,11 +107,82 @@ def test_contradictions_are_errors_that_say_so(tmp_path, contradict):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
         loss_of(net, 0).backward()
-        with pytest.raises(UsageError, match=r"step_in_backward=True has used up.*no_sync"):
+        with pytest.raises(UsageError, match=r"step_in_backward has used up.*no_sync"):
             contradict(net, optimizer)
         optimizer.zero_grad()
         loss_of(net, 1).backward()
         optimizer.step()
+
+
+def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog):
+    results, failures = [], 0
+    for in_backward in (False, True):
+        net = model(torch.bfloat16)
+        if in_backward:
+            monkeypatch.setattr(nvme_offload.store, "Engine", functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]))
+        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=200_000, step_in_backward=in_backward) as optimizer:
+            for step in range(6):
+                loss_of(net, step).backward()
+                while True:
+                    try:
+                        optimizer.step()
+                    except IOFailure:
+                        failures += 1
+                    else:
+                        break
+                optimizer.zero_grad()
+            assert optimizer.stats().step == 6
+        results.append(list(net.parameters()))
+    assert differing(*results) == []
+    assert "is left to step()" in caplog.text
+    assert failures > 0
+
+
+def test_an_error_in_the_midst_of_an_update_is_told_by_the_step(tmp_path):
+    class Breaking(torch.optim.AdamW):
+        broken = False
+
+        def step(self, closure=None):
+            super().step(closure)
+            if Breaking.broken:
+                raise RuntimeError("out of something")
+
+    net = model()
+    with NVMeOptimizer(net.parameters(), Breaking, paths=tmp_path, step_in_backward=True) as optimizer:
+        Breaking.broken = True
+        loss_of(net, 0).backward()
+        with pytest.raises(UsageError, match=r"failed in the midst of an update \(RuntimeError: out of something\).*load both from a checkpoint"):
+            optimizer.step()
+
+
+def test_a_backward_that_fails_has_updated_some(tmp_path, caplog):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(context, batch):
+            return batch.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise RuntimeError("no more")
+
+    net = model()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with NVMeOptimizer([{"params": layer.parameters()} for layer in (net[0], net[2], net[4])], paths=tmp_path, step_in_backward=True) as optimizer:
+        with optimizer.no_sync():
+            loss_of(net, 0).backward()
+        with pytest.raises(RuntimeError, match="no more"):
+            net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
+        assert differing(list(net.parameters()), before) == [2, 3, 4, 5]
+        optimizer.zero_grad()
+        assert "a step is given up after 2 of 3 bundles" in caplog.text
+        loss_of(net, 1).backward()
+        optimizer.step()
+        assert [float(optimizer.state[parameter]["step"]) for parameter in net.parameters()] == [1, 1, 2, 2, 2, 2]
+
+
+def test_what_it_may_be(tmp_path):
+    with pytest.raises(UsageError, match="must be False, True or \"local\", not 'yes'"):
+        NVMeOptimizer(model().parameters(), paths=tmp_path, step_in_backward="yes")
 
 
 def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):

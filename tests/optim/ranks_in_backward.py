@@ -1,0 +1,289 @@
+"""`python ranks_in_backward.py DEVICE DIRECTORY`, of which two run at once: `step_in_backward` beside the same optimizer in memory stepping afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reference import Reference, differing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
+
+import nvme_offload.store
+from nvme_offload._aio import FaultKind
+from nvme_offload.engine import Engine
+from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
+from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim.spent import SpentGradient
+
+STEPS, PARTS = 3, 3
+
+During = Callable[[Any, Any, bool], Any]  # of a model, an optimizer, and whether it is the last backward() of a step: what that is to be run under
+
+
+def at_once(net: Any, optimizer: Any, last: bool) -> Any:
+    return contextlib.nullcontext()
+
+
+def summed_by_the_optimizer(net: Any, optimizer: Any, last: bool) -> Any:
+    return contextlib.nullcontext() if last or isinstance(optimizer, Reference) else optimizer.no_sync()
+
+
+def summed_by_the_model(net: Any, optimizer: Any, last: bool) -> Any:
+    net.set_requires_gradient_sync(last)
+    net.set_is_last_backward(last)
+    net.set_reshard_after_backward(last)
+    return contextlib.nullcontext()
+
+
+def summed_before_the_replicas_are(net: Any, optimizer: Any, last: bool) -> Any:
+    net.set_requires_all_reduce(last)
+    return contextlib.nullcontext()
+
+
+def loss_of(net: nn.Module, number: int, dtype: torch.dtype) -> torch.Tensor:
+    return net(inputs(number, dtype)).float().square().mean()
+
+
+def compared(
+    make: Callable[[], nn.Module],
+    during: During = at_once,
+    loss: Callable[[nn.Module, int, torch.dtype], torch.Tensor] = loss_of,
+    settings: bool | str = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """What differs, or still has its gradient when backward() is over."""
+    nets, found = [], []
+    parts = 1 if during is at_once else PARTS
+    for in_backward in (False, True):
+        net = make()
+        params = list(net.parameters())
+        dtype = params[0].dtype
+        optimizer = ours(params, step_in_backward=settings, **kwargs) if in_backward else Reference(params, torch.optim.AdamW, lr=0.01, **kwargs)
+        for step in range(STEPS):
+            for part in range(parts):
+                with during(net, optimizer, part == parts - 1):
+                    loss(net, step * parts + part, dtype).backward()
+            if in_backward:
+                kept = [name for name, one in net.named_parameters() if one.grad is not None and not isinstance(local(one.grad), SpentGradient)]
+                found += [f"not updated in backward: {name}" for name in kept]
+            optimizer.step()
+            net.zero_grad()
+        nets.append(net)
+    assert optimizer.stats().step == STEPS
+    return found + differing(*([local(parameter) for parameter in net.parameters()] for net in nets))
+
+
+def sharded(dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any) -> nn.Sequential:
+    made: Any = net or model(dtype)
+    for layer in made:
+        if list(layer.parameters()):
+            fully_shard(layer, **policies)
+    fully_shard(made, **policies)
+    return made
+
+
+@case
+def fsdp2() -> list[Any]:
+    return compared(sharded)
+
+
+@case
+def fsdp2_bfloat16() -> list[Any]:
+    return compared(functools.partial(sharded, torch.bfloat16))
+
+
+@case
+def fsdp2_mixed_precision() -> list[Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return compared(functools.partial(sharded, mp_policy=policy), summed_by_the_model)
+
+
+@case
+def fsdp2_accumulation() -> list[Any]:
+    return [f"{during.__name__}: {item}" for during in (summed_by_the_optimizer, summed_by_the_model) for item in compared(sharded, during)]
+
+
+@case
+def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
+    if DEVICE != "cuda":
+        return []
+    make = functools.partial(sharded, offload_policy=CPUOffloadPolicy())
+    return compared(make) + compared(make, summed_by_the_optimizer) + compared(make, summed_by_the_model)
+
+
+@case
+def fsdp2_replicas() -> list[Any]:
+    found = []
+    for shape in ((2, 1), (1, 2)):  # replicated, as by DistributedDataParallel; and sharded
+        make = functools.partial(sharded, mesh=init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")))
+        for during in (at_once, summed_by_the_optimizer, summed_by_the_model, summed_before_the_replicas_are):
+            found += [f"{shape}, {during.__name__}: {item}" for item in compared(make, during)]
+    return found
+
+
+@case
+def fsdp2_frozen_and_unused() -> list[Any]:
+    """A frozen parameter, two of which each rank uses another, and one that nobody uses."""
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(torch.ones(7, device=DEVICE) for _ in range(3))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return batch * self.scales[RANK]
+
+    def make() -> nn.Module:
+        net = model()
+        net[2].weight.requires_grad_(False)
+        net = sharded(net=net.append(Choice()))
+        net.set_reduce_scatter_unused_params(True)
+        return net
+
+    return compared(make)
+
+
+@case
+def fsdp2_a_layer_twice() -> list[Any]:
+    class Twice(nn.Sequential):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            for layer in (*self, self[0], self[1]):
+                batch = checkpoint(layer, batch, use_reentrant=False)
+            return batch
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return sharded(net=Twice(nn.Linear(33, 33), nn.Linear(33, 33, bias=False)).to(DEVICE))
+
+    return compared(make)
+
+
+@case
+def tensor_parallel() -> list[Any]:
+    """With gradients that each rank has a part of the sum of, those of the normalisation."""
+    mesh = init_device_mesh(DEVICE, (2,))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(DEVICE)
+        plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0)), "3": RowwiseParallel()}
+        return parallelize_module(net, mesh, plan)
+
+    return compared(make, foreach=False) + compared(make, summed_by_the_optimizer, foreach=False)
+
+
+class Part(nn.Module):
+    """A layer of which each rank has its own part; the second one of rank 1 is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(RANK)
+        self.first, self.second = (nn.Linear(33, 100 + 10 * RANK, device=DEVICE) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.first(batch) if RANK == 1 else self.first(batch) + self.second(batch)
+
+
+@case
+def layers_sharded_by_hand() -> list[Any]:
+    return compared(Part, settings="local") + compared(Part, summed_by_the_optimizer, settings="local")
+
+
+@case
+def a_drive_that_fails_on_one_rank() -> list[Any]:
+    """backward() goes on everywhere, and step() tells."""
+    nets, failures = [], 0
+    for in_backward in (False, True):
+        net = sharded()
+        if in_backward and RANK == 0:
+            nvme_offload.store.Engine = functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)])
+        try:
+            optimizer = ours(net.parameters(), step_in_backward=True) if in_backward else Reference(list(net.parameters()), torch.optim.AdamW, lr=0.01)
+        finally:
+            nvme_offload.store.Engine = Engine
+        for step in range(6):
+            loss_of(net, step, torch.float32).backward()
+            while True:
+                try:
+                    optimizer.step()
+                except IOFailure:
+                    failures += 1
+                else:
+                    break
+            net.zero_grad()
+        nets.append(net)
+    wanted = [] if RANK or failures else ["no failure was seen"]
+    return wanted + differing(*([local(parameter) for parameter in net.parameters()] for net in nets))
+
+
+@case
+def what_cannot_be_known_is_refused() -> list[Any]:
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
+    part = parallelize_module(model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    found = []
+    for params in (model().parameters(), DistributedDataParallel(model()).parameters(), part[0].parameters()):
+        try:
+            ours(params, step_in_backward=True)
+        except UnsupportedError as error:
+            if 'step_in_backward="local"' not in str(error):
+                found.append(str(error))
+        else:
+            found.append("not refused")
+    frozen = model().requires_grad_(False)
+    ours([*sharded().parameters(), *frozen.parameters()], step_in_backward=True, foreach=False)
+    return found
+
+
+@case
+def what_looks_at_gradients_afterwards_is_an_error() -> list[Any]:
+    """On every rank, even where somebody vouched for what is not so."""
+
+    def of(net: Any, settings: bool | str, then: Callable[[Any], Any]) -> None:
+        with ours(net.parameters(), step_in_backward=settings):
+            net(inputs(0)).square().mean().backward()
+            then(net)
+
+    def zero_redundancy() -> None:
+        net = DistributedDataParallel(model())
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), NVMeOptimizer, paths=DIRECTORY, step_in_backward="local")
+        with optimizer.optim:
+            net(inputs(0)).square().mean().backward()
+
+    def reduce(net: Any) -> None:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+
+    found = []
+    for name, wrong in {
+        "clipping": lambda: of(sharded(), True, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0)),
+        "a second backward": lambda: of(sharded(), True, lambda net: net(inputs(1)).square().mean().backward()),
+        "all_reduce": lambda: of(model(), "local", reduce),
+        "DDP": lambda: of(DistributedDataParallel(model()), "local", lambda net: None),
+        "DDP with views": lambda: of(DistributedDataParallel(model(), gradient_as_bucket_view=True), "local", lambda net: None),
+        "DDP, static": lambda: of(DistributedDataParallel(model(), static_graph=True), "local", lambda net: None),
+        "ZeroRedundancyOptimizer": zero_redundancy,
+    }.items():
+        try:
+            wrong()
+        except UsageError as error:
+            if "step_in_backward" not in str(error):
+                found.append(f"{name}: {error}")
+        else:
+            found.append(f"{name}: silence")
+    return found
+
+
+if __name__ == "__main__":
+    main()
