@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,7 @@ class Range:
 
     def __init__(self, directory: Path, shape: str) -> None:
         self.offset, self.nbytes, self.lead = SHAPES[shape]
+        directory.mkdir(exist_ok=True)
         self.path = directory / "data"
         self.payload = np.random.default_rng(7).integers(0, 256, self.nbytes, dtype=np.uint8)
         self.surroundings = np.full(self.offset + self.nbytes + 9000, SURROUNDINGS, np.uint8)
@@ -109,6 +112,12 @@ class Range:
         return True
 
 
+def at_once(work: Callable[[int], None], count: int) -> None:
+    """Do *work* for 0 to *count* in as many threads: each makes an engine, and the kernel takes its time to end the queues of one."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+
+
 _transfers: dict[tuple[AioConfig, str, int, int, int], int] = {}
 
 
@@ -116,21 +125,25 @@ _transfers: dict[tuple[AioConfig, str, int, int, int], int] = {}
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("fault", RECOVERABLE)
 def test_a_transient_fault_at_any_transfer_costs_no_byte(tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str) -> None:
-    place = Range(tmp_path, shape)
     kind, value = RECOVERABLE[fault]
-    for number in range(place.transfers(config, operation)):
+
+    def fail(number: int) -> None:
+        place = Range(tmp_path / str(number), shape)
         place.lay_for(operation)
         assert place.run(config, operation, [(number, 1, kind, value)]) == place.nbytes
         place.assert_moved()
+
+    at_once(fail, Range(tmp_path / "whole", shape).transfers(config, operation))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("fault", FATAL)
 def test_a_permanent_fault_at_any_transfer_is_a_typed_error(tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str) -> None:
-    place = Range(tmp_path, shape)
     kind, value = FATAL[fault]
-    for number in range(place.transfers(config, operation)):
+
+    def fail(number: int) -> None:
+        place = Range(tmp_path / str(number), shape)
         place.lay_for(operation)
         with pytest.raises(IOFailure) as caught:
             place.run(config, operation, [(number, 1, kind, value)])
@@ -140,6 +153,8 @@ def test_a_permanent_fault_at_any_transfer_is_a_typed_error(tmp_path: Path, conf
         assert (error.offset, error.nbytes) == (place.offset, place.nbytes)
         assert 0 <= error.done < place.nbytes
         place.assert_surroundings_untouched()
+
+    at_once(fail, Range(tmp_path / "whole", shape).transfers(config, operation))
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])

@@ -129,8 +129,8 @@ class Run:
         assert (stats.read.in_flight, stats.write.in_flight) == (0, 0)
 
 
-# The directory is the same for all the sequences; each begins with its files written anew.
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The directory is the same for all the sequences; each begins with its files written anew. So many for each backend on each filesystem.
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=CONFIGS, operations=st.lists(OPERATIONS, max_size=24), seed=st.integers(0, 2**32 - 1))
 @example(  # two writes that meet within a page, and a read beside them
     config={"block_size": PAGE},
