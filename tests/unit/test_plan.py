@@ -143,13 +143,13 @@ class Steps:
 
 
 @pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
-@pytest.mark.parametrize(("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 96), (7_000_000_000, 112)])
+@pytest.mark.parametrize(("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 64), (7_000_000_000, 32)])
 @pytest.mark.parametrize("share", [0.06, 0.1, 0.3, 0.7])
 def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share):
     both = name == "nvme-both"
     budget = int(share * parameters * (16 if both else 14))
     steps = Steps(parameters, layers, budget, both)
-    read, written = ([steps.step() for _ in range(4)])[-1]
+    _, _, (read, written) = (steps.step() for _ in range(3))  # in the first all is new, in the second the order is learned
     model = Model(parameters, parameters // layers, parameters // layers)
     assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(read + written, rel=0.2)
 
