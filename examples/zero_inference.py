@@ -40,6 +40,7 @@ def main() -> None:
     words = engine.module.generate(prompt, max_new_tokens=arguments.words, do_sample=False, synced_gpus=engine.world_size > 1)
     if engine.global_rank == 0:
         print(*words[0].tolist())
+        print(nvme_offload.zero3.stats(engine), flush=True)  # of the last word
     del on_the_drive
     engine.destroy()
     deepspeed.comm.destroy_process_group()

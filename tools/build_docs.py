@@ -29,6 +29,7 @@ PUBLIC = (
     "nvme_offload.zero3",
     "nvme_offload.zero3.step_stats",
     "nvme_offload.zero3.settings",
+    "nvme_offload.drive_use",
     "nvme_offload.config",
     "nvme_offload.errors",
     "nvme_offload.drive",

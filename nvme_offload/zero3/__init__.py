@@ -7,7 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from .step_stats import StepStats
@@ -38,6 +38,7 @@ def enable() -> None:
     except ImportError as error:
         raise UnsupportedError(f"DeepSpeed with ZeRO-3 is not installed here: {error}; pip install deepspeed") from None
     from . import checkpoint, op
+    from .inference import Inference
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
 
@@ -46,6 +47,7 @@ def enable() -> None:
         _log.addHandler(_handler)
     op.install()
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
+    _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(partition_parameters, "AsyncPartitionedParameterSwapper", parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper))
     for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
         _replace(engine.DeepSpeedEngine, name, method)
@@ -66,13 +68,16 @@ def disable() -> None:
 
 
 def stats(engine: Any) -> StepStats:
-    """What the last step of the DeepSpeed *engine* spent where.
+    """What the last step of the DeepSpeed *engine* spent where; without an optimizer, what its last forward pass did.
 
-    Raises: UsageError when the engine has no optimizer states on a drive behind this package.
+    Raises: UsageError when the engine has neither parameters nor optimizer states on a drive behind this package, or has made no step.
     """
-    from .step_stats import last_step
+    from .step_stats import clock_of
 
-    return last_step(engine)
+    last = clock_of(engine).last
+    if last is None:
+        raise UsageError("this engine has made no step yet")
+    return last
 
 
 def _is_first_rank() -> bool:

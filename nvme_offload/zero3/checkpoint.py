@@ -21,12 +21,12 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.utils import is_optimized_parameter
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from .. import engine as io
 from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
 from . import archive, states
 from .param_swapper import ParameterSwapper
+from .settings import refuse_what_wants_memory
 from .stage3 import Stage3
 
 _SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
@@ -39,6 +39,10 @@ _log = logging.getLogger(__name__)
 def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     """The methods of *engine*, the class DeepSpeedEngine, that have to know of tiers, by name."""
     original: Any = engine
+
+    def _configure_optimizer(self: Any, *args: Any, **named: Any) -> None:
+        refuse_what_wants_memory(self._config._param_dict)
+        before["_configure_optimizer"](self, *args, **named)
 
     def zero_nvme_offload_optimizer(self: Any) -> bool:
         # True has the engine copy a directory of swap files beside the checkpoint.
@@ -70,9 +74,6 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
-        if isinstance(self.optimizer, DeepSpeedZeRoOffload):
-            # Of an engine for inference. DeepSpeed loads the weights, and then asks for their fp32 masters by a method that this class has not.
-            self.optimizer._restore_from_bit16_weights = lambda: None
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
@@ -292,12 +293,8 @@ def _is_away(param: Any) -> bool:
 
 
 def _engine_of(engine: Any) -> io.Engine:
-    """The engine of a tier that *engine* uses."""
-    if engine.optimizer.swaps_natively:
-        tier = engine.optimizer.optimizer_swapper.tier
-    else:
-        tier = next(param.nvme_swapper.tier for param in engine.module.parameters() if isinstance(param.nvme_swapper, ParameterSwapper))
-    found: io.Engine = tier.store.engine
+    """The engine of the tier that *engine* uses."""
+    found: io.Engine = engine.optimizer.tier.store.engine
     return found
 
 

@@ -22,7 +22,8 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
     """A callback for a Lightning `Trainer` with `DeepSpeedStrategy`: `Trainer(callbacks=[LightningProgress()])`.
 
     After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which training stood still for the drive, and
-    `nvme_gb_per_s`, both directions together; loggers have `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up.
+    `nvme_gb_per_s`, both directions together; loggers have `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up,
+    and so it does at the end of `test` and of `predict`, where each batch is a step.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,14 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
             in_bar = name in ("nvme_wait_share", "nvme_gb_per_s")
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, batch_size=1)
 
+    def on_test_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Take in the forward pass that is over."""
+        self._progress.see(trainer.strategy.model)
+
+    on_predict_batch_end = on_test_batch_end
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what all steps came to."""
         self._progress.tell_summary()
+
+    on_test_end = on_predict_end = on_train_end

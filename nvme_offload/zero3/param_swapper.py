@@ -1,4 +1,4 @@
-"""`ParameterSwapper`: the 16-bit partitions of ZeRO-3's parameters, each one name of a `TensorSwapper`.
+"""`ParameterSwapper`: the partitions of ZeRO-3's parameters, each in its own type and one name of a `TensorSwapper`.
 
 It stands where DeepSpeed expects `AsyncPartitionedParameterSwapper`, and answers to the same calls. A partition that is swapped in is copied to the
 accelerator at once, where the all-gather wants it anyway, so that no host memory is held between two calls: however many parameters DeepSpeed keeps
@@ -17,6 +17,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ..errors import UsageError
+from ..tier import Tier
+from ..units import format_bytes
 from .settings import Settings
 from .shared_tier import tier_of
 
@@ -33,11 +36,10 @@ class ParameterSwapper:
     """
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
-        self.dtype = model_dtype
+        self.dtype = model_dtype  # of most: adapters, for one, may be wider
         self.tier = tier_of(ds_config._param_dict)
         self._prefix = f"parameter{next(_serial)}"
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
-        self._placeholder = torch.tensor(1, dtype=model_dtype)  # 0-dim, by which DeepSpeed tells that a partition is away
         self._names: set[str] = set()
         self.tier.abandon_with(self, self._names)
 
@@ -62,6 +64,12 @@ class ParameterSwapper:
             self.tier.swapper.release(self._name(param), changed=True)
         self.remove_partition_and_release_buffers(params)
 
+    def convert(self, param: Any, dtype: torch.dtype) -> None:
+        """Keep *param*'s partition in *dtype* from now on."""
+        if param.ds_tensor.dtype != dtype:
+            param.ds_tensor.data = self.partition(param).to(dtype)
+            self.swap_out_and_release([param])
+
     # Forward and backward.
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
@@ -82,7 +90,7 @@ class ParameterSwapper:
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
                 continue
-            param.ds_tensor.data = self._placeholder.data
+            param.ds_tensor.data = _placeholder(param)
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
@@ -112,11 +120,11 @@ class ParameterSwapper:
         if not self.is_away(param):
             yield
             return
-        param.ds_tensor.data = self._placeholder.expand(param.ds_tensor.ds_numel)
+        param.ds_tensor.data = _placeholder(param).expand(param.ds_tensor.ds_numel)
         try:
             yield
         finally:
-            param.ds_tensor.data = self._placeholder.data
+            param.ds_tensor.data = _placeholder(param)
 
     def is_away(self, param: Any) -> bool:
         """Whether *param*'s partition has no copy on the accelerator."""
@@ -132,20 +140,43 @@ class ParameterSwapper:
         return f"{self._prefix}/{param.ds_id}"
 
     def _create(self, param: Any, numel: int) -> torch.Tensor:
-        name = self._name(param)
+        name, dtype = self._name(param), _dtype(param)
         if name not in self._names:
+            nbytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
+            if nbytes > self.tier.cap_bytes:
+                raise UsageError(
+                    f'"host_memory" of {format_bytes(self.tier.cap_bytes)} cannot hold a parameter of {numel} elements: allow at least {nbytes} bytes'
+                )
             self._names.add(name)
-            self.tier.require(-(-numel * self.dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES)
-        return self.tier.swapper.create(name, numel * self.dtype.itemsize).view(self.dtype)
+            self.tier.require(nbytes)
+        return self.tier.swapper.create(name, numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
         name = self._name(param)
-        partition = self.tier.swapper.swap_in(name).view(self.dtype)
+        partition = self.tier.swapper.swap_in(name).view(_dtype(param))
         try:
             # Both wait until the bytes have arrived, so that the room can be given back.
             return torch.empty_like(partition, device=device).copy_(partition) if into is None else into.copy_(partition)
         finally:
             self.tier.swapper.release(name, changed=False)
+
+
+def _dtype(param: Any) -> torch.dtype:
+    # While zero.Init makes a model, torch.empty gives what is asked for in the type of that: so DeepSpeed's own partitions are of it, too.
+    dtype: torch.dtype = torch.empty(0, dtype=param.dtype).dtype if param.ds_tensor is None else param.ds_tensor.dtype
+    return dtype
+
+
+def _placeholder(param: Any) -> torch.Tensor:
+    """What a partition is while it is away: of 0 dimensions, by which DeepSpeed tells, and of its type."""
+    placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
+    return placeholder
+
+
+def parameter_tier(module: torch.nn.Module) -> Tier | None:
+    """The tier that parameters of *module* are in; None where none is."""
+    swappers = (getattr(param, "nvme_swapper", None) for param in module.parameters())
+    return next((swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None)
 
 
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from ..errors import UsageError
-from .step_stats import StepStats, last_step
+from .step_stats import StepStats, clock_of
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class Progress:
     def see(self, engine: Any) -> bool:
         """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer; whether it is one that was not seen before."""
         try:
-            step = last_step(engine)
+            step = clock_of(engine).last
         except UsageError as reason:
             if not self._warned:
                 _log.warning("no progress of offload to show: %s", reason)
                 self._warned = True
             return False
-        if step is self._last:  # a micro-batch of a step that is not over
+        if step is None or step is self._last:  # a micro-batch of a step that is not over
             return False
         self._last = step
         self._since.add(step)
@@ -75,8 +75,8 @@ class Progress:
         }
 
     def tell_summary(self) -> None:
-        """Log what all steps came to."""
-        seen = self._all
+        """Log what all steps since the last summary came to."""
+        seen, self._all = self._all, _Sum()
         if seen.steps:
             _log.info(
                 "%d steps in %.3g s, %.3g s each: %.0f%% of it waiting for the drive; read %.3g GB and wrote %.3g GB, %.3g GB/s",

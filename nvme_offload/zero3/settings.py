@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config import BACKENDS, AioConfig
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from ..state_formats import FORMATS
 from ..tier import engine_config, memory_size
 
 SECTION = "nvme_offload"
+# Of the section "aio", as `AioConfig` calls them: the last is the one that DeepSpeed reads, its documentation has the one before.
+_AIO_KEYS = {
+    **{key: key for key in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")},
+    "intra_op_parallelism": "thread_count",
+}
+# Where a ds_config asks for what DeepSpeed does with states in memory alone: it would not find them there, or not what it wrote.
+_IN_MEMORY = (("zero_optimization", "zenflow"), ("zero_optimization", "offload_optimizer", "super_offload"), ("checkpoint", "writer"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +82,20 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
         if section.get("device") == "nvme":
             if not section.get("nvme_path"):
                 raise UsageError(f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive')
-            paths.append(str(Path(section["nvme_path"]).resolve()))
-    return tuple(dict.fromkeys(paths))
+            paths.append(section["nvme_path"])
+    return tuple(dict.fromkeys(_absolute(paths)))
+
+
+def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
+    """See that all that *ds_config* asks for can be had with what it puts on a drive. Raises: UnsupportedError naming the key."""
+    if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
+        return
+    for keys in _IN_MEMORY:
+        found: Any = ds_config
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if found:
+            raise UnsupportedError(f'"{keys[-1]}" in "{keys[-2]}" works with states in memory only: leave it out, or give both offloads "device": "cpu"')
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
@@ -87,9 +106,17 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
     aio = ds_config.get("aio")
     if aio is None:
         return engine_config(path, settings.backend)
-    keys = {"block_size": "block_size", "queue_depth": "queue_depth", "single_submit": "single_submit", "overlap_events": "overlap_events"}
-    keys |= {"thread_count": "thread_count", "intra_op_parallelism": "thread_count"}  # the last is the one that DeepSpeed reads
-    return AioConfig(**{ours: aio[key] for key, ours in keys.items() if key in aio}, backend=settings.backend, direct="auto")
+    return AioConfig(**{ours: aio[key] for key, ours in _AIO_KEYS.items() if key in aio}, backend=settings.backend, direct="auto")
+
+
+def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
+    """Keys of the section "aio" that neither DeepSpeed nor this package knows: misspelt ones, or the num_threads that ds_nvme_tune prints."""
+    return [key for key in ds_config.get("aio") or {} if key not in _AIO_KEYS and key != "use_gds"]
+
+
+def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
+    """*paths* from the root on; one that begins with ~ is in the user's home, as a shell would have it."""
+    return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 
 def _require(values: Mapping[str, Any], key: str, possible: tuple[Any, ...]) -> None:
@@ -111,7 +138,7 @@ def _host_memory(value: Any) -> int | Literal["auto"]:
 def _strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple) or not value or not all(isinstance(path, str) for path in value):
         raise UsageError(f'"paths" in "{SECTION}" must be a list of directories, ["/local_nvme0", "/local_nvme1"], not {value!r}')
-    return tuple(value)
+    return _absolute(value)
 
 
 def _weights(value: Any, paths: int) -> tuple[float, ...]:

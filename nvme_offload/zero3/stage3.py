@@ -21,16 +21,17 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ..errors import UsageError
 from ..state_formats import FORMATS
+from ..tier import Tier
 from ..units import format_bytes
-from . import archive, states, working_weights
+from . import archive, heartbeat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .optimizer_swapper import OptimizerSwapper, states_of
 from .packed_swapper import PackedOptimizerSwapper, element_bytes
-from .param_swapper import ParameterSwapper
+from .param_swapper import ParameterSwapper, parameter_tier
 from .settings import Settings
-from .shared_tier import tier_of
-from .step_stats import StepClock, StepStats
+from .shared_tier import tier_of, trained
+from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
 
 _VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
@@ -44,17 +45,22 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
 
     fp16_groups: list[list[Any]]
+    tier: Tier  # where something is in one
 
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
         self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
-        self.native = Settings.of(self._ds_config).swappers == "native" and not kwargs.get("zenflow_config")
+        self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self._packs = self._format.name != "exact"
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
-        self.last_step: StepStats | None = None
         self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
+        self.clock: StepClock | None = None  # where something is in a tier
         super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
+        tier = self.tier if self.swaps_natively else parameter_tier(module)
+        if tier is not None:
+            self.tier, self.clock = tier, StepClock(tier)
+            trained.add(tier)
 
     @property
     def swaps_natively(self) -> bool:
@@ -75,9 +81,12 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
             all_or_none(lambda: self._open_tier(fp16_param_groups))
-            self._tier.cap_bytes = least(self._tier.cap_bytes)
+            self.tier.cap_bytes = least(self.tier.cap_bytes)
             all_or_none(self._plan)
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            if isinstance(param.nvme_swapper, ParameterSwapper):
+                param.nvme_swapper.convert(param, self.dtype)  # as the base does with all that it trains, where it moves them to host memory
 
     def _open_tier(self, param_groups: Any) -> None:
         """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
@@ -95,13 +104,13 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
         self._least_sub_group = max(sizes if self._elementwise else uncut)  # elements of the largest, however small they are made
         self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
-        self._tier = tier_of(self._ds_config)
-        self._tier.require_memory(self._whole_bytes)
-        self._tier.require_space(self._footprint.drive_bytes(sum(sizes)))
+        self.tier = tier_of(self._ds_config)
+        self.tier.require_memory(self._whole_bytes)
+        self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _plan(self) -> None:
         """See that the host memory can hold the largest sub-group that cannot be cut. Raises: UsageError."""
-        cap, fewest = self._tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
+        cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
         if cap < fewest:
             largest = "parameter" if self._elementwise else "sub-group (sub_group_size says how large they are)"
             raise UsageError(
@@ -115,7 +124,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return groups
         # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
         unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
-        wanted, most = self._footprint.wanted_elements(self._tier.cap_bytes), self._footprint.most_elements(self._tier.cap_bytes)
+        wanted, most = self._footprint.wanted_elements(self.tier.cap_bytes), self._footprint.most_elements(self.tier.cap_bytes)
         parts = [cut(group, wanted, most, unit) if self._elementwise else [group] for group in groups]
         if not all(sum(param.partition_numel() for param in part) % unit == 0 for group in parts for part in group[:-1]):
             _log.warning('sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it')
@@ -126,15 +135,14 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         if not self.native:
             super()._configure_tensor_swapping(offload_optimizer_config, aio_config)
             return
-        self._tier.require(self._whole_bytes)
-        self._clock = StepClock(self._tier)
+        self.tier.require(self._whole_bytes)
         widened = self.master_weights_and_grads_dtype
-        self._gradients = Gradients(self._tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
+        self._gradients = Gradients(self.tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
         if not self._packs:
-            self.optimizer_swapper = OptimizerSwapper(self._tier, lambda: self.optimizer, int(self._footprint.states))
+            self.optimizer_swapper = OptimizerSwapper(self.tier, lambda: self.optimizer, int(self._footprint.states))
             return
         self.optimizer_swapper = PackedOptimizerSwapper(
-            self._tier,
+            self.tier,
             lambda: self.optimizer,
             self._format,
             self._expected_states,
@@ -174,7 +182,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         if self.swaps_natively:
             self._gradients.close()
             self.optimizer_swapper.close()
-            self._tier.give_back(self._whole_bytes)
+            self.tier.give_back(self._whole_bytes)
             self._whole_bytes = 0
 
     # Gradients.
@@ -269,17 +277,18 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def step(self, closure: Any = None) -> None:
         """Update the parameters, as the base does; and say at every steps_per_print'th step what it spent on the drive."""
-        if not self.swaps_natively:
+        if self.clock is None:
             super().step(closure)
             return
-        self._clock.begin_update()
+        self.clock.begin_update()
         self._make_missing_norms()
         super().step(closure)
         if not self.overflow:
-            self._tier.swapper.step()
-        self.last_step = self._clock.end_update()
-        if self.last_step.step % self._steps_per_print == 0 and dist.get_rank() == 0:
-            _log.info("%s", self.last_step)
+            self.tier.swapper.step()
+        stats = self.clock.end()
+        heartbeat.rest(self.tier)
+        if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
+            _log.info("%s", stats)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if not (self.swaps_natively and self._packs and self._swappable_optimizer_subgroup(sub_group_id)):  # there parameters follow as it is packed
@@ -302,7 +311,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
         parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
-        if steps and not self._tier.swapper.learned:
+        if steps and not self.tier.swapper.learned:
             self.read_ahead(sub_group_id)
         gradient = self._gradients.widened(sub_group_id, last=steps)  # before the states: so no two values need have room at once
         super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
@@ -312,7 +321,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         """The gradient and the states of sub-group *index* and of those after it are used next."""
         following = [number for number in range(index, min(index + _HINTED, len(self.fp16_groups))) if self._swappable_optimizer_subgroup(number)]
         names = ((self._gradients.name(number), self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number])) for number in following)
-        self._tier.swapper.prefetch(itertools.chain.from_iterable(names))
+        self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
 
     def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
         if not self.swaps_natively:

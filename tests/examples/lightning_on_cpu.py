@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as plain_gloo says
+
 
 class CpuInTheNameOfCuda(CUDAAccelerator):
     """Two devices at most, each a name of the CPU."""
@@ -45,7 +47,6 @@ class CpuInTheNameOfCuda(CUDAAccelerator):
 
 
 if __name__ == "__main__":
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as plain_gloo says
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
     import train_lightning
 

@@ -71,19 +71,42 @@ def test_by_the_environment(place):
     assert_weights_predict(out)
 
 
-AS_READ = """
+BY_A_PATH_AND_BY_A_DICT = """
 import json, sys
 from lightning.pytorch.strategies import DeepSpeedStrategy
 path = sys.argv[1]
-print("configs", json.dumps([DeepSpeedStrategy(config=path).config, DeepSpeedStrategy(config=json.load(open(path))).config]))
+by_path, by_dict = DeepSpeedStrategy(config=path), DeepSpeedStrategy(config=json.load(open(path)))
+print("configs", json.dumps([by_path.config, by_dict.config]))
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from nvme_offload import zero3
+from nvme_offload.zero3.lightning import LightningProgress
+sys.path.append(sys.argv[2])
+from lightning_on_cpu import CpuInTheNameOfCuda
+
+class MadeInTheConstructor(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    def predict_step(self, batch):
+        return self.layers(batch)
+
+zero3.enable()
+trainer = Trainer(strategy=by_path, accelerator=CpuInTheNameOfCuda(), devices=1, precision="bf16-true", logger=False, callbacks=[LightningProgress()])
+(predicted,) = trainer.predict(MadeInTheConstructor(), torch.utils.data.DataLoader(torch.ones(4, 512), batch_size=4))
+print("predicted", predicted.shape, zero3.stats(trainer.model))
 """
 
 
-def test_by_a_path_and_by_a_dict(place):
+def test_by_a_path_and_by_a_dict_and_layers_that_are_made_in_the_constructor(place):
     config = configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
-    (ended,) = run_well([sys.executable, "-c", AS_READ, config])
+    (ended,) = run_well([sys.executable, "-c", BY_A_PATH_AND_BY_A_DICT, config, Path(__file__).parent])
     (told,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
     assert json.loads(told) == [json.loads(config.read_text())] * 2
+    assert "predicted torch.Size([4, 512]) step 1:" in ended.said
+    assert set(re.findall(r"host memory for offload: .* of at most (\S+ \S+);", ended.said)) == {"1.91 MiB"}  # which the strategy does not hand on
+    assert len(re.findall(r"nvme_offload: 1 steps in .* waiting for the drive", ended.said)) == 1
 
 
 def test_progress_under_the_framework_s_older_name():

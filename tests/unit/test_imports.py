@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
 PURE = {
-    *("access_order", "config", "drive", "ds_config", "errors", "extents", "hjson_reader", "machine", "model", "placement", "plan"),
+    *("access_order", "config", "drive", "drive_use", "ds_config", "errors", "extents", "hjson_reader", "machine", "model", "placement", "plan"),
     *("profile", "profile_shelf", "schedule", "traffic", "units"),
 }
 MAY_IMPORT = {
@@ -46,6 +46,7 @@ _ZERO3 = (
     "archive",
     "checkpoint",
     "gradients",
+    "inference",
     "op",
     "optimizer_swapper",
     "packed_swapper",

@@ -24,7 +24,7 @@ def engine_after(step, seconds=2.0, waited=0.5, read=3_000_000_000, written=1_00
         peak_bytes=0,
         tuned_bytes_per_second=None,
     )
-    return types.SimpleNamespace(optimizer=types.SimpleNamespace(last_step=stats))
+    return types.SimpleNamespace(optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=stats)))
 
 
 def test_metrics_are_of_the_steps_since_the_last():
@@ -51,10 +51,16 @@ def test_the_summary_is_of_all_steps(caplog):
     assert caplog.messages == ["2 steps in 8 s, 4 s each: 50% of it waiting for the drive; read 6 GB and wrote 2 GB, 1 GB/s"]
 
 
+def test_a_micro_batch_before_the_first_step_shows_nothing_and_is_no_reason_to_warn(caplog):
+    progress = Progress()
+    assert not progress.see(types.SimpleNamespace(optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=None))))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("engine", [object(), types.SimpleNamespace(optimizer=object())])
 def test_what_is_not_offloaded_is_said_once(caplog, engine):
     progress = Progress()
     assert [progress.see(engine), progress.see(engine)] == [False, False]
     assert progress.metrics() == {}
     assert len(caplog.messages) == 1
-    assert "no step with optimizer states on a drive" in caplog.messages[0]
+    assert "no parameters and no optimizer states on a drive" in caplog.messages[0]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import tempfile
 
 import pytest
 
-from nvme_offload import AioConfig, UsageError
-from nvme_offload.zero3.settings import Settings, aio_config
+from nvme_offload import AioConfig, UnsupportedError, UsageError
+from nvme_offload.zero3.settings import Settings, aio_config, nvme_paths, refuse_what_wants_memory
+from nvme_offload.zero3.shared_tier import tier_of
 
 
 def of(**section: object) -> Settings:
@@ -126,3 +129,51 @@ def test_without_the_section_and_a_profile_the_defaults_hold_and_say_so(tmp_path
     with caplog.at_level(logging.INFO, "nvme_offload"):
         assert aio_config({}, of(backend="posix"), str(tmp_path)) == AioConfig(backend="posix", direct="auto")
     assert f"no tuned settings for {tmp_path}" in caplog.text
+
+
+def test_paths_are_from_the_root_on_whatever_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert of(paths=["drive", "~/drive", "/a/../b"]).paths == (f"{tmp_path}/drive", "/home/somebody/drive", "/b")
+    sections = {"offload_param": {"device": "nvme", "nvme_path": "drive"}, "offload_optimizer": {"device": "nvme", "nvme_path": f"{tmp_path}/drive"}}
+    assert nvme_paths({"zero_optimization": sections}) == (f"{tmp_path}/drive",)
+
+
+@pytest.mark.parametrize("wrong", ["file", "file/below", "/proc/none"])
+def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wrong):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / wrong)) + " cannot be used: .*; name a directory on the drive"):
+        tier_of({"nvme_offload": {"paths": [str(tmp_path / wrong)]}})
+
+
+def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        tier_of({"nvme_offload": {"paths": [place], "backend": "posix"}, "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False}}).close()
+    assert caplog.messages == [
+        f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
+        "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
+    ]
+
+
+ON_A_DRIVE = {"offload_param": {"device": "nvme", "nvme_path": "/drive"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"),
+    [
+        ("zenflow", {"zero_optimization": {**ON_A_DRIVE, "zenflow": {"topk_ratio": 0.1}}}),
+        ("super_offload", {"zero_optimization": {**ON_A_DRIVE, "offload_optimizer": {"device": "cpu", "super_offload": True}}}),
+        ("writer", {"zero_optimization": ON_A_DRIVE, "checkpoint": {"writer": {"type": "fast"}}}),
+    ],
+)
+def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
+    with pytest.raises(UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'):
+        refuse_what_wants_memory(asked)
+    refuse_what_wants_memory({**asked, "nvme_offload": {"swappers": "deepspeed"}})
+    refuse_what_wants_memory({**asked, "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}}})
+
+
+@pytest.mark.parametrize("harmless", [{}, {"checkpoint": {"tag_validation": "Ignore"}}, {"checkpoint": {"writer": None}}, {"checkpoint": None}])
+def test_what_works_anywhere_is_not_refused(harmless):
+    offload = {"device": "nvme", "nvme_path": "/drive", "super_offload": False}
+    refuse_what_wants_memory({"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless})

@@ -80,6 +80,29 @@ class Words(nn.Module):
         return torch.randint(0, self.words, (2, 5), generator=generator)
 
 
+class Adapted(nn.Module):
+    """A layer that is not trained but for its bias, and once it is adapted a small one beside it that is."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(features, features)
+        self.base.weight.requires_grad_(False)
+
+    def adapt(self, rank: int) -> None:
+        features = self.base.in_features
+        self.down, self.up = nn.Linear(features, rank, bias=False), nn.Linear(rank, features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+
+
+class AdaptedChain(Chain):
+    def adapt(self) -> None:
+        """Add the small layers: in 32 bit beside the others of 16, where zero.Init made those and is over."""
+        for layer in self.layers:
+            layer.adapt(3)
+
+
 class Sometimes(Chain):
     """Layers of which the second rests in every other forward pass: its parameters then get no gradient."""
 
@@ -112,6 +135,10 @@ def frozen() -> nn.Module:
     return model
 
 
+def adapted() -> nn.Module:
+    return AdaptedChain(*(Adapted(64) for _ in range(4)), features=64)
+
+
 def checkpointed() -> nn.Module:
     return Checkpointed(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=False)
 
@@ -132,7 +159,7 @@ def sometimes() -> nn.Module:
     return Sometimes(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 5), features=32)
 
 
-MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, checkpointed, reentrant, embedding, tied, sometimes)}
+MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, adapted, checkpointed, reentrant, embedding, tied, sometimes)}
 
 
 class Sign(torch.optim.Optimizer):

@@ -32,6 +32,7 @@ CASES = {
     "persistent-parameters": Case(parameters="nvme", persistence=100),
     "tied": Case(model="tied", parameters="nvme", section=SMALLEST),
     "frozen": Case(model="frozen", parameters="nvme", section=SMALLEST),
+    "adapted": Case(model="adapted", parameters="nvme", zero_init=True, section=SMALLEST),
     "checkpointed": Case(model="checkpointed", parameters="nvme", accumulation=2),
     "checkpointed-reentrant": Case(model="reentrant", parameters="nvme"),
     "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
@@ -48,6 +49,8 @@ CASES = {
     "two-engines-in-one-budget": Case(engines=2, parameters="nvme", model="blocks", section={"host_memory": 500_000}),
     "made-again": Case(lives=2, parameters="nvme"),
     "inference": Case(optimizer="none", states="none", parameters="nvme", model="blocks", section=SMALLEST),
+    "parameters-half-in-memory": Case(parameters="nvme", states="cpu", model="blocks", steps=6, section={"host_memory": 80_000}),
+    "inference-half-in-memory": Case(optimizer="none", states="none", parameters="nvme", model="blocks", steps=6, section={"host_memory": 80_000}),
     "documented-keys": Case(
         parameters="nvme",
         zero={
@@ -114,6 +117,21 @@ def test_the_cap_on_memory_holds(once, name):
     allowed = once(CASES)[name][0]["host_memory"]
     assert all(peak <= memory for peak, memory in zip(traffic["peaks"], traffic["memory"], strict=True))
     assert not isinstance(allowed, int) or max(traffic["memory"]) < allowed + 4096  # whole pages
+
+
+@pytest.mark.parametrize("name", ["both-on-the-drive", "parameters-on-the-drive", "inference"])
+def test_the_last_step_is_told_of_whatever_is_on_the_drive(once, name):
+    stats = once(CASES)[name][0]["stats"]
+    assert stats["step"] == CASES[name].steps
+    assert stats["bytes_read"] > 0
+    assert stats["waited_seconds"] < stats["seconds"]
+    assert (stats["update_seconds"] > 0) == (name != "inference")
+    assert once(CASES)["everything-fits"][0]["stats"]["bytes_read"] == 0
+
+
+@pytest.mark.parametrize(("name", "passes"), [("parameters-half-in-memory", 2), ("inference-half-in-memory", 1)])
+def test_what_fits_is_not_read_again(once, name, passes):
+    assert 0 < once(CASES)[name][0]["stats"]["bytes_read"] < 0.8 * passes * 67_600  # bytes of the parameters
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)

@@ -8,6 +8,7 @@ The ranks are what the environment says.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -128,7 +129,7 @@ class Training:
     def result(self) -> dict[str, Any]:
         """What the case comes to: floats in hexadecimal, tensors by their hash."""
         finals: dict[str, Any] = {key: {} for key in ("weights", "masters", "states", "scalars")}
-        traffic = {}
+        traffic, stats = {}, {}
         for life in range(self.case.lives):
             engines = [self._engine(10 * life + number) for number in range(self.case.engines)]
             for step in range(self.case.steps):
@@ -138,12 +139,12 @@ class Training:
                 for key, values in self._final(engine).items():
                     finals[key] |= {f"{life}.{number}.{name}": value for name, value in values.items()}
             if self.ours:
-                traffic = self.watch.traffic()
+                traffic, stats = self.watch.traffic(), self._stats(engines[0])
             while engines:
                 engines.pop().destroy()
             del engine
             gc.collect()
-        return {**self.told, **finals, "traffic": traffic, "host_memory": self.config.get("nvme_offload", {}).get("host_memory")}
+        return {**self.told, **finals, "traffic": traffic, "stats": stats, "host_memory": self.config.get("nvme_offload", {}).get("host_memory")}
 
     def _config(self, directory: str) -> dict[str, Any]:
         case = self.case
@@ -201,6 +202,8 @@ class Training:
                 model = MODELS[self.case.model]()
         else:
             model = MODELS[self.case.model]()
+        if hasattr(model, "adapt"):
+            model.adapt()
         groups = self._groups(model)
         if self.case.optimizer == "none":
             return deepspeed.initialize(model=model, config=self.config)[0]
@@ -293,6 +296,16 @@ class Training:
 
     def _observe(self, *tensors: torch.Tensor) -> None:
         self.told["observed"] += [_hash(tensor) for tensor in tensors]
+
+    @staticmethod
+    def _stats(engine: Any) -> dict[str, Any]:
+        """What the last step of *engine* spent on the drive; {} where nothing is there."""
+        from nvme_offload import zero3
+
+        try:
+            return dataclasses.asdict(zero3.stats(engine))
+        except ValueError:  # UsageError is one
+            return {}
 
     def _final(self, engine: Any) -> dict[str, dict[str, Any]]:
         from deepspeed import utils, zero

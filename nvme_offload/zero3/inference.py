@@ -1,0 +1,49 @@
+"""`Inference`: what stands in the place of ZeRO-3's optimizer where there is none, and parameters stream from a drive through forward passes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+from .param_swapper import parameter_tier
+from .settings import SECTION
+from .shared_tier import trained
+from .stage3 import as_mapping
+from .step_stats import StepClock
+
+
+class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
+    """As its base; each forward pass of the whole module is a step."""
+
+    def __init__(self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
+        self._tier = parameter_tier(module)
+        self.clock = StepClock(self._tier) if self._tier is not None else None
+        self._depth = 0
+        self.forward_hooks.append(module.register_forward_pre_hook(self._begin_pass, prepend=True))
+        self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
+
+    def _begin_pass(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.clock is not None:
+            self.clock.begin()
+
+    def _end_pass(self, *_: Any) -> None:
+        self._depth -= 1  # Lightning's steps are forward passes to DeepSpeed, in which the module calls itself
+        if self._depth == 0 and self._tier is not None and self.clock is not None:
+            self.clock.end()
+            if self._tier not in trained:
+                self._tier.swapper.step()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """No master weights are to be made of those that a checkpoint has: DeepSpeed asks for them all the same, and its class has no such method."""
+
+
+def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
+    """*ds_config* with the sections that Lightning's strategy does not hand on to `test` and `predict`, from its own configuration."""
+    config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
+    left_out = config if isinstance(config, Mapping) else {}
+    return {**{key: left_out[key] for key in ("aio", SECTION) if key in left_out}, **ds_config}
