@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message of an error and of a warning that the sources can make, with its cure."""
+"""docs/troubleshooting.md has every message of an error and of a warning that the sources can make, and what sweep and doctor find, with its cure."""
 
 from __future__ import annotations
 
@@ -90,6 +90,22 @@ class Reader:
                 for argument in [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg in ("message", "reason"))]:
                     for pieces in self.strings(argument, function):
                         yield node.lineno, pieces
+            for argument in self._found(node, function):
+                for pieces in self.strings(argument, function):
+                    yield node.lineno, first_sentence(pieces)
+
+    def _found(self, node: ast.AST, function: ast.FunctionDef | None) -> list[ast.expr]:
+        """What the place says of a drive or a machine that could be better: a warning of the sweep's, or a `Finding` of the doctor's."""
+        warns = function is not None and function.name.endswith("warnings")
+        if isinstance(node, ast.Yield) and warns:
+            return [node.value] if node.value else []
+        if isinstance(node, ast.Return) and warns:
+            return node.value.elts if isinstance(node.value, ast.List) else []
+        if called(node) == "append" and (warns or getattr(node.func.value, "id", "") == "warnings"):
+            return node.args
+        if called(node) == "Finding" and {"warning", "problem"} & {constant.value for constant in ast.walk(node.args[1]) if isinstance(constant, ast.Constant)}:
+            return node.args[2:3]
+        return []
 
     def strings(self, node: ast.AST, function: ast.FunctionDef | None, depth: int = 0) -> Iterator[list[str]]:
         """The fixed pieces of each string that *node* may be."""
@@ -119,6 +135,17 @@ class Reader:
 def names_of(target: ast.AST) -> set[str]:
     """The names that an assignment to *target* gives values."""
     return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def first_sentence(pieces: list[str]) -> list[str]:
+    """*pieces* up to the end of the first sentence: what was found, without what to do."""
+    taken = []
+    for piece in pieces:
+        before, end, _ = piece.partition(". ")
+        taken.append(before)
+        if end:
+            break
+    return taken
 
 
 def plain(text: str) -> str:
@@ -176,6 +203,11 @@ def test_the_messages_are_found():
         "wants the states of a rank in memory",  # logged
         "copies to and from the GPU will be several times slower",  # warned
         "this build has no io_uring",  # of the core
+        "is a file mounted as a disk",  # yielded by a function of warnings
+        "give it air or a heat sink",  # appended in one
+        "Transfers went through the page cache",  # appended to warnings
+        "GB/s until its cache is full",  # returned by one
+        "requests are free",  # a finding of the doctor's
     ):
         assert any(known in phrase for phrase in phrases), known
 
@@ -186,10 +218,19 @@ def test_the_page_has_every_message():
     assert not missing, "give each a row in docs/troubleshooting.md, with what to do:\n" + "\n".join(missing)
 
 
+def rows() -> list[list[str]]:
+    """The cells of each row of the page's tables of messages."""
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.split(r"(?<!\\) \| ", row.removeprefix("| ").removesuffix(" |")) for table in tables for row in table.splitlines()]
+
+
 def test_the_page_has_no_message_that_nothing_says():
     """A row whose message was changed in the sources is found by nobody."""
-    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    said = [line for table in tables for row in table.splitlines() for line in re.split(r"(?<!\\) \| ", row.removeprefix("| "))[0].split("<br>")]
+    said = [line for row in rows() for line in row[0].split("<br>")]
     assert len(said) > len(MESSAGES) / 2
     phrases = {phrase for _, phrase in MESSAGES}
     assert [line for line in said if not any(phrase in plain(line) for phrase in phrases)] == []
+
+
+def test_every_row_says_what_to_do():
+    assert [row for row in rows() if len(row) < 2 or not row[-1].strip()] == []
