@@ -17,7 +17,7 @@ from typing import Literal
 from nvme_offload import __version__, profile_shelf
 from nvme_offload.config import AioConfig
 from nvme_offload.drive import describe
-from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
 from nvme_offload.machine import available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes

@@ -15,7 +15,7 @@ import click
 from nvme_offload import ds_config
 from nvme_offload.drive import Drive
 from nvme_offload.drive import describe as describe_drive
-from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
 from nvme_offload.profile import DEEPSPEED_DEFAULTS
 from nvme_offload.units import format_bytes, parse_bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nvme_offload import __version__
 from nvme_offload.drive import Drive
-from nvme_offload.drive import warnings as drive_warnings
+from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
 from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Latency, Profile, Setting, Sustained
 from nvme_offload.units import format_bytes
