@@ -51,9 +51,9 @@ def waiting(pool: PinnedPool, count: int) -> Callable[[], bool]:
 
 
 def in_child(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run *code* in a new interpreter without a GPU, where every warning is an error."""
-    command = [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(code), *arguments]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    """Run *code* in a new interpreter without a GPU, where every warning is an error but the one that `conftest.py` lets pass."""
+    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code), *arguments]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": f"error,{os.environ['PYTHONWARNINGS']}", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=variables, cwd=Path(__file__).parents[2])
 
 
