@@ -21,11 +21,10 @@ from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
 from nvme_offload.machine import available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes
+from nvme_offload.zero3 import OLDEST_DEEPSPEED, is_too_old
 
 Status = Literal["ok", "note", "warning", "problem"]
 
-KNOWN_DEEPSPEED = "0.19"
-OLDEST_DEEPSPEED_PATCH = 8
 _LOCKED_BYTES = 64 << 20
 _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "warning", "problem": "PROBLEM"}
 
@@ -161,14 +160,13 @@ def deepspeed_version(version: str | None) -> Finding:
     """Whether DeepSpeed is one that `zero3` is written for."""
     if version is None:
         return Finding("DeepSpeed", "note", "not installed; everything but zero3 works without", 'pip install "nvme-offload[deepspeed]"')
-    numbers = version.split("+")[0].split(".")
-    patch = int(numbers[2]) if len(numbers) > 2 and numbers[2].isdecimal() else 0
-    if ".".join(numbers[:2]) == KNOWN_DEEPSPEED and patch >= OLDEST_DEEPSPEED_PATCH:
-        return Finding("DeepSpeed", "ok", version)
-    known = f"{KNOWN_DEEPSPEED}.{OLDEST_DEEPSPEED_PATCH}"
-    return Finding(
-        "DeepSpeed", "warning", f"{version}; zero3 is written for {KNOWN_DEEPSPEED}, and says at enable() what another lacks", f"pip install deepspeed=={known}"
-    )
+    remedy = f"pip install deepspeed=={OLDEST_DEEPSPEED}"
+    if is_too_old(version):
+        return Finding("DeepSpeed", "warning", f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer", remedy)
+    series = OLDEST_DEEPSPEED.rpartition(".")[0]
+    if not version.startswith(f"{series}."):
+        return Finding("DeepSpeed", "warning", f"{version}; zero3 is written for {series}, and says at enable() what another lacks", remedy)
+    return Finding("DeepSpeed", "ok", version)
 
 
 def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) -> Finding:

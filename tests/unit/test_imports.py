@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "activations": PURE | {"swapper", "tier"},
     "zero3": PURE | {"engine", "pool", "state_formats", "store", "swapper", "tier"},
     "report": PURE,
-    "commands": PURE | {"engine", "pool"},
+    "commands": PURE | {"engine", "pool", "zero3"},
     "sweep": PURE | {"engine", "report"},
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
