@@ -44,7 +44,7 @@ class Admission:
         for kind, most in self._kinds(parameters, options):
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [tensor.is_contiguous() and weight.habits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
-            for parts in cut([tensor.numel() for tensor in tensors], most, divisible):
+            for parts in cut([tensor.numel() for tensor in tensors], most, divisible) if most else ():
                 own = number + len(bundles)
                 bundle = Bundle(f"{self._prefix}/{own}", own, index, tensors[0].dtype, tensors[0].device, kind[0].habits)
                 for which, start, stop in parts:
@@ -61,12 +61,17 @@ class Admission:
 
     def _kinds(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Iterator[tuple[list[Weight], int]]:
         """Consecutive *parameters* of one kind, with the most elements that a bundle of such should have."""
-        dimensions = max((parameter.dim() for parameter in parameters), default=1)
+        dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
         habits: dict[tuple[torch.dtype, torch.device], Habits] = {}
         for (dtype, device, _), run in itertools.groupby(parameters, lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad)):
+            if not dtype.is_floating_point and not dtype.is_complex:  # what is quantized has no gradients, ever
+                yield [Weight(parameter, Habits({}, eager=False, elementwise=True)) for parameter in run], 0
+                continue
             key = master_dtype(dtype), device
             if key not in habits:
-                habits[key] = self._examine(options, dimensions, *key)
+                each = [self._examine(options, number, *key) for number in dimensions]
+                states = {name: dtype for one in each for name, dtype in one.states.items()}
+                habits[key] = Habits(states, any(one.eager for one in each), all(one.elementwise for one in each))
             found = habits[key]
             weights = [Weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .bundles import Bundle, Weight, is_distributed, like, local
-from .spent import SpentGradient
+from .stand_ins import SpentGradient
 
 
 class BackwardUpdates:
@@ -85,7 +85,9 @@ class BackwardUpdates:
             if optimizer is not None:
                 optimizer._gradient_is_complete(weight)
 
-        return ready
+        compiler: Any = torch.compiler
+        eager: Callable[[torch.Tensor], None] = compiler.disable(ready)  # compiled autograd would compile the update, which rounds otherwise then
+        return eager
 
 
 def clear_spent(parameter: torch.Tensor) -> None:

@@ -30,8 +30,8 @@ class Weight:
 
     @property
     def states(self) -> dict[str, Any]:
-        """What is kept in memory: of the first piece, since all have the same."""
-        return self.pieces[0].states
+        """What is kept in memory: of the first piece, since all have the same. Nothing where there are no pieces, as of what never has gradients."""
+        return self.pieces[0].states if self.pieces else {}
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""

@@ -22,8 +22,9 @@ from . import saved
 from .admission import Admission
 from .backward import BackwardUpdates, clear_spent
 from .budget import Budget
-from .bundles import Bundle, Weight, local
+from .bundles import Bundle, Weight, like, local
 from .options import StepOptions, first_tensor, materialised
+from .stand_ins import StateOnDrive
 from .stats import UpdateClock, UpdateStats
 from .update import Updater
 
@@ -49,8 +50,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     is the caller's word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by hand.
 
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
-    `state` has only what is small; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside which 16-bit
-    parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
+    `state` has what is small, and stand-ins for the rest; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
+    which 16-bit parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
 
     A step that raises an error of the drive has updated some parameters and not others: calling `step` again, with the same gradients, goes on with
     those others, and updates none twice; `zero_grad` gives the rest of that step up. After an error in the midst of an update, or with the process
@@ -165,6 +166,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises: NoSpaceError; UsageError.
         """
         self._check_usable()
+        self._check_parameters()
+        for weight in self._weights:
+            if weight.pieces:
+                _check_unchanged(weight)
         with self._lock:
             self._updater.drain()
             small = self.state
@@ -210,6 +215,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         with self._lock:
             self._check_open()
+            self._check_parameters()
             hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True)]
             try:
                 super().load_state_dict(dict(state_dict))
@@ -321,17 +327,21 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._backward.end_step()
 
     def _show(self, bundle: Bundle) -> None:
-        """Let `state` have what is in memory of the bundle's parameters."""
+        """Let `state` have what is in memory of the states of the bundle's parameters, and stand-ins for what is not."""
         for piece in bundle.pieces:
-            if piece is piece.weight.pieces[0] and piece.states:
-                self.state[piece.weight.parameter] = piece.states
+            weight = piece.weight
+            if piece is weight.pieces[0]:
+                for key, dtype in saved.travelling(bundle, piece).items():
+                    piece.states[key] = like(weight.parameter, StateOnDrive(weight, key, dtype))
+                if piece.states:
+                    self.state[weight.parameter] = piece.states
 
     def _take_up_states(self) -> None:
-        """Take what somebody has put into `state`, as `ZeroRedundancyOptimizer` does when it loads."""
+        """Take what somebody has put into `state`, as `ZeroRedundancyOptimizer` does when it loads, and let go of what somebody has taken out."""
         given = {}
         for weight in self._weights:
-            state = self.state.get(weight.parameter)
-            if state and state is not weight.states:
+            state = self.state.get(weight.parameter, {})
+            if state is not weight.states and (state or weight.states):
                 saved.check(state, weight)
                 given[weight] = state
         if given:
@@ -340,13 +350,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
         self._updater.drain()
         self._broken = "states were being loaded"
+        for weight in given:
+            self.state.pop(weight.parameter, None)
         for bundle in self._bundles:
             if any(piece.weight in given for piece in bundle.pieces):
                 saved.restore(self._updater, bundle, given, self.param_groups[bundle.group])
-        for weight in given:
-            self.state.pop(weight.parameter, None)
-            if weight.states:
-                self.state[weight.parameter] = weight.states
+                self._show(bundle)
         self._broken = ""
 
     @torch.no_grad()
@@ -388,6 +397,10 @@ def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError("a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False")
+    _check_unchanged(weight)
+
+
+def _check_unchanged(weight: Weight) -> None:
     part, bundle = local(weight.parameter), weight.pieces[0].bundle
     if (part.dtype, part.device, part.numel()) != (bundle.dtype, bundle.device, weight.pieces[-1].stop):
         was = f"{weight.pieces[-1].stop} elements, {bundle.dtype} on {bundle.device}"

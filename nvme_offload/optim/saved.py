@@ -13,6 +13,7 @@ import torch
 
 from ..errors import NoSpaceError, UsageError
 from .bundles import Bundle, Piece, Weight, like, local, master_dtype
+from .stand_ins import StateOnDrive, is_on_drive
 from .update import MASTER, Updater
 
 _ALIGNMENT = 64
@@ -30,7 +31,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
     end = 0
     for bundle in bundles:
         for piece in bundle.pieces:
-            for key, dtype in _travelling(bundle, piece).items():
+            for key, dtype in travelling(bundle, piece).items():
                 if (piece.weight, key) not in places:
                     places[piece.weight, key] = end, dtype
                     nbytes = local(piece.weight.parameter).numel() * dtype.itemsize
@@ -43,7 +44,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
                     continue
                 with updater.reading(bundle) as (master, states):
                     for piece in bundle.pieces:
-                        for key, dtype in _travelling(bundle, piece).items():
+                        for key, dtype in travelling(bundle, piece).items():
                             flat = master if key == MASTER else states[key]
                             assert flat is not None
                             file.seek(places[piece.weight, key][0] + piece.start * dtype.itemsize)
@@ -66,31 +67,34 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
 
     collected: dict[Weight, State] = {weight: {} for weight in weights}
     for weight in weights:
-        collected[weight].update(copy.deepcopy(weight.states))
+        collected[weight].update({key: copy.deepcopy(value) for key, value in weight.states.items() if not is_on_drive(value)})
     for weight, key in places:
         collected[weight][key] = tensor(weight, key)
     return [collected[weight] for weight in weights]
 
 
 def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], group: Mapping[str, Any]) -> None:
-    """Give *bundle* the states *given*, whose tensors may be mapped from a file; a weight that is not among them keeps its own."""
+    """Give *bundle* the states *given*, whose tensors may be mapped from a file.
+
+    A weight that is not among them keeps its own states, and one that is, those that the drive has already.
+    """
     sources: dict[Piece, State] = {}
     kept: dict[Piece, State] = {}
-    if bundle.layout is not None and any(piece.weight not in given for piece in bundle.pieces):
+    keeping = [piece for piece in bundle.pieces if piece.weight not in given or any(map(is_on_drive, given[piece.weight].values()))]
+    if bundle.layout is not None and keeping:
         with updater.reading(bundle) as (master, states):
-            for piece in bundle.pieces:
-                if piece.weight not in given:
-                    flats = {key: states[key] for key in piece.keys} | ({} if master is None else {MASTER: master})
-                    kept[piece] = {key: piece.within(flat).clone() for key, flat in flats.items()}
+            for piece in keeping:
+                flats = {key: states[key] for key in piece.keys} | ({} if master is None else {MASTER: master})
+                kept[piece] = {key: piece.within(flat).clone() for key, flat in flats.items()}
     dtypes: dict[str, torch.dtype] = {}
     for piece in bundle.pieces:
-        if piece.weight not in given:
-            sources[piece] = kept.get(piece, {})
-        else:
+        sources[piece] = kept.get(piece, {})
+        if piece.weight in given:
             state = given[piece.weight]
-            sources[piece] = {key: local(value) for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
-            piece.states = {key: _small(key, value, piece, group) for key, value in state.items() if key not in sources[piece] and key != MASTER}
-            piece.keys = sources[piece].keys() - {MASTER}
+            parts = {key: value for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
+            sources[piece] = {key: kept[piece][key] if is_on_drive(value) else piece.of(local(value)) for key, value in parts.items()}
+            piece.states = {key: _small(key, value, piece, group) for key, value in state.items() if key not in parts}
+            piece.keys = parts.keys() - {MASTER}
             piece.stepped = bool(state)
         for key, value in sources[piece].items():
             if key != MASTER:
@@ -105,8 +109,7 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
             for key, value in source.items():
                 target = master if key == MASTER else states[key]
                 if target is not None:
-                    part = value if piece in kept else piece.of(value)
-                    piece.within(target).copy_(part)
+                    piece.within(target).copy_(value)
 
     updater.store(bundle, dtypes, fill)
     for piece in bundle.pieces:
@@ -118,6 +121,11 @@ def check(state: Any, weight: Weight) -> None:
     if not isinstance(state, Mapping):
         raise UsageError(f"the state of a parameter must be a dictionary, not {type(state).__name__}")
     own = local(weight.parameter).shape
+    for value in filter(is_on_drive, state.values()):
+        stand_in = local(value)
+        assert isinstance(stand_in, StateOnDrive)
+        if stand_in.weight is not weight or stand_in.key not in weight.pieces[0].keys | {MASTER}:
+            raise UsageError("a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()")
     for key, value in state.items():
         if (key == MASTER or key in weight.habits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
             shape = list(local(value).shape) if torch.is_tensor(value) else type(value).__name__
@@ -132,7 +140,8 @@ def stands_for_each(key: str, value: Any, weight: Weight) -> bool:
     return torch.is_tensor(value) and key != "step" and value.dim() > 0 and local(value).shape == local(weight.parameter).shape
 
 
-def _travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
+def travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
+    """The states of *piece* that the value of *bundle* has, and the master, with their dtypes."""
     layout = bundle.layout
     if layout is None:
         return {}

@@ -11,6 +11,7 @@ from ..errors import UnsupportedError
 
 _ELEMENTS = 64  # of a sample: whole vectors, also of its halves, since other code rounds the elements behind the last one
 _STEPS = 3
+_IN_MEMORY = ("step", "master")  # whatever their shapes: the one is a count, and the other is not the optimizer's
 _TOLERANCE = 1e-4  # far above rounding, and far below what it does to leave out elements or parameters that are looked at
 
 Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
@@ -32,32 +33,47 @@ def examine(name: str, make: Make, dimensions: int, dtype: torch.dtype, device: 
 
     Raises: UnsupportedError when they cannot step by gradients alone, or when one parameter's update depends on another's gradient.
     """
-    shape = (_ELEMENTS, *(1 for _ in range(dimensions - 1)))
-    samples = [_sample(shape, dtype, device, seed) for seed in (1, 2)]
+    samples = [_sample(_shape(dimensions), dtype, device, seed) for seed in (1, 2)]
     fresh = make([sample.clone() for sample in samples])
     eager = any(has_a_value_for_each(key, value, samples[0]) for state in fresh.state.values() for key, value in state.items())
     try:
         (together, state), (again, _) = (_train(make, samples) for _ in range(2))
         apart = [_train(make, [sample])[0][0] for sample in samples]
-        cut, _ = _train(make, [half for sample in samples for half in torch.split(sample, _ELEMENTS // 2)])
     except (TypeError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {error}") from error
     random = not _alike(together, again)
     if not random and not _alike(together, apart):
         raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer, which updates parameters one after another: it looks at all of them at once")
     states = {key: value.dtype for key, value in state.items() if has_a_value_for_each(key, value, samples[0])}
-    return Habits(states, eager, elementwise=not random and _alike([torch.cat(together)], [torch.cat(cut)]))
+    return Habits(states, eager, elementwise=not random and _elementwise(make, samples, together))
 
 
 def has_a_value_for_each(key: str, value: Any, parameter: torch.Tensor) -> bool:
     """Whether the state *value*, called *key*, has an element for each of *parameter*: such states travel, all others stay in memory."""
-    return torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device and key != "step"
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device and key not in _IN_MEMORY
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """`step` of *optimizer* without the hooks that torch calls around every optimizer's: those are for the steps that a user makes."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _elementwise(make: Make, samples: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether the same becomes of *samples* in halves, which are vectors as the pieces of parameters are."""
+    try:
+        halves, _ = _train(make, [half for sample in samples for half in torch.split(sample.view(-1), _ELEMENTS // 2)])
+    except Exception:  # such as those of optimizers that take nothing but matrices
+        return False
+    return _alike([torch.cat([sample.view(-1) for sample in expected])], [torch.cat(halves)])
+
+
+def _shape(dimensions: int) -> tuple[int, ...]:
+    """Of a sample, with as many elements along each of the *dimensions* as along the others, or twice as many."""
+    sizes = [1] * dimensions
+    for doubling in range(_ELEMENTS.bit_length() - 1):
+        sizes[doubling % dimensions] *= 2
+    return tuple(sizes)
 
 
 def _sample(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -22,11 +22,11 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
 
 
-def train(net: nn.Module, optimizer: Any, steps: int = 3, first: int = 0, everywhere_the_same: bool = False) -> None:
+def train(net: nn.Module, optimizer: Any, steps: int = 3, first: int = 0, everywhere_the_same: bool = False, clipped: bool = True) -> None:
     for step in range(first, first + steps):
         net.zero_grad()
         net(inputs(step, next(net.parameters()).dtype, 0 if everywhere_the_same else RANK)).float().square().mean().backward()
-        if not everywhere_the_same:
+        if clipped and not everywhere_the_same:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
 
@@ -125,20 +125,34 @@ def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
 
 @case
 def distributed_checkpoint() -> list[Any]:
-    net = model()
-    fully_shard(net)
-    train(net, optimizer := ours(net.parameters()))
-    resumed = []
-    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
-        saved = get_optimizer_state_dict(net, optimizer, options=options)
-        again = model()
-        fully_shard(again)
-        again.load_state_dict(net.state_dict())
-        set_optimizer_state_dict(again, loaded := ours(again.parameters()), saved, options=options)
-        resumed.append((again, loaded))
-    for one, stepped in ((net, optimizer), *resumed):
-        train(one, stepped, first=3)
-    return [place for again, _ in resumed for place in differing(whole(net), whole(again))]
+    found = []
+    for dtype, optimizer_class, in_backward in (
+        (torch.float32, torch.optim.AdamW, False),
+        (torch.float32, functools.partial(torch.optim.SGD, momentum=0.9), True),  # all of whose states are on the drive
+        (torch.bfloat16, torch.optim.AdamW, True),
+    ):
+
+        def made(dtype: torch.dtype = dtype) -> nn.Module:
+            return fully_shard(model(dtype))
+
+        make = functools.partial(ours, optimizer_class=optimizer_class, step_in_backward=in_backward)
+        undisturbed, net = made(), made()
+        reference, optimizer = Reference(list(undisturbed.parameters()), optimizer_class, lr=0.01), make(net.parameters())
+        train(undisturbed, reference, steps=6, clipped=not in_backward)
+        train(net, optimizer, clipped=not in_backward)
+        nets = [net]
+        resumed = []
+        for options in (StateDictOptions(), StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)):
+            saved = get_optimizer_state_dict(net, optimizer, options=options)
+            again = made()
+            again.load_state_dict(net.state_dict())
+            set_optimizer_state_dict(again, loaded := make(again.parameters()), saved, options=options)
+            resumed.append((again, loaded))
+        for one, stepped in ((net, optimizer), *resumed):
+            train(one, stepped, first=3, clipped=not in_backward)
+        nets += [again for again, _ in resumed]
+        found += [f"{dtype}, {number}: {place}" for number, one in enumerate(nets) for place in differing(whole(undisturbed), whole(one))]
+    return found
 
 
 @case

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from reference import Lion, Reference, differing, parameters, set_gradients, smallest, train
+from reference import OPTIMIZERS, Lion, Reference, differing, parameters, set_gradients, smallest, train
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -156,12 +156,62 @@ def test_named_parameters_iterators_and_single_tensors_in_groups(tmp_path):
         assert len(optimizer.state) == 2
 
 
-def test_small_states_are_in_memory(tmp_path):
-    params = parameters()
+def test_small_states_are_in_memory_and_others_have_stand_ins(tmp_path):
+    params = parameters(torch.bfloat16)
     with NVMeOptimizer(params, paths=tmp_path) as optimizer:
         train(params, optimizer)
-        assert [set(optimizer.state[parameter]) for parameter in params] == [{"step", "exp_avg", "exp_avg_sq"} if not p.dim() else {"step"} for p in params]
         assert all(float(optimizer.state[parameter]["step"]) == 3 for parameter in params)
+        for parameter in params:
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                value = optimizer.state[parameter][key] if parameter.dim() or key == "master" else torch.zeros(())
+                assert (value.shape, value.dtype, value.device) == (parameter.shape, torch.float32, parameter.device)
+                assert not parameter.dim() or repr(value) == f"<state {key!r} of shape {list(parameter.shape)}, on a drive>"
+        for use in (lambda value: value + 1, torch.Tensor.norm, torch.Tensor.zero_, float):
+            with pytest.raises(UsageError, match=r"a state that NVMeOptimizer has on a drive: take it from state_dict\(\)"):
+                use(optimizer.state[params[4]]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_may_be_moved_and_copied(tmp_path, dtype):
+    plain, ours = parameters(dtype), parameters(dtype)
+    train(plain, Reference(plain, torch.optim.AdamW), steps=6)
+    with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
+        train(ours, optimizer)
+        for parameter in ours:  # as trainers do that move optimizers from device to device
+            optimizer.state[parameter] = {key: value.to("cpu", torch.float64).to(value.dtype) for key, value in optimizer.state[parameter].items()}
+        train(ours, optimizer, steps=1, first=3)
+        optimizer.state = copy.deepcopy(optimizer.state, {id(parameter): parameter for parameter in ours})
+        train(ours, optimizer, steps=2, first=4)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "lion", "adafactor", "adagrad"])
+@pytest.mark.parametrize("which", [slice(None), slice(2)])
+def test_state_may_be_reset(tmp_path, name, which):
+    shapes = [(40, 30), (7,), (), (30, 20)]
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    reference = OPTIMIZERS[name](plain)
+    train(plain, reference)
+    fresh = OPTIMIZERS[name](plain)
+    for parameter in plain[which]:
+        reference.state[parameter] = fresh.state[parameter] if name == "adagrad" else {}
+    train(plain, reference, first=3)
+    with smallest(lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
+        train(ours, optimizer)
+        for parameter in ours[which]:
+            del optimizer.state[parameter]
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    params = parameters()
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer, NVMeOptimizer(params, paths=tmp_path) as other:
+        train(params, optimizer)
+        other.state = optimizer.state
+        set_gradients(params, 3)
+        with pytest.raises(UsageError, match="another optimizer has on its drive"):
+            other.step()
 
 
 def test_add_param_group(tmp_path):
@@ -211,6 +261,48 @@ def test_groups_without_parameters_and_with_frozen_ones_only(tmp_path):
     train(plain, torch.optim.AdamW(plain))
     assert differing(added, plain) == []
     assert float(frozen.sum()) == 1000
+
+
+class ByRows(torch.optim.SGD):
+    """Divides each row by its norm, and vectors by theirs."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / (parameter.grad.norm(dim=-1, keepdim=True) + 1e-6), alpha=group["lr"])
+
+
+class ByKind(torch.optim.SGD):
+    """Lets matrices decay, and vectors not."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9 if parameter.dim() > 1 else 1.0).sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("optimizer_class", [ByRows, ByKind])
+def test_what_looks_at_shapes_is_given_whole_parameters(tmp_path, optimizer_class):
+    shapes = [(3, 4), (300, 100), (1, 64), (64, 1), (20, 5, 5)]
+    plain, ours = parameters(torch.bfloat16, shapes=shapes), parameters(torch.bfloat16, shapes=shapes)
+    train(plain, Reference(plain, optimizer_class, lr=0.1))
+    with NVMeOptimizer(ours, optimizer_class, lr=0.1, paths=tmp_path, host_memory="400KB") as optimizer:
+        train(ours, optimizer)
+    assert differing(ours, plain) == []
+
+
+def test_quantized_parameters_are_left_alone(tmp_path):
+    frozen = torch.nn.Parameter(torch.arange(100, dtype=torch.uint8), requires_grad=False)
+    plain, ours = parameters(), parameters()
+    train([*plain], torch.optim.AdamW([frozen, *plain]))
+    with NVMeOptimizer([frozen, *ours], paths=tmp_path) as optimizer:
+        train(ours, optimizer, steps=2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(ours, optimizer, steps=1, first=2)
+    assert differing(ours, plain) == []
+    assert torch.equal(frozen, torch.arange(100, dtype=torch.uint8))
 
 
 class TogetherOptimizer(torch.optim.SGD):
@@ -289,12 +381,15 @@ def test_parameters_that_are_no_longer_what_they_were_are_refused_and_nothing_is
         for other in (lambda data: data.float(), lambda data: data[:3].clone()):
             kept, params[2].data = params[2].data, other(params[2].data)
             set_gradients(params, 2)
-            with pytest.raises(UsageError, match=r"a parameter of 30000 elements, torch\.bfloat16 on cpu, has become one of"):
-                optimizer.step()
+            for use in (optimizer.step, optimizer.state_dict):
+                with pytest.raises(UsageError, match=r"a parameter of 30000 elements, torch\.bfloat16 on cpu, has become one of"):
+                    use()
             params[2].data = kept
+        state = optimizer.state_dict()
         kept, optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"], parameters()
-        with pytest.raises(UsageError, match="other parameters than the optimizer was made with"):
-            optimizer.step()
+        for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+            with pytest.raises(UsageError, match="other parameters than the optimizer was made with"):
+                use()
         optimizer.param_groups[0]["params"] = kept
         train(params, optimizer, steps=1, first=2)
     assert differing(params, plain) == []

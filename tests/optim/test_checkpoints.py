@@ -11,6 +11,7 @@ import signal
 import pytest
 import torch
 from reference import OPTIMIZERS, Reference, differing, parameters, smallest, train, unlike
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -43,6 +44,58 @@ def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path, name):
                 train(params, one, first=3)
     assert differing(to_plain, plain) == []
     assert differing(to_ours, plain) == []
+
+
+def test_there_and_back_with_adafactor(tmp_path):
+    shapes = [(40, 30), (7,), (300, 100), (), (5, 3, 2), (64, 1)]
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    reference = torch.optim.Adafactor(plain)
+    train(plain, reference)
+    with tight(ours, tmp_path, torch.optim.Adafactor) as optimizer:
+        train(ours, optimizer)
+        crossed = reference.state_dict(), optimizer.state_dict()
+        optimizer.load_state_dict(crossed[0])
+        reference.load_state_dict(crossed[1])
+        train(plain, reference, first=3)
+        train(ours, optimizer, first=3)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-momentum", "lion", "adafactor"])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_functions_for_distributed_state(tmp_path, name, flat, dtype):
+    def loss(net, step):
+        inputs = torch.randn(4, 20, generator=torch.Generator().manual_seed(step)).to(dtype)
+        return net(inputs).float().square().mean()
+
+    def run(net, optimizer, first):
+        for step in range(first, first + 3):
+            loss(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2)).to(dtype)
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    undisturbed, saved, resumed = model(), model(), model()
+    reference = Reference(list(undisturbed.parameters()), OPTIMIZERS[name])
+    for step in range(6):
+        undisturbed.zero_grad()
+        loss(undisturbed, step).backward()
+        reference.step()
+    with NVMeOptimizer(saved.parameters(), OPTIMIZERS[name], paths=tmp_path) as optimizer:
+        run(saved, optimizer, 0)
+        state = get_optimizer_state_dict(saved, optimizer, options=options)
+        resumed.load_state_dict(saved.state_dict())
+        with NVMeOptimizer(resumed.parameters(), OPTIMIZERS[name], paths=tmp_path) as again:
+            set_optimizer_state_dict(resumed, again, state, options=options)
+            run(saved, optimizer, 3)
+            run(resumed, again, 3)
+    assert differing(list(saved.parameters()), list(undisturbed.parameters())) == []
+    assert differing(list(resumed.parameters()), list(undisturbed.parameters())) == []
 
 
 @pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
