@@ -21,22 +21,27 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     def __init__(self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
         self._tier = parameter_tier(module)
-        self.clock = StepClock(self._tier) if self._tier is not None else None
+        self.clock: StepClock | None = None
+        if self._tier is not None:
+            self.clock = StepClock(self._tier)
+            trained.discard(self._tier)
         self._depth = 0
         self.forward_hooks.append(module.register_forward_pre_hook(self._begin_pass, prepend=True))
         self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_pass(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1 and self.clock is not None:
             self.clock.begin()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_pass(self, *_: Any) -> None:
         self._depth -= 1  # Lightning's steps are forward passes to DeepSpeed, in which the module calls itself
         if self._depth == 0 and self._tier is not None and self.clock is not None:
             self.clock.end()
-            if self._tier not in trained:
-                self._tier.swapper.step()
+            if self._tier.swapper.learned and self._tier not in trained:
+                self._tier.swapper.step()  # or what a training before this has used would be read ahead for ever
 
     def _restore_from_bit16_weights(self) -> None:
         """No master weights are to be made of those that a checkpoint has: DeepSpeed asks for them all the same, and its class has no such method."""

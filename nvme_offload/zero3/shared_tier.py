@@ -18,7 +18,7 @@ from .settings import Settings, aio_config, nvme_paths, unread_aio_keys
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-trained: weakref.WeakSet[Tier] = weakref.WeakSet()  # whose periods of use are the steps of a training
+trained: weakref.WeakSet[Tier] = weakref.WeakSet()  # whose periods of use are the steps of a training that goes on
 
 _log = logging.getLogger(__name__)
 

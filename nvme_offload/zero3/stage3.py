@@ -60,7 +60,6 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
             self.tier, self.clock = tier, StepClock(tier)
-            trained.add(tier)
 
     @property
     def swaps_natively(self) -> bool:
@@ -285,6 +284,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         super().step(closure)
         if not self.overflow:
             self.tier.swapper.step()
+            trained.add(self.tier)
         stats = self.clock.end()
         heartbeat.rest(self.tier)
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:

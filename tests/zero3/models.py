@@ -81,19 +81,19 @@ class Words(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer that is not trained but for its bias, and once it is adapted a small one beside it that is."""
+    """A layer that is not trained, and once it is adapted a small one beside it that is; where it is *shifted*, so is what that one adds."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, shifted: bool) -> None:
         super().__init__()
-        self.base = nn.Linear(features, features)
-        self.base.weight.requires_grad_(False)
+        self.base = nn.Linear(features, features).requires_grad_(False)
+        self.shift = Bias(features) if shifted else nn.Identity()
 
     def adapt(self, rank: int) -> None:
         features = self.base.in_features
         self.down, self.up = nn.Linear(features, rank, bias=False), nn.Linear(rank, features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+        return self.base(x) + self.shift(self.up(self.down(x.to(self.down.weight.dtype)))).to(x.dtype)
 
 
 class AdaptedChain(Chain):
@@ -136,7 +136,7 @@ def frozen() -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    return AdaptedChain(*(Adapted(64) for _ in range(4)), features=64)
+    return AdaptedChain(*(Adapted(64, shifted) for shifted in (False, True, True, False)), features=64)
 
 
 def checkpointed() -> nn.Module:

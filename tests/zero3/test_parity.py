@@ -49,8 +49,6 @@ CASES = {
     "two-engines-in-one-budget": Case(engines=2, parameters="nvme", model="blocks", section={"host_memory": 500_000}),
     "made-again": Case(lives=2, parameters="nvme"),
     "inference": Case(optimizer="none", states="none", parameters="nvme", model="blocks", section=SMALLEST),
-    "parameters-half-in-memory": Case(parameters="nvme", states="cpu", model="blocks", steps=6, section={"host_memory": 80_000}),
-    "inference-half-in-memory": Case(optimizer="none", states="none", parameters="nvme", model="blocks", steps=6, section={"host_memory": 80_000}),
     "documented-keys": Case(
         parameters="nvme",
         zero={
@@ -127,11 +125,6 @@ def test_the_last_step_is_told_of_whatever_is_on_the_drive(once, name):
     assert stats["waited_seconds"] < stats["seconds"]
     assert (stats["update_seconds"] > 0) == (name != "inference")
     assert once(CASES)["everything-fits"][0]["stats"]["bytes_read"] == 0
-
-
-@pytest.mark.parametrize(("name", "passes"), [("parameters-half-in-memory", 2), ("inference-half-in-memory", 1)])
-def test_what_fits_is_not_read_again(once, name, passes):
-    assert 0 < once(CASES)[name][0]["stats"]["bytes_read"] < 0.8 * passes * 67_600  # bytes of the parameters
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
