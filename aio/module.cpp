@@ -1,5 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
@@ -27,8 +28,8 @@ constexpr std::chrono::milliseconds kSignalInterval{50};
 
 /// What *work* returns, done while other Python threads run.
 ///
-/// A daemon thread that wants the GIL back when the interpreter ends is ended there, by unwinding (until Python 3.14); that must not pass
-/// through a destructor, so py::gil_scoped_release will not do.
+/// A daemon thread that wants the GIL back when the interpreter ends is ended there, by unwinding (until Python 3.14). That must pass neither
+/// through a destructor, so py::gil_scoped_release will not do, nor with libc++ through pybind11's catch (...): the thread stays here, as from 3.14 on.
 template <typename Work>
 auto without_gil(Work work) -> decltype(work()) {
   PyThreadState* const thread = PyEval_SaveThread();
@@ -39,7 +40,11 @@ auto without_gil(Work work) -> decltype(work()) {
   } catch (...) {
     thrown = std::current_exception();
   }
-  PyEval_RestoreThread(thread);
+  try {
+    PyEval_RestoreThread(thread);
+  } catch (...) {
+    for (;;) ::pause();
+  }
   if (thrown) std::rethrow_exception(thrown);
   return *std::move(result);
 }
