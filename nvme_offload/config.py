@@ -54,7 +54,7 @@ class AioConfig:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """The settings that `nvme-sweep` chose for the drive that *path* is on, with *changes*.
+        """The settings that `nvme-sweep` chose for the drive that *path* is on, or will be on once it is made, with *changes*.
 
         Raises: UnsupportedError, which says what to run, when that drive was never swept; UsageError for a change that is not possible, or a
         profile that cannot be read; OSError when *path* cannot be looked at.

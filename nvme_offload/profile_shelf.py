@@ -50,12 +50,12 @@ def keep(profile: Profile) -> Path:
 
 
 def find(path: str | Path) -> Profile:
-    """The profile of the drive that *path* is on, of this package's engine.
+    """The profile of the drive that *path* is on, or will be on once it is made, of this package's engine.
 
     Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one there is cannot be read; OSError when *path* cannot
     be looked at.
     """
-    drive = describe(path)
+    drive = describe(_nearest(path))
     kept = directory() / _name(drive.identity)
     command = f"`nvme-sweep {shlex.quote(drive.path)}`"
     try:
@@ -65,6 +65,12 @@ def find(path: str | Path) -> Profile:
     if profile.drive.get("identity") != drive.identity:
         raise UnsupportedError(f"{kept} is the profile of another drive than that of {drive.path}: run {command}")
     return profile
+
+
+def _nearest(path: str | Path) -> Path:
+    """*path*, or where it is yet to be made, the nearest directory above it that is there."""
+    absolute = Path(path).absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .config import AioConfig
+from .drive import describe
 from .errors import NoSpaceError, OffloadError, UsageError
 from .machine import available_bytes, gpu_count
 from .pool import PinnedPool
@@ -54,7 +55,7 @@ class Tier:
         self.aio = aio
         self.paths = tuple(paths)
         for path in paths:
-            Path(path).mkdir(parents=True, exist_ok=True)
+            _make_directory(path)
         self.store = TensorStore(list(paths), aio, weights=list(weights) or None, checksum=checksum)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.store.close)
@@ -205,6 +206,16 @@ def memory_size(value: object) -> int | Literal["auto"]:
     if nbytes < 1:
         raise ValueError(value)
     return nbytes
+
+
+def _make_directory(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        drive = describe(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be used: {error.strerror}; name a directory on the drive, that there is or that can be made") from None
+    if drive.is_memory:
+        _log.warning('%s is held in memory (%s): what goes there takes host memory beside "host_memory"', path, drive.filesystem)
 
 
 def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:

@@ -6,12 +6,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..config import AioConfig
-from ..drive import describe
-from ..errors import UsageError
 from ..tier import Tier
 from . import heartbeat
 from .settings import Settings, aio_config, nvme_paths, unread_aio_keys
@@ -31,20 +28,8 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
     with _lock:
         tier = _tiers.get(key)
         if tier is None:
-            for path in paths:
-                _make_directory(path)
             if unread := unread_aio_keys(ds_config):
                 _log.warning('nothing reads %s in the section "aio": is it misspelt?', ", ".join(map(repr, unread)))
             tier = _tiers[key] = Tier(paths, aio, host_memory=settings.host_memory, weights=settings.weights, checksum=settings.checksum)
     heartbeat.watch(tier)
     return tier
-
-
-def _make_directory(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        drive = describe(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be used: {error.strerror}; name a directory on the drive, that there is or that can be made") from None
-    if drive.is_memory:
-        _log.warning('%s is held in memory (%s): what goes there takes host memory beside "host_memory"', path, drive.filesystem)

@@ -52,7 +52,7 @@ def test_any_path_on_the_drive_finds_it_and_no_other(tmp_path: Path, mounted: Ca
     deep.mkdir(exist_ok=True)
     kept = profile_shelf.keep(profile_of(mounted("ext4")))
     assert (kept.parent, list(shelf.iterdir())) == (shelf, [kept])
-    assert AioConfig.for_path(deep) == SETTING.config()
+    assert AioConfig.for_path(deep) == AioConfig.for_path(deep / "not" / "there yet") == SETTING.config()
     assert AioConfig.for_path(str(deep), queue_depth=4) == dataclasses.replace(SETTING, queue_depth=4).config()
     for other in (tmp_path, mounted("ext4-4k")):
         with pytest.raises(UnsupportedError, match=f"no profile of the drive of {other} .* run `nvme-sweep {other}` first"):
@@ -95,9 +95,10 @@ def test_a_profile_without_a_drive_is_not_kept(tmp_path: Path, shelf: Path) -> N
     assert not shelf.exists()
 
 
-def test_a_missing_path_is_the_callers_to_see(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        AioConfig.for_path(tmp_path / "absent")
+def test_where_there_is_no_profile_the_nearest_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UnsupportedError, match=f"no profile of the drive of {tmp_path}/file "):
+        AioConfig.for_path(tmp_path / "file" / "below")
 
 
 def test_a_relative_xdg_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from nvme_offload import AioConfig, UnsupportedError, UsageError, zero3
+from nvme_offload import AioConfig, NVMeOptimizer, UnsupportedError, UsageError, save_on_nvme, zero3
 from nvme_offload.zero3.settings import Settings, aio_config, nvme_paths, refuse_what_wants_memory
 from nvme_offload.zero3.shared_tier import tier_of
 
@@ -145,14 +146,18 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=re.escape(str(tmp_path / wrong)) + " cannot be used: .*; name a directory on the drive"):
         tier_of({"nvme_offload": {"paths": [str(tmp_path / wrong)]}})
+    with pytest.raises(UsageError, match=r" cannot be used: .*; name a directory on the drive"):
+        NVMeOptimizer([torch.nn.Parameter(torch.ones(1))], paths=str(tmp_path / wrong))
+    with pytest.raises(UsageError, match=r" cannot be used: .*; name a directory on the drive"):
+        save_on_nvme(str(tmp_path / wrong))
 
 
 def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         tier_of({"nvme_offload": {"paths": [place], "backend": "posix"}, "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False}}).close()
     assert caplog.messages == [
-        f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
+        f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
     ]
 
 
