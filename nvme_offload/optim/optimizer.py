@@ -369,6 +369,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._lock, self._clock.running():
             for bundle in self._backward.complete(weight):
                 try:
+                    if not self._updated:
+                        self._take_up_states()
                     for piece in bundle.pieces:
                         _check_gradient(piece.weight)
                     self._update(bundle)

@@ -214,6 +214,22 @@ def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
         assert optimizer.stats().step == 5
 
 
+def test_state_may_be_reset(tmp_path):
+    results = []
+    for in_backward in (False, True):
+        net = model()
+        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=200_000, step_in_backward=in_backward) as optimizer:
+            for step in range(4):
+                if step == 2:
+                    optimizer.state.clear()
+                loss_of(net, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert {float(optimizer.state[parameter]["step"]) for parameter in net.parameters()} == {2.0}
+        results.append(list(net.parameters()))
+    assert differing(*results) == []
+
+
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles
 def test_compiled_autograd(tmp_path):
     results = []
