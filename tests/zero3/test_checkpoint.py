@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = 200
     return results
 
 
+def run_at_once(parts: list[list[Life]], directory: Path) -> Results:
+    """`run`, of each part in a process of its own."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return {name: result for results in pool.map(lambda lives: run(lives, directory), parts) for name, result in results.items()}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
@@ -73,7 +80,7 @@ def whole(place: Path) -> Results:
     for name in FROM_CPU:
         target = str(place / f"{name} cpu")
         lives.append(Life(f"{name} cpu", on_cpu(CASES[name]), ours=False, saves=[[2, target]]))
-    return run(lives, place)
+    return run_at_once([lives[::2], lives[1::2]], place)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +91,8 @@ def resumed(place: Path, whole: Results) -> Results:
     lives += [Life(f"{name} from cpu", CASES[name], first=2, load=str(place / f"{name} cpu")) for name in FROM_CPU]
     universal = CASES["groups"].but(groups=1)
     target = str(place / "universal")
-    lives += [Life("universal whole", universal, saves=[[2, target]])]
     converted = universal.but(top={"checkpoint": {"load_universal": True}})
-    lives += [Life("universal", converted, first=2, load=target, universal=target)]
+    by_universal = [Life("universal whole", universal, saves=[[2, target]]), Life("universal", converted, first=2, load=target, universal=target)]
     lives += [Life("weights only", CASES["both"], first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})]
     shutil.copytree(place / "states", place / "stock")
     (place / "stock" / "tag" / "offloaded_tensors").mkdir()
@@ -96,7 +102,7 @@ def resumed(place: Path, whole: Results) -> Results:
     lives += [
         Life("weights only to cpu", on_cpu(CASES["both"]), ours=False, first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})
     ]
-    return run(lives, place)
+    return run_at_once([lives[::2], [*lives[1::2], *by_universal]], place)
 
 
 CUTS = (("groups", 100_000), ("adagrad", 100_000), ("sign", 700))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,21 +32,25 @@ TRANSIENT = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return train([STREAMED], tmp_path_factory.mktemp("drive"), ours=False)[0]
+def disturbed(tmp_path_factory):
+    """The result of each of `TRANSIENT`, and "undisturbed" that of stock DeepSpeed; two processes at once."""
+    requests = {"undisturbed": {"ours": False}, **{name: {"faults": faults} for name, faults in TRANSIENT.items()}}
+    with ThreadPoolExecutor(2) as pool:
+        under_way = {name: pool.submit(train, [STREAMED], tmp_path_factory.mktemp("drive"), **request) for name, request in requests.items()}
+        return {name: training.result()[0] for name, training in under_way.items()}
 
 
 @pytest.mark.parametrize("faults", TRANSIENT)
-def test_what_passes_leaves_no_trace(tmp_path, undisturbed, faults):
-    (result,) = train([STREAMED], tmp_path, faults=TRANSIENT[faults])
-    assert differences(result, undisturbed) == []
+def test_what_passes_leaves_no_trace(disturbed, faults):
+    result = disturbed[faults]
+    assert differences(result, disturbed["undisturbed"]) == []
     assert result["traffic"]["bytes_read"] > 0
     assert result["traffic"]["retries"] > 0 or faults in ("late", "refused")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(EIO, "IOFailure"), (ENOSPC, "NoSpaceError")])
-@pytest.mark.parametrize("first", [0, 60])
-def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_path, error, kind, first):
+# At the first transfer, which is a write, and in the midst of a step.
+@pytest.mark.parametrize(("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")])
+def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_path, first, error, kind):
     began = time.monotonic()
     ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]], timeout=100)
     assert [rank.status for rank in ranks] == [0, 0], [rank.complaints for rank in ranks]
@@ -83,17 +88,17 @@ def test_a_drive_that_is_too_small_is_refused_before_the_first_step(mounted):
     assert '"paths"' in result["message"]
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({"host_mem": "1GB"}, "has the key 'host_mem'; the keys are backend, checksum, host_memory, paths, state_format, swappers, weights"),
-        ({"swappers": "fast"}, '"swappers" in "nvme_offload" must be one of "native", "deepspeed"'),
-    ],
-)
-def test_a_wrong_section_is_refused(tmp_path, section, said):
-    for case in train([Case(section=section), Case(section=section, parameters="nvme", zero_init=True)], tmp_path):
-        assert case["error"] == "UsageError"
-        assert said in case["message"]
+WRONG_SECTIONS = [
+    ({"host_mem": "1GB"}, "has the key 'host_mem'; the keys are backend, checksum, host_memory, paths, state_format, swappers, weights"),
+    ({"swappers": "fast"}, '"swappers" in "nvme_offload" must be one of "native", "deepspeed"'),
+]
+
+
+def test_a_wrong_section_is_refused(tmp_path):
+    cases = [(case.but(section=section), said) for section, said in WRONG_SECTIONS for case in (Case(), Case(parameters="nvme", zero_init=True))]
+    for result, (case, said) in zip(train([case for case, _ in cases], tmp_path), cases, strict=True):
+        assert result["error"] == "UsageError", case
+        assert said in result["message"]
 
 
 def test_deepspeeds_own_swappers_work_on_this_packages_op(tmp_path):
