@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from sweeps.blocks import Block
 
 
 class Shape(NamedTuple):
@@ -24,32 +25,11 @@ class Shape(NamedTuple):
         return self.batch * self.sequence * self.blocks * (24.0 * self.width**2 + 2.0 * self.sequence * self.width)
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each beside a way around it."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.before_attention = nn.LayerNorm(shape.width)
-        self.into = nn.Linear(shape.width, 3 * shape.width)
-        self.out = nn.Linear(shape.width, shape.width)
-        self.before_feed = nn.LayerNorm(shape.width)
-        self.up = nn.Linear(shape.width, 4 * shape.width)
-        self.down = nn.Linear(4 * shape.width, shape.width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A block's output for its input: batch, sequence, width."""
-        parts = self.into(self.before_attention(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.before_feed(x))))
-
-
 def make(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[nn.ModuleList, torch.Tensor]:
     """The blocks and a batch, the same in every call."""
     torch.manual_seed(0)
     with torch.device(device):
-        blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks)).to(dtype)
+        blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.blocks)).to(dtype)
         return blocks, torch.randn(shape.batch, shape.sequence, shape.width, dtype=dtype)
 
 

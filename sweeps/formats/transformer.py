@@ -1,4 +1,4 @@
-"""A character-level transformer as everybody writes it: pre-norm blocks of causal attention and a GELU network four times as wide, tied embeddings."""
+"""A character-level transformer as everybody writes it, with tied embeddings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import nn
 from torch.nn import functional
+
+from sweeps.blocks import Block
 
 VOCABULARY = 256
 
@@ -21,28 +23,6 @@ class Shape:
     context: int
 
 
-class Block(nn.Module):
-    """Attention and a network beside the residual stream."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.before_attention = nn.LayerNorm(shape.width)
-        self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
-        self.attended = nn.Linear(shape.width, shape.width)
-        self.before_network = nn.LayerNorm(shape.width)
-        self.widen = nn.Linear(shape.width, 4 * shape.width)
-        self.narrow = nn.Linear(4 * shape.width, shape.width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shapes: batch x context x width, in and out."""
-        batch, context, width = x.shape
-        query, key, value = self.query_key_value(self.before_attention(x)).view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attended(seen.transpose(1, 2).reshape(batch, context, width))
-        return x + self.narrow(functional.gelu(self.widen(self.before_network(x))))
-
-
 class Transformer(nn.Module):
     """Predicts the next byte."""
 
@@ -50,7 +30,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.letters = nn.Embedding(VOCABULARY, shape.width)
         self.places = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(Block(shape.width, shape.heads) for _ in range(shape.layers)))
         self.last = nn.LayerNorm(shape.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
