@@ -30,7 +30,8 @@ class save_on_nvme:
 
     Gradients are the same bits as without. Tensors of less than *min_bytes* stay on their device, and so do parameters and views of them, and what
     was found to outlive the step that saved it, such as a buffer: to keep it elsewhere would free nothing. A tensor that several operations save,
-    whole or in views, is written once. One that was modified in place since is an error in backward, as it is without hooks.
+    whole or in views, is written once. One that was modified in place since is an error in backward, as it is without hooks; what is modified
+    behind autograd's back (`Tensor.data`, NumPy) between two saves of it comes back as it was at the first.
 
     *host_memory*, bytes or a size such as "8GB", is the most pinned memory that is used; "auto" takes a share of what is available when this is made.
     What fits in it never touches a drive. A tensor larger than it stays on its device, with one warning. *aio* are the engine's settings: those that

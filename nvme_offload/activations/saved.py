@@ -17,16 +17,24 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a parameter or another leaf of the graph, or a view of one, and so is there anyway."""
     import torch
 
-    viewed = tensor if tensor._base is None else tensor._base
+    viewed = counter_of(tensor)
     return isinstance(viewed, torch.nn.Parameter) or (viewed.is_leaf and viewed.requires_grad)
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that counts modifications with *tensor*: itself, or what it is a view of. Others on its storage may count for themselves.
+
+    So do those of `Tensor.data`, and of the gates of a GRU (`unsafe_chunk`): the same version of two of them need not be the same bytes.
+    """
+    return tensor if tensor._base is None else tensor._base
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is no more than its storage, dtype, size and stride say."""
     import torch
 
-    special = type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
-    return not (special or tensor.is_conj() or tensor.is_neg())
+    special = type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return not (special or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -69,7 +77,7 @@ class Stayed:
 
     def restore(self) -> torch.Tensor:
         """The tensor. Raises: RuntimeError when it was modified since."""
-        _check(self._tensor._version, self._version, f"{self._tensor.dtype} of {list(self._tensor.shape)}")
+        _check(self._tensor._version, self._version, f"{self._tensor.dtype}, {self._tensor.numel()} elements")  # a nested one has no shape
         return self._tensor
 
 
@@ -132,7 +140,8 @@ class Moved:
 
         first = (self._begin - offset) // self._like.element_size()
         tensor: Any = torch.empty(0, dtype=self._like.dtype, device=storage.device)
-        restored: torch.Tensor = tensor.set_(storage, first, self._size, self._stride)
+        restored = self._like.detach()  # a backward that modifies it is counted, and found out by whoever needs it later
+        restored.data = tensor.set_(storage, first, self._size, self._stride)
         return restored
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import os
 import threading
 import time
 import warnings
@@ -17,7 +18,7 @@ from ..errors import UsageError
 from ..units import format_bytes
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
-from .saved import Moved, Packed, Parts, Stayed, is_distributed, is_plain, is_weight, span
+from .saved import Moved, Packed, Parts, Stayed, counter_of, is_distributed, is_plain, is_weight, span
 from .storages import Storages, Value, bytes_of, weak_reference
 
 if TYPE_CHECKING:
@@ -80,12 +81,14 @@ class Shelf:
         self._asked_bytes = 0  # of the tier
         self._told_too_large = False
         self._closed = False
+        self._process_id = os.getpid()
         self._stats = ActivationStats()
         # A copy under way must not lose its place; the tier, which is older than this, is closed after it.
         self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
 
     def begin(self) -> None:
-        """A forward pass begins. Raises: UsageError when closed."""
+        """A forward pass begins. Raises: UsageError when closed, and in a process forked since this was made."""
+        self._check_process()
         with self._lock:
             self._check_open()
             self._collect()
@@ -95,11 +98,11 @@ class Shelf:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError; UsageError when closed."""
-        if is_weight(tensor):
+        if is_weight(tensor) or os.getpid() != self._process_id:  # the worker of a DataLoader has neither the memory nor the engine
             return Stayed(tensor)
         if is_distributed(tensor):
-            return Parts(tensor, lambda part: self._pack(part, tensor._version))  # its parts do not count how often it was modified
-        return self._pack(tensor, tensor._version)
+            return Parts(tensor, lambda part: self._pack(part, counter_of(tensor)))  # its parts do not count how often it was modified
+        return self._pack(tensor, counter_of(tensor))
 
     def unpack(self, saved: Packed) -> torch.Tensor:
         """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's errors; UsageError when closed."""
@@ -110,6 +113,7 @@ class Shelf:
         if isinstance(saved, Parts):
             return saved.restore(self.unpack)
         saved.check()
+        self._check_process()
         with self._lock, torch.no_grad():
             self._check_open()
             self._collect()
@@ -155,7 +159,7 @@ class Shelf:
     def __repr__(self) -> str:
         return f"{', '.join(self._tier.paths)}: {'closed' if self._closed else f'{format_bytes(self._stats.alive_bytes)} of saved tensors'}"
 
-    def _pack(self, tensor: torch.Tensor, version: int) -> Packed:
+    def _pack(self, tensor: torch.Tensor, counter: torch.Tensor) -> Packed:
         import torch
 
         autograd: Any = torch.autograd  # not all of it is in its stub
@@ -172,9 +176,9 @@ class Shelf:
             storage = tensor.untyped_storage()
             if self._storages.lasts(storage):
                 return Stayed(tensor)
-            value = self._storages.find(storage, version, begin, end)
+            value = self._storages.find(storage, counter, begin, end)
             if value is None:
-                value = self._save(storage, version, begin, end)
+                value = self._save(storage, counter, begin, end)
             else:
                 self._count(shared_bytes=end - begin)
             value.users += 1
@@ -183,14 +187,14 @@ class Shelf:
             self._values[number] = value
             return Moved(tensor, number, self._gone)
 
-    def _save(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> Value:
+    def _save(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value:
         with self._counted("forward_wait_seconds"):
             self._grow(end - begin)
             if self._free_numbers:
                 number = heapq.heappop(self._free_numbers)  # the lowest: so a step has the names of the one before
             else:
                 number, self._numbers = self._numbers, self._numbers + 1
-            value = Value(number, begin, end, version, storage.device, weak_reference(storage))
+            value = Value(number, begin, end, counter._version, storage.device, weak_reference(storage), weakref.ref(counter))
             try:
                 place = self._with_room(lambda: self._tier.swapper.create(value.name, value.nbytes))
             except BaseException:
@@ -331,6 +335,10 @@ class Shelf:
             yield
         finally:
             self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + time.perf_counter() - started})
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise UsageError("save_on_nvme belongs to the process that this one was forked from: make one here")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """The bytes from *begin* to *end* of the storage *source*, as they were at its *version*; *users* saved tensors are on them.
+    """The bytes from *begin* to *end* of the storage *source*, as they were at the *version* of the tensor *counter*; *users* saved tensors are on them.
 
     copy: between the device and the place in the swapper, which is in use as long. memory: with the bytes that came back, where they are to stay on
-    the device, and *filled* the copy that fills it. source, restored: weak references to the storages of the original and of *memory*.
+    the device, and *filled* the copy that fills it. source, restored: weak references to the storages of the original and of *memory*. counter: one to
+    the tensor that counts modifications, which others on the storage may not be counted by.
     """
 
     number: int
@@ -25,6 +27,7 @@ class Value:
     version: int
     device: torch.device
     source: Any
+    counter: weakref.ref[torch.Tensor]
     users: int = 0
     copy: Copy | None = None
     memory: torch.Tensor | None = None
@@ -72,10 +75,10 @@ class Storages:
         if not value.source.expired():
             self._outliving[address] = value.source
 
-    def find(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> Value | None:
-        """The value that has these bytes."""
+    def find(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value | None:
+        """The value that has these bytes, as far as *counter* can tell."""
         for value in self._values.get(storage._cdata, ()):
-            if value.version == version and value.begin <= begin and end <= value.end:
+            if value.counter() is counter and value.version == counter._version and value.begin <= begin and end <= value.end:
                 return value
         return None
 

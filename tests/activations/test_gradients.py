@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from activation_models import MODELS, gradients, made, same
@@ -58,6 +60,22 @@ def test_under_autocast(make: Make) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = gradients(model, x)
         assert same(gradients(model, x, make(host_memory=200_000)), expected)
+
+
+def test_the_gates_of_a_recurrent_layer_which_share_memory_but_not_the_count_of_modifications(make: Make) -> None:
+    torch.manual_seed(3)
+    model, x = torch.nn.GRU(16, 32, num_layers=2), torch.randn(20, 8, 16)
+
+    def step(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        with context:
+            loss = model(x)[0].sin().sum()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = step(contextlib.nullcontext())
+    for host_memory in (96 << 10, 8 << 20):
+        assert same(step(make(host_memory=host_memory)), expected)
 
 
 def test_weights_stay_where_they_are_frozen_or_not(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +275,29 @@ def test_memory_and_files_go_with_the_last_who_needs_them(tmp_path: Path) -> Non
     assert closed.alive
     del loss
     assert not closed.alive
+
+
+def in_a_child(offload: save_on_nvme, loss: torch.Tensor, expected: list[torch.Tensor]) -> None:
+    assert same(gradients(*made("layers")), expected)
+    for refused in (offload.__enter__, loss.backward):
+        with pytest.raises(UsageError, match="save_on_nvme belongs to the process"):
+            refused()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_in_its_own_memory(make: Make) -> None:
+    model, x = made("layers")
+    expected = gradients(model, x)
+    model.zero_grad(set_to_none=True)
+    offload = make()
+    with offload:
+        loss = loss_of(model, x, 1)
+        child = multiprocessing.get_context("fork").Process(target=in_a_child, args=[offload, loss, expected])
+        child.start()
+        child.join()
+    assert child.exitcode == 0
+    loss.backward()
+    assert same(trained(model), expected)
 
 
 def test_a_closed_context_is_not_entered(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def bits(tensor: torch.Tensor) -> bytes:
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_has_no_size_or_no_memory_stays(make: Make) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(20, 64), torch.randn(30, 64)])
+    shelf = make()._shelf
+    back = shelf.unpack(shelf.pack(nested))
+    assert all(torch.equal(one, other) for one, other in zip(back.unbind(), nested.unbind(), strict=True))
+    assert shelf.unpack(shelf.pack(torch._efficientzerotensor((PAGE,))))._is_zerotensor()
+
+
 def test_parts_of_one_tensor_are_one_write(make: Make) -> None:
     offload = make(host_memory=1 << 20)
     whole = storage(12 * PAGE).view(64, -1)
@@ -146,6 +155,55 @@ def test_a_tensor_that_was_changed_between_its_saves_is_saved_again(make: Make) 
     assert torch.equal(Keep.seen[0], first + 1)
     del result
     Keep.seen.clear()
+
+
+def test_what_is_modified_behind_a_tensor_that_was_saved_is_saved_again(make: Make) -> None:
+    offload = make(host_memory=1 << 20)
+    first = storage(PAGE)
+    second = first.data  # the same memory, and another count
+    through = torch.zeros((), requires_grad=True)
+    with offload:
+        Keep.apply(through, first)
+        first.add_(1)
+        result = Keep.apply(through, second)
+    expected = first.clone()
+    del first, second
+    result.backward()
+    assert torch.equal(Keep.seen[0], expected)
+    del result
+    Keep.seen.clear()
+
+
+class Doubling(torch.autograd.Function):
+    """Its backward modifies what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.mul_(2)
+
+
+@pytest.mark.parametrize("size", [PAGE, 10])
+@pytest.mark.parametrize("held", [True, False])
+def test_what_a_backward_modifies_in_place_is_an_error_for_who_needs_it_later_as_without_hooks(size: int, held: bool, make: Make) -> None:
+    def step() -> torch.Tensor:
+        y = torch.randn(size, requires_grad=True) * 1.0
+        if held:
+            keep.append(y)
+        return (y.sin().sum() + Doubling.apply(y).sum()) * 1.0  # Doubling goes back first
+
+    keep: list[torch.Tensor] = []
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step().backward()
+    with make(host_memory=1 << 20):
+        loss = step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("size", [PAGE, 10])
