@@ -10,6 +10,7 @@
 #include <system_error>
 #include <vector>
 
+#include "codec.h"
 #include "engine.h"
 #include "failure.h"
 #include "file.h"
@@ -314,6 +315,11 @@ std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> 
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
 
+template <typename T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
@@ -400,4 +406,32 @@ PYBIND11_MODULE(_aio, module) {
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);
+
+  // Of memory by its address; *count* elements, which nobody else touches meanwhile.
+  module.def(
+      "split",
+      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count, unsigned threads) {
+        without_gil([&] { return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint16_t>(low), count, threads), true; });
+      },
+      "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
+  module.def(
+      "join",
+      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count, unsigned threads) {
+        without_gil([&] { return join(at<std::uint16_t>(working), at<std::uint16_t>(low), at<std::uint32_t>(master), count, threads), true; });
+      },
+      "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
+  module.def(
+      "encode",
+      [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents, std::size_t count, bool is_signed, std::uintptr_t table, std::uintptr_t factors,
+         std::uintptr_t summands, unsigned threads) {
+        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors), at<std::uint32_t>(summands)};
+        without_gil([&] { return encode(at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents), count, is_signed, randoms, threads), true; });
+      },
+      "values"_a, "codes"_a, "exponents"_a, "count"_a, "signed"_a, "table"_a, "factors"_a, "summands"_a, "threads"_a);
+  module.def(
+      "decode",
+      [](std::uintptr_t codes, std::uintptr_t exponents, std::uintptr_t values, std::size_t count, bool is_signed, unsigned threads) {
+        without_gil([&] { return decode(at<std::uint8_t>(codes), at<std::uint8_t>(exponents), at<float>(values), count, is_signed, threads), true; });
+      },
+      "codes"_a, "exponents"_a, "values"_a, "count"_a, "signed"_a, "threads"_a);
 }

@@ -18,6 +18,8 @@ second moment moves by a thousandth a step, and codes are an eighth to a sixteen
 that is multiplied and shifted by a hash of seed and place: the same seed gives the same codes, on every device.
 
 A block that holds an infinity or a NaN, or a magnitude of 1.6e38 or more, comes back as NaN, all of it: a fault must not become a number.
+
+On the CPU the extension does all this in one pass over memory (aio/codec.h); elsewhere torch's operations do it, to the same bits.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from .. import _aio
 from ..errors import UnsupportedError
-from .split import chunk_elements
+from .split import CHUNK
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +55,7 @@ _CODE_ZERO = (127 - 15) << 23  # what an fp32 pattern is less, once it is cut to
 _TOP_OCTAVE = {True: 0, False: 15}  # where the block's largest value is put among float16's, by signed
 _LEAST_EXPONENT = 32  # of a block, so that neither its scale nor its values are fp32's denormals
 _NOT_FINITE = 255
+_INFINITY = 0x7F800000
 _ROW = 1 << 16  # elements that one shift of the random table serves
 
 
@@ -66,17 +70,42 @@ def is_signed(key: str, optimizer: str) -> bool:
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...]) -> None:
-    """Round *values* into *codes*, with an exponent for every block. Shapes: flat; float32, uint8 of the same size, uint8 for each `BLOCK` begun."""
+    """Round *values* into *codes*, with an exponent for every block.
+
+    Shapes: flat, contiguous; float32, uint8 of the same size, uint8 for each `BLOCK` begun.
+    """
+    import torch
+
+    if not values.is_cpu:
+        encode_by_torch(values, codes, exponents, signed=signed, seed=seed)
+        return
+    count, table = values.numel(), _table(values.device)
+    factors, summands = _keys(-(-count // _ROW), seed, values.device)
+    randoms = table.data_ptr(), factors.data_ptr(), summands.data_ptr()
+    _aio.encode(values.data_ptr(), codes.data_ptr(), exponents.data_ptr(), count, signed, *randoms, torch.get_num_threads())
+
+
+def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
+    """The *values* of *codes*. Shapes: as in `encode`."""
+    import torch
+
+    if values.is_cpu:
+        _aio.decode(codes.data_ptr(), exponents.data_ptr(), values.data_ptr(), values.numel(), signed, torch.get_num_threads())
+    else:
+        decode_by_torch(codes, exponents, values, signed=signed)
+
+
+def encode_by_torch(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...]) -> None:
+    """`encode` on any device."""
     import torch
 
     device = values.device
     values = values.view(-1)
-    chunk = chunk_elements(device)
     factors, summands = _keys(-(-values.numel() // _ROW), seed, device)
-    size = min(chunk, -(-values.numel() // BLOCK) * BLOCK)
+    size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
-    for start in range(0, values.numel(), chunk):
-        part = values[start : start + chunk]
+    for start in range(0, values.numel(), CHUNK):
+        part = values[start : start + CHUNK]
         count = part.numel()
         if count % BLOCK:
             part = torch.nn.functional.pad(part, (0, -count % BLOCK))
@@ -95,28 +124,27 @@ def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *
         else:
             torch.maximum(a, torch.sign(part, out=b).mul_(_LEAST_NORMAL), out=a)
         bits.add_(_randoms(random, factors[start // _ROW :], summands[start // _ROW :]))
-        bits.bitwise_right_shift_(_DROPPED)
         if signed:
-            sign = torch.bitwise_right_shift(part.view(torch.int32), 24, out=random)
-            bits.bitwise_or_(sign.bitwise_and_(0x80))
-        else:
+            sign = torch.bitwise_right_shift(part.view(torch.int32), 24 - _DROPPED, out=random)
+            bits.bitwise_or_(sign.bitwise_and_(0x80 << _DROPPED))
+        bits.view(-1, BLOCK).bitwise_right_shift_(torch.full_like(exponent, _DROPPED).masked_fill_(exponent == _NOT_FINITE, 31)[:, None])
+        if not signed:
             bits.clamp_(min=0)  # zero, which is far below every code
         codes[start : start + count].copy_(bits[:count])
 
 
-def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
-    """The *values* of *codes*. Shapes: as in `encode`."""
+def decode_by_torch(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
+    """`decode` on any device."""
     import torch
 
     fields = exponents.to(torch.int32)
     scales = ((fields.clamp(min=_LEAST_EXPONENT) - _TOP_OCTAVE[signed]) << 23).view(torch.float32)
     scales.masked_fill_(fields == _NOT_FINITE, torch.nan)
-    chunk = chunk_elements(values.device)
-    halves = torch.empty(min(chunk, values.numel()), dtype=torch.int16, device=values.device)
-    for start in range(0, values.numel(), chunk):
-        part = values[start : start + chunk]
+    halves = torch.empty(min(CHUNK, values.numel()), dtype=torch.int16, device=values.device)
+    for start in range(0, values.numel(), CHUNK):
+        part = values[start : start + CHUNK]
         half = halves[: part.numel()]
-        half.copy_(codes[start : start + chunk].view(torch.int8 if signed else torch.uint8)).bitwise_left_shift_(7)
+        half.copy_(codes[start : start + CHUNK].view(torch.int8 if signed else torch.uint8)).bitwise_left_shift_(7)
         if signed:
             half.bitwise_and_(~0x4000)  # what the sign left there as it was shifted
         part.copy_(half.view(torch.float16))
@@ -133,7 +161,8 @@ def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
 
     least, most = blocks.amin(dim=1), blocks.amax(dim=1)  # NaN where there is any; five times as fast as aminmax
     most = torch.maximum(most, -least) if signed else most.masked_fill_(least < 0, torch.nan)
-    exponent = (most.view(torch.int32) & 0x7FFFFFFF).add_(_STEP - 1).bitwise_right_shift_(23).clamp_(min=_LEAST_EXPONENT)
+    magnitude = (most.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)  # or rounding would take a NaN out of the range of int32
+    exponent = magnitude.add_(_STEP - 1).bitwise_right_shift_(23).clamp_(min=_LEAST_EXPONENT)
     return exponent.masked_fill_(exponent >= 254, _NOT_FINITE)
 
 

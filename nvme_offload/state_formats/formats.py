@@ -125,19 +125,20 @@ class StateFormat:
         The master is None where the working weight is its own. With "exact" all of them are views of *buffer*; with "split" the states are, and the
         master is new memory; with "compact" all are new. A buffer of zeros means states of zero, and (but for "exact") the working weights as masters.
         Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bundle's weights as `pack` left them, contiguous, in order, on that device.
-        memory: flat, float32, at least `unpacked_elements` of them, to be used again and again for what is not a view of *buffer*: on the CPU new memory
-        costs more than all else here.
+        memory: flat, contiguous, float32, at least `unpacked_elements` of them, to be used again and again for what is not a view of *buffer*: on the CPU
+        new memory costs more than all else here.
         A working weight that was changed since gets its master's low bits: a master within one step of bfloat16 of it.
         Raises: UsageError where shapes do not fit.
         """
         import torch
 
         _check(layout, buffer)
+        needed = self.unpacked_elements(layout)
         if memory is None:
-            memory = torch.empty(self.unpacked_elements(layout), dtype=torch.float32, device=buffer.device)
-        elif memory.dtype != torch.float32 or memory.dim() != 1 or memory.numel() < self.unpacked_elements(layout):
-            raise UsageError(f"memory to unpack to must be flat, float32, at least {self.unpacked_elements(layout)} elements")
-        fresh = iter(memory[: self.unpacked_elements(layout)].view(-1, layout.numel)) if layout.numel else itertools.repeat(memory[:0])
+            memory = torch.empty(needed, dtype=torch.float32, device=buffer.device)
+        elif (memory.dtype, memory.dim(), memory.device) != (torch.float32, 1, buffer.device) or memory.numel() < needed or not memory.is_contiguous():
+            raise UsageError(f"memory to unpack to must be flat, float32, contiguous, at least {needed} elements on {buffer.device}")
+        fresh = iter(memory[:needed].view(-1, layout.numel)) if layout.numel else itertools.repeat(memory[:0])
         master = None
         if layout.master is not None:
             kept = layout.master.of(buffer)
@@ -174,7 +175,7 @@ class StateFormat:
         import torch
 
         _check(layout, buffer)
-        _check_values(layout, master, states)
+        _check_values(layout, buffer.device, master, states)
         if master is not None and layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
@@ -226,7 +227,7 @@ def _check(layout: Layout, buffer: torch.Tensor) -> None:
         raise UsageError(f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}")
 
 
-def _check_values(layout: Layout, master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
+def _check_values(layout: Layout, device: torch.device, master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     if (master is None) != (layout.master is None):
@@ -237,8 +238,10 @@ def _check_values(layout: Layout, master: torch.Tensor | None, states: Mapping[s
     if master is not None:
         values["master"] = (master, torch.float32)
     for name, (tensor, dtype) in values.items():
-        if tensor.dtype != dtype or tensor.numel() != layout.numel or not tensor.is_contiguous():
-            raise UsageError(f"the {name} is {tensor.numel()} of {tensor.dtype}; it must be contiguous, {layout.numel} of {dtype}")
+        if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, layout.numel, device) or not tensor.is_contiguous():
+            raise UsageError(
+                f"the {name} is {tensor.numel()} of {tensor.dtype} on {tensor.device}; it must be contiguous, {layout.numel} of {dtype} on {device}"
+            )
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -253,7 +256,9 @@ def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch
 def _pieces(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """Each of the *working* weights, flat, with its part of each of the *flat* tensors."""
     sizes = [weight.numel() for weight in working]
-    if sum(sizes) != layout.numel or any(weight.dtype != layout.working_dtype or not weight.is_contiguous() for weight in working):
-        raise UsageError(f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all; they have {sum(sizes)}")
+    devices = {tensor.device for tensor in (*working, *flat)}
+    alike = all(weight.dtype == layout.working_dtype and weight.is_contiguous() for weight in working)
+    if sum(sizes) != layout.numel or len(devices) > 1 or not alike:
+        raise UsageError(f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all, on the buffer's device; they have {sum(sizes)}")
     parts = [tensor.view(-1).split_with_sizes(sizes) for tensor in flat]
     return [(weight.detach().view(-1), *part) for weight, *part in zip(working, *parts, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.state_formats.split import join, split
+from nvme_offload.state_formats.split import join, join_by_torch, split, split_by_torch
 
 INFINITY = 0x7F800000
 LOWS = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]  # nothing, just above it, just below, at and just above a tie, just below the next
@@ -18,13 +18,19 @@ HIGHS += [0x8000 | high for high in HIGHS]
 
 
 def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The working weights of the masters of these patterns, and the patterns that come back."""
-    working = torch.empty(bits.numel(), dtype=torch.bfloat16)
-    low = torch.empty(bits.numel(), dtype=torch.int16)
-    back = torch.empty(bits.numel(), dtype=torch.float32)
-    split(bits.view(torch.float32), working, low)
-    join(working, low, back)
-    return working, back.view(torch.int32)
+    """The working weights of the masters of these patterns, and the patterns that come back; the same by the extension and by torch's operations."""
+    found = []
+    for there, home in ((split, join), (split_by_torch, join_by_torch)):
+        working = torch.empty(bits.numel(), dtype=torch.bfloat16)
+        low = torch.empty(bits.numel(), dtype=torch.int16)
+        back = torch.empty(bits.numel(), dtype=torch.float32)
+        there(bits.view(torch.float32), working, low)
+        home(working, low, back)
+        found.append((working, low, back.view(torch.int32)))
+    for ours, reference in zip(*found, strict=True):
+        assert torch.equal(ours.view(torch.uint8), reference.view(torch.uint8))
+    working, _, back = found[0]
+    return working, back
 
 
 def check(bits: torch.Tensor) -> None:
@@ -63,6 +69,17 @@ def test_any_patterns_side_by_side(patterns):
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_numbers_come_back_as_numbers(numbers):
     check(torch.tensor(numbers, dtype=torch.float32).view(torch.int32))
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0xFFFF])
+def test_working_weights_that_were_changed_are_joined_alike(low):
+    # Every working weight, beside low bits that it was not split from.
+    working = as_bits(torch.arange(1 << 16)).to(torch.int16).view(torch.bfloat16)
+    lows = torch.full((1 << 16,), low, dtype=torch.int32).to(torch.int16)
+    ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)
+    join(working, lows, ours)
+    join_by_torch(working, lows, reference)
+    assert torch.equal(ours.view(torch.int32), reference.view(torch.int32))
 
 
 def test_ties_go_away_from_zero_and_come_back():

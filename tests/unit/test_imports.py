@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "store": PURE | {"engine", "slabs", "snapshot", "values"},
     "swapper": PURE | {"pool", "store"},
     "tier": PURE | {"pool", "store", "swapper"},
-    "state_formats": PURE,
+    "state_formats": PURE | {"_aio"},
     "optim": PURE | {"state_formats", "swapper", "tier"},
     "activations": PURE | {"swapper", "tier"},
     "zero3": PURE | {"engine", "pool", "state_formats", "store", "swapper", "tier"},

@@ -416,7 +416,11 @@ def test_what_does_not_fit_the_layout_is_refused_and_changes_nothing():
     refused("the states are", states={"exp_avg": states["exp_avg"]})
     refused("master is 999", master=master[1:])
     refused("'exp_avg_sq' is 998", states={**states, "exp_avg_sq": states["exp_avg_sq"][2:]})
+    refused("master is 1000 of torch.float32 on meta", master=master.to("meta"))
+    refused("on the buffer's device", working=[weight.to("meta") for weight in working])
     refused("'exp_avg' is 1000 of torch.float64", states={**states, "exp_avg": states["exp_avg"].double()})
+    with pytest.raises(UsageError, match="float32, contiguous"):
+        format.unpack(layout, buffer, working, torch.empty(2000)[::2])
     assert torch.equal(buffer, before)
 
 

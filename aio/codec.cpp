@@ -1,0 +1,207 @@
+#include "codec.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <future>
+#include <limits>
+#include <system_error>
+#include <vector>
+
+// One version for each kind of processor, of which the loader takes what fits; a sanitizer's runtime is not there yet when the loader asks.
+#if defined(__x86_64__) && defined(__GLIBC__) && __has_attribute(target_clones) && !defined(NVME_OFFLOAD_SANITIZED)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+#define INLINE inline __attribute__((always_inline))  // so that it is compiled for the caller's processor
+
+namespace nvme_offload {
+namespace {
+
+constexpr std::size_t kBlock = 256;  // values that share an exponent
+constexpr std::uint32_t kInfinity = 0x7f800000;
+constexpr std::uint32_t kMagnitude = 0x7fffffff;
+constexpr std::uint32_t kOctave = 1U << 23;                // what an fp32 pattern grows by from one octave to the next
+constexpr std::uint32_t kDropped = 20;                     // bits of fp32's mantissa that go
+constexpr std::uint32_t kCodeZero = (127 - 15) * kOctave;  // what an fp32 pattern is less, once it is cut to a code
+constexpr float kLeastNormal = 1.0F / (1 << 14);           // of an IEEE half
+constexpr std::uint32_t kHalfInfinity = 0xf8;              // the code of one
+constexpr std::uint32_t kLeastExponent = 32;
+constexpr std::uint32_t kNotFinite = 255;
+constexpr std::uint32_t top_octave(bool is_signed) { return is_signed ? 0 : 15; }
+
+template <typename To, typename From>
+INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+/// Calls *work* with the begin and the end of each part of *count* elements, on up to *threads* threads.
+///
+/// They are those of the OpenMP runtime that the process has, which is torch's: after each parallel loop they spin for milliseconds before they
+/// sleep, and threads of our own would share the processors with them, which took twice the time. A sanitizer does not see how they wait for each
+/// other. Source: GOMP_parallel in libgomp's ABI, which LLVM's and Intel's runtimes have too; OMP_WAIT_POLICY and GOMP_SPINCOUNT in its manual.
+template <typename Work>
+void in_parts(std::size_t count, unsigned threads, const Work& work) {
+  struct Loop {
+    const Work& work;
+    const std::size_t count;
+    std::atomic<std::size_t> next{0};
+
+    static void run(void* address) {
+      Loop& self = *static_cast<Loop*>(address);
+      for (std::size_t begin; (begin = self.next.fetch_add(kRow, std::memory_order_relaxed)) < self.count;) {
+        self.work(begin, std::min(begin + kRow, self.count));
+      }
+    }
+  } loop{work, count};
+  const auto most = static_cast<unsigned>(std::min<std::size_t>(threads, (count + kRow - 1) / kRow));
+#ifndef NVME_OFFLOAD_SANITIZED
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  static const auto openmp = reinterpret_cast<Parallel>(::dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  if (openmp != nullptr && most > 1) {
+    openmp(Loop::run, &loop, most, 0);
+    return;
+  }
+#endif
+  std::vector<std::future<void>> others;
+  try {
+    while (others.size() + 1 < most) others.push_back(std::async(std::launch::async, &Loop::run, &loop));
+  } catch (const std::system_error&) {  // no more threads: those that there are do it
+  }
+  Loop::run(&loop);
+}
+
+FOR_EACH_PROCESSOR void split_part(const std::uint32_t* __restrict master, std::uint16_t* __restrict working, std::uint16_t* __restrict low,
+                                   std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t bits = master[i];
+    const std::uint32_t upper = bits >> 16;
+    const std::uint32_t quiet = (upper & 0x7f) == 0 ? upper | 0x40 : upper;
+    const bool is_nan = (bits & kMagnitude) > kInfinity;
+    working[i] = static_cast<std::uint16_t>(is_nan ? quiet : (bits + 0x8000) >> 16);
+    low[i] = static_cast<std::uint16_t>(bits);
+  }
+}
+
+FOR_EACH_PROCESSOR void join_part(const std::uint16_t* __restrict working, const std::uint16_t* __restrict low, std::uint32_t* __restrict master,
+                                  std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t upper = static_cast<std::uint32_t>(working[i]) << 16;
+    const std::uint32_t lower = low[i];
+    const bool is_nan = (upper & kMagnitude) > kInfinity;
+    master[i] = upper + lower - (is_nan || lower < 0x8000 ? 0 : 0x10000);
+  }
+}
+
+/// fp32's exponent field of the block's largest magnitude once it is rounded up; kNotFinite where values are not what they should be.
+template <bool is_signed>
+INLINE std::uint32_t exponent_of(const float* values) {
+  std::uint32_t largest = 0;
+  std::uint32_t negative = 0;  // the highest bit
+  for (std::size_t i = 0; i < kBlock; ++i) {
+    const auto bits = bits_as<std::uint32_t>(values[i]);
+    const std::uint32_t magnitude = bits & kMagnitude;
+    largest = std::max(largest, magnitude);
+    negative |= bits & (0U - magnitude);  // whose highest bit is set but for zero
+  }
+  const std::uint32_t exponent = std::max((largest + (1U << kDropped) - 1) / kOctave, kLeastExponent);
+  return exponent >= 254 || (!is_signed && negative > kMagnitude) ? kNotFinite : exponent;
+}
+
+template <bool is_signed>
+INLINE std::uint8_t encode_block(const float* __restrict values, std::uint8_t* __restrict codes, const std::uint32_t* __restrict table, std::uint32_t factor,
+                                 std::uint32_t summand) {
+  const std::uint32_t exponent = exponent_of<is_signed>(values);
+  if (exponent == kNotFinite) {
+    std::memset(codes, 0, kBlock);
+    return kNotFinite;
+  }
+  const auto scale = bits_as<float>((254 + top_octave(is_signed) - exponent) * kOctave);
+  for (std::size_t i = 0; i < kBlock; ++i) {
+    const auto bits = bits_as<std::uint32_t>(values[i]);
+    const std::uint32_t random = ((table[i] * factor + summand) ^ 0x80000000) >> (32 - kDropped);
+    const std::uint32_t magnitude = bits & kMagnitude;
+    const float scaled = bits_as<float>(magnitude) * scale;
+    // With a sign, above the least normal the logarithm's steps and below it even ones, whichever is more; without, nothing but zero is below it.
+    const std::uint32_t even = bits_as<std::uint32_t>(scaled + kLeastNormal) - kOctave;
+    const std::uint32_t held_up = magnitude != 0 ? bits_as<std::uint32_t>(kLeastNormal) : kCodeZero;
+    const std::uint32_t cut = (std::max(bits_as<std::uint32_t>(scaled), is_signed ? even : held_up) - kCodeZero + random) >> kDropped;
+    codes[i] = static_cast<std::uint8_t>(is_signed ? cut | (bits >> 31 << 7) : cut);
+  }
+  return static_cast<std::uint8_t>(exponent);
+}
+
+FOR_EACH_PROCESSOR void encode_part(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed,
+                                    const std::uint32_t* table, std::uint32_t factor, std::uint32_t summand) {
+  for (; count >= kBlock; count -= kBlock, values += kBlock, codes += kBlock, table += kBlock) {
+    *exponents++ = is_signed ? encode_block<true>(values, codes, table, factor, summand) : encode_block<false>(values, codes, table, factor, summand);
+  }
+  if (count != 0) {
+    std::array<float, kBlock> padded{};
+    std::array<std::uint8_t, kBlock> cut;
+    std::copy_n(values, count, padded.begin());
+    *exponents = is_signed ? encode_block<true>(padded.data(), cut.data(), table, factor, summand)
+                           : encode_block<false>(padded.data(), cut.data(), table, factor, summand);
+    std::copy_n(cut.begin(), count, codes);
+  }
+}
+
+template <bool is_signed>
+INLINE void decode_block(const std::uint8_t* __restrict codes, std::uint32_t exponent, float* __restrict values) {
+  const std::uint32_t field = std::max(exponent, kLeastExponent) - top_octave(is_signed);
+  const auto scale = exponent == kNotFinite ? std::numeric_limits<float>::quiet_NaN() : bits_as<float>(field * kOctave);
+  for (std::size_t i = 0; i < kBlock; ++i) {
+    const std::uint32_t code = codes[i];
+    const std::uint32_t magnitude = is_signed ? code & 0x7f : code;
+    // As an IEEE half is widened, whatever the processor does to denormals: below the least normal the steps are even.
+    const std::uint32_t bits = (magnitude << kDropped) + kCodeZero;
+    const auto even = bits_as<std::uint32_t>(bits_as<float>(bits + kOctave) - kLeastNormal);
+    const std::uint32_t infinity = magnitude < kHalfInfinity ? 0 : kInfinity;
+    const std::uint32_t sign = is_signed ? code >> 7 << 31 : 0;
+    values[i] = bits_as<float>(std::min(bits, even) | infinity | sign) * scale;
+  }
+}
+
+FOR_EACH_PROCESSOR void decode_part(const std::uint8_t* codes, const std::uint8_t* exponents, float* values, std::size_t count, bool is_signed) {
+  for (; count >= kBlock; count -= kBlock, codes += kBlock, values += kBlock, ++exponents) {
+    is_signed ? decode_block<true>(codes, *exponents, values) : decode_block<false>(codes, *exponents, values);
+  }
+  if (count != 0) {
+    std::array<std::uint8_t, kBlock> padded{};
+    std::array<float, kBlock> whole;
+    std::copy_n(codes, count, padded.begin());
+    is_signed ? decode_block<true>(padded.data(), *exponents, whole.data()) : decode_block<false>(padded.data(), *exponents, whole.data());
+    std::copy_n(whole.begin(), count, values);
+  }
+}
+
+}  // namespace
+
+void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* low, std::size_t count, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) { split_part(master + begin, working + begin, low + begin, end - begin); });
+}
+
+void join(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t* master, std::size_t count, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) { join_part(working + begin, low + begin, master + begin, end - begin); });
+}
+
+void encode(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed, Randoms randoms, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) {
+    const std::size_t row = begin / kRow;
+    encode_part(values + begin, codes + begin, exponents + begin / kBlock, end - begin, is_signed, randoms.table, randoms.factors[row], randoms.summands[row]);
+  });
+}
+
+void decode(const std::uint8_t* codes, const std::uint8_t* exponents, float* values, std::size_t count, bool is_signed, unsigned threads) {
+  in_parts(count, threads,
+           [=](std::size_t begin, std::size_t end) { decode_part(codes + begin, exponents + begin / kBlock, values + begin, end - begin, is_signed); });
+}
+
+}  // namespace nvme_offload

@@ -1,0 +1,103 @@
+"""Codes of 8 bits are the same by the extension and by torch's operations: each code, each exponent, and what they stand for, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvme_offload.state_formats.eight_bit import BLOCK, decode, decode_by_torch, encode, encode_by_torch
+
+ROW = 1 << 16  # values that share a row of random numbers, and the part of a tensor that a thread works on
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, ROW - 1, ROW, ROW + 1, 4 * ROW, 5 * ROW + BLOCK + 3]
+signed_or_not = pytest.mark.parametrize("signed", [True, False])
+
+
+def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
+    """Both make the same of *values*, and the same of what they made."""
+    blocks = -(-values.numel() // BLOCK)
+    found = []
+    for there, back in ((encode, decode), (encode_by_torch, decode_by_torch)):
+        codes = torch.full((values.numel() + 1,), 0xA5, dtype=torch.uint8)
+        exponents = torch.full((blocks + 1,), 0xA5, dtype=torch.uint8)
+        again = torch.full((values.numel() + 1,), 0.5)
+        there(values, codes[:-1], exponents[:-1], signed=signed, seed=(seed, 1))
+        back(codes[:-1], exponents[:-1], again[:-1], signed=signed)
+        found.append((codes, exponents, again.view(torch.int32)))
+    for ours, reference in zip(*found, strict=True):
+        assert torch.equal(ours, reference)
+
+
+def patterns(numel: int, seed: int = 0) -> torch.Tensor:
+    """Any 32 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(torch.int32)
+
+
+def numbers(numel: int, octaves: int) -> torch.Tensor:
+    """Of any mantissa and sign, the octaves of each block from its own one down."""
+    bits = patterns(numel)
+    top = (patterns(-(-numel // BLOCK), seed=1).remainder(254)).repeat_interleave(BLOCK)[:numel]
+    exponents = (top - patterns(numel, seed=2).remainder(octaves)).clamp(min=0)
+    return (bits & ~0x7F800000 | exponents << 23).view(torch.float32)
+
+
+@pytest.fixture(autouse=True, params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@signed_or_not
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("octaves", [1, 2, 16, 40, 254])
+def test_numbers_of_every_octave(signed, numel, octaves):
+    values = numbers(numel, octaves)
+    check(values, signed=signed, seed=numel)
+    check(values.abs(), signed=signed, seed=-numel)
+
+
+@signed_or_not
+@pytest.mark.parametrize("numel", SIZES)
+def test_any_patterns(signed, numel):
+    check(patterns(numel).view(torch.float32), signed=signed)
+
+
+@signed_or_not
+@pytest.mark.parametrize("special", [0, 1, 0x7FFFFF, 0x800000, 0x7EFFFFFF, 0x7F000000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FF00001, 0x7FFFFFFF])
+@pytest.mark.parametrize("place", [0, 5, BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 2])
+def test_one_that_is_special_among_others(signed, special, place):
+    # Zeros, denormals, the largest numbers, infinities, and NaN of every kind, in whole blocks and in the last one.
+    for sign in (0, -(1 << 31)):
+        values = numbers(3 * BLOCK + 3, 20).abs()
+        values.view(torch.int32)[place] = special | sign
+        check(values, signed=signed)
+        check(torch.zeros(3 * BLOCK + 3).copysign(values), signed=signed)
+        values.zero_().view(torch.int32)[place] = special | sign
+        check(values, signed=signed)
+
+
+@signed_or_not
+def test_every_code_in_a_block_of_every_exponent(signed):
+    codes, exponents = torch.arange(256, dtype=torch.uint8).repeat(256), torch.arange(256, dtype=torch.uint8)
+    ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)
+    decode(codes, exponents, ours, signed=signed)
+    decode_by_torch(codes, exponents, reference, signed=signed)
+    assert torch.equal(ours.isnan(), reference.isnan())
+    number = ~ours.isnan()  # where both a code and its block are NaN, it is the processor's choice which of them comes out
+    assert torch.equal(ours[number].view(torch.int32), reference[number].view(torch.int32))
+
+
+@signed_or_not
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=600), st.integers(-(2**70), 2**70))
+def test_any_patterns_side_by_side(signed, bits, seed):
+    check(torch.tensor(bits).to(torch.int32).view(torch.float32), signed=signed, seed=seed)
+
+
+@signed_or_not
+@given(st.lists(st.floats(width=32, allow_nan=False, min_value=0, max_value=2.0**126), min_size=1, max_size=600))
+def test_any_numbers_side_by_side(signed, values):
+    check(torch.tensor(values, dtype=torch.float32), signed=signed)
