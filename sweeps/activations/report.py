@@ -2,42 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes
 from sweeps.peers.report import Spread, spread, table
+from sweeps.training.runs import Speeds
 
 from .transformer import Shape
 from .ways import Step, Way
 
-MOST_SLOWER = 1.10
+
+@dataclasses.dataclass
+class Results:
+    """facts: machine and command, by name. speeds: all that fio measured. refused: why a way, by name, has no steps."""
+
+    facts: dict[str, str]
+    shape: Shape
+    steps: list[Step]
+    speeds: list[Speeds]
+    refused: dict[str, str]
+
+    @property
+    def rounds(self) -> int:
+        """How many were held."""
+        return max((step.round + 1 for step in self.steps), default=0)
+
+    def as_json(self) -> dict[str, Any]:
+        """All that was measured."""
+        rows = {"steps": [step._asdict() for step in self.steps], "speeds": [speeds._asdict() for speeds in self.speeds]}
+        return {"facts": self.facts, "shape": self.shape._asdict(), **rows}
+
+    def add(self, document: dict[str, Any]) -> None:
+        """Take the rounds of `as_json`. Raises: UsageError when they are of another shape or kind."""
+        if document["shape"] != self.shape._asdict() or document["facts"]["computing"] != self.facts["computing"]:
+            raise UsageError(f"the rounds there are of {document['shape']}, {document['facts']['computing']}")
+        self.steps += [Step(**step) for step in document["steps"]]
+        self.speeds += [Speeds(**speeds) for speeds in document["speeds"]]
+
+    def speed(self, name: str) -> float:
+        """The median of what fio measured, in bytes a second; 0 where it was not run."""
+        return statistics.median(getattr(speeds, name) for speeds in self.speeds) if self.speeds else 0.0
 
 
-def render(facts: dict[str, str], shape: Shape, count: int, ways: Sequence[Way], steps: Sequence[Step], refused: dict[str, str]) -> str:
-    """*refused*: why a way, by name, has no steps. The first *count* blocks went the way, the others kept what they saved."""
+def render(results: Results, ways: Sequence[Way]) -> str:
+    """The report."""
     titles = {way.name: way.title for way in ways}
-    of = {name: [step for step in steps if step.way == name] for name in titles}
-    parts = ["# Saved activations", *_summary(shape, count, ways, of), "## Time and memory", _times(titles, of, refused)]
-    if any(step.saved_bytes for step in steps):
+    of = {name: [step for step in results.steps if step.way == name and name not in results.refused] for name in titles}
+    parts = ["# Saved activations", *_summary(results, ways, of), "## Time and memory", _times(titles, of, results.refused)]
+    if any(step.saved_bytes for step in results.steps):
         parts += ["## Through the drive", _drive(titles, of)]
-    parts += ["## Where, when and how", "\n".join(f"- {name}: {value}" for name, value in facts.items())]
-    return "\n\n".join([*parts, _how(of), _equality(titles, of)]) + "\n"
+    parts += ["## Where, when and how", "\n".join(f"- {name}: {value}" for name, value in results.facts.items())]
+    return "\n\n".join([*parts, _how(of), *_fio(results), _equality(titles, of)]) + "\n"
 
 
-def _summary(shape: Shape, count: int, ways: Sequence[Way], of: dict[str, list[Step]]) -> Iterator[str]:
-    some = f"; the first {count} go the way of the table, and the others keep what they save" if count < shape.blocks else ""
+def _summary(results: Results, ways: Sequence[Way], of: dict[str, list[Step]]) -> Iterator[str]:
+    shape = results.shape
     size = f"{shape.blocks} blocks of {shape.width} with {shape.heads} heads"
-    yield f"{size}; batches of {shape.batch} with {shape.sequence} tokens each{some}. A step is a forward and a backward pass."
+    yield f"{size}; batches of {shape.batch} with {shape.sequence} tokens each. A step is a forward and a backward pass."
     if plain := of.get("none"):
         rate = shape.forward_flops / _median(plain, lambda step: step.forward_seconds) / 1e12
         yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
-    lines = [line for way in ways if (line := _judged(way, of[way.name], of.get(way.base, []), ways))]
+    lines = [line for way in ways if (line := _judged(results, way, of[way.name], of.get(way.base, []), ways))]
     if lines:
         yield "\n".join(lines)
 
 
-def _judged(way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]) -> str:
+def _judged(results: Results, way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]) -> str:
     if not mine or not base or not mine[0].saved_bytes:
         return ""
     beside = next(other.title for other in ways if other.name == way.base)
@@ -46,11 +80,17 @@ def _judged(way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]) -
     written, read = _median(mine, lambda step: step.written_bytes), _median(mine, lambda step: step.read_bytes)
     if not written and not read:
         return said + "Everything fitted in host memory: nothing went to the drive."
-    forward, backward = _median(base, lambda step: step.forward_seconds), _median(base, lambda step: step.backward_seconds)
-    fast = "The drive is fast enough for this" if times.median <= MOST_SLOWER else "The drive is not fast enough for this"
+    takes, gives = (
+        written / _median(base, lambda step: step.forward_seconds),
+        read / _median(base, lambda step: step.backward_seconds),
+    )
+    said += f"To keep up, a drive has to take {takes / 1e9:.3g} GB/s in the forward pass and give {gives / 1e9:.3g} GB/s in the backward pass"
+    if not results.speeds:
+        return said + "."
+    fast = takes <= results.speed("write") and gives <= results.speed("read")
     return said + (
-        f"{fast}: to cost nothing, it would have to take {written / forward / 1e9:.3g} GB/s in the forward pass and give {read / backward / 1e9:.3g} GB/s "
-        f"in the backward pass."
+        f"; this one takes {results.speed('write') / 1e9:.3g} and gives {results.speed('read') / 1e9:.3g} GB/s, "
+        f"{results.speed('mixed') / 1e9:.3g} of both at once, and is {'fast enough' if fast else 'too slow'}."
     )
 
 
@@ -61,7 +101,7 @@ def _times(titles: dict[str, str], of: dict[str, list[Step]], refused: dict[str,
         if not mine:
             lines.append((title, refused.get(name, "not run"), "", "", "", "", ""))
             continue
-        times = [f"{_median(mine, part):.3f}" for part in (lambda step: step.forward_seconds, lambda step: step.backward_seconds, lambda step: step.seconds)]
+        times = [_ratio(_spread(mine, part)) for part in (lambda step: step.forward_seconds, lambda step: step.backward_seconds, lambda step: step.seconds)]
         peak = format_bytes(int(_median(mine, lambda step: step.peak_bytes)))
         ratios = [_ratio(_against(mine, base, what)) if base else "" for what in (lambda step: step.seconds, lambda step: step.peak_bytes)]
         lines.append((title, *times, ratios[0], peak, ratios[1]))
@@ -97,11 +137,17 @@ def _drive(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
 def _how(of: dict[str, list[Step]]) -> str:
     rounds = len({step.round for steps in of.values() for step in steps})
     return (
-        f"{rounds} rounds; each goes every way, and the next begins with another. A figure is the median over all steps but the first of each way; a ratio the "
-        "median over the rounds of what one round gave, with all of them in brackets. Activation memory is the peak over what there is before a step, weights "
-        "and gradients: of the GPU, or where there is none of the process, whose host memory for offload then counts as well. What waits waits on the host, "
+        f"{rounds} rounds; each goes every way, and the next begins with another. A figure is the median over all steps, without the first of a process with a "
+        "drive; a ratio the median over the rounds of what one round gave; with all of them in brackets. Activation memory is the peak over weights and "
+        "gradients: of the GPU, or where there is none of what the process has resident, with all of the way's own host memory. What waits waits on the host, "
         "which on a GPU runs ahead of the computing: a wait there need not make a step longer."
     )
+
+
+def _fio(results: Results) -> Iterator[str]:
+    if results.speeds:
+        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
+        yield f"fio, before each round: {figures}; mixed is as many bytes each way at once, the sum."
 
 
 def _equality(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
@@ -116,6 +162,10 @@ def _equality(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
 
 def _median(steps: Sequence[Step], what: Callable[[Step], float]) -> float:
     return statistics.median(what(step) for step in steps)
+
+
+def _spread(steps: Sequence[Step], what: Callable[[Step], float]) -> Spread:
+    return spread([what(step) for step in steps])
 
 
 def _against(mine: Sequence[Step], base: Sequence[Step], what: Callable[[Step], float]) -> Spread:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -47,21 +48,27 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Way:
-    """A way through the blocks. *context* is around each of those that it is for; *recomputes* them in the backward pass."""
+    """A way through the blocks: *context* is around the first *share* of them, which it *recomputes* in the backward pass or not; others keep theirs.
+
+    kept_bytes: of this process' memory that it holds from one step to the next.
+    """
 
     name: str
     title: str
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     recomputes: bool = False
     offload: save_on_nvme | None = None
+    share: float = 1.0
+    kept_bytes: int = 0
 
     @property
     def base(self) -> str:
         """The name of the way that this one adds a drive to, or of that which does nothing."""
         return "checkpoint" if self.recomputes and self.offload is not None else "none"
 
-    def forward(self, blocks: nn.ModuleList, x: torch.Tensor, count: int) -> torch.Tensor:
-        """The loss; the first *count* blocks go this way, the others keep what they save."""
+    def forward(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        count = round(self.share * len(blocks))
         for number, block in enumerate(blocks):
             with self.context() if number < count else contextlib.nullcontext():
                 x = checkpoint(block, x, use_reentrant=False) if self.recomputes and number < count else block(x)
@@ -72,8 +79,11 @@ NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
 
 
 @contextlib.contextmanager
-def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], min_bytes: str) -> Iterator[list[Way]]:
-    """The ways called *names*; those of the drive once for each of their *host_memory*. They are closed at the end of the `with`."""
+def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], shares: list[float], min_bytes: str) -> Iterator[list[Way]]:
+    """The ways called *names*; those of the drive once for each of their *host_memory*, "nvme" for each of *shares* of the blocks as well.
+
+    They are closed at the end of the `with`.
+    """
     with contextlib.ExitStack() as stack:
         found = []
         for name in names:
@@ -82,29 +92,32 @@ def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], m
             elif name == "cpu":
                 found.append(Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True)))
             else:
-                for memory in host_memory[name]:
+                recomputes = name == "nvme-checkpoint"
+                for share, memory in itertools.product([1.0] if recomputes else shares, host_memory[name]):
                     offload = save_on_nvme(directory, min_bytes, memory)
                     stack.callback(offload.close)
-                    recomputes = name == "nvme-checkpoint"
                     title = f"save_on_nvme, {memory} of host memory{', checkpointing' if recomputes else ''}"
-                    found.append(Way(f"{name} {memory}", title, lambda offload=offload: offload, recomputes, offload))  # type: ignore[misc]
+                    if share < 1:
+                        title += f", {share:.0%} of the blocks"
+                    found.append(Way(f"{name} {memory} {share}", title, lambda offload=offload: offload, recomputes, offload, share))  # type: ignore[misc]
         yield found
 
 
-def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, count: int, number: int) -> Step:
+def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> Step:
     """One step of *way*, in round *number*. Raises: torch.OutOfMemoryError."""
     blocks.zero_grad(set_to_none=False)  # so that every step finds them there
     before = way.offload.stats() if way.offload is not None else None
     peak = Peak(x.device)
     started = _now(x.device)
-    loss = way.forward(blocks, x, count)
+    loss = way.forward(blocks, x)
     turned = _now(x.device)
     loss.backward()
     ended = _now(x.device)
     del loss
-    step = Step(way.name, number, turned - started, ended - turned, peak.nbytes(), checksum(blocks))
+    step = Step(way.name, number, turned - started, ended - turned, peak.nbytes() + way.kept_bytes, checksum(blocks))
     if way.offload is None or before is None:
         return step
+    way.kept_bytes += peak.left()
     after = way.offload.stats()
     return step._replace(
         saved_bytes=after.saved_bytes - before.saved_bytes,
@@ -116,6 +129,11 @@ def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, count: int, number
     )
 
 
+def give_back_at_once() -> None:
+    """See that the C library keeps no tensor's memory that was freed, which would count. Source: mallopt(3), for M_MMAP_THRESHOLD."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
+
+
 class Peak:
     """The most memory from here on, over what there is now: of the GPU, or of this process where there is none."""
 
@@ -124,8 +142,7 @@ class Peak:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is taken. Source: malloc_trim(3)
+            _trim()
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM. Source: proc(5)
         self._before = self._now("allocated", "VmRSS")
 
@@ -133,11 +150,23 @@ class Peak:
         """So far."""
         return max(self._now("max", "VmHWM") - self._before, 0)
 
+    def left(self) -> int:
+        """What there is more now; nothing of a GPU."""
+        if self._device.type == "cuda":
+            return 0
+        _trim()
+        return self._now("allocated", "VmRSS") - self._before
+
     def _now(self, of_gpu: str, of_process: str) -> int:
         if self._device.type == "cuda":
             return {"allocated": torch.cuda.memory_allocated, "max": torch.cuda.max_memory_allocated}[of_gpu](self._device)
         found = re.search(rf"{of_process}:\s*(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else 0
+
+
+def _trim() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is taken. Source: malloc_trim(3)
 
 
 def _now(device: torch.device) -> float:
