@@ -72,7 +72,7 @@ def extensions() -> list[object]:
             [os.path.relpath(path, AIO.parent) for path in sorted(AIO.glob("*.cpp"))],
             cxx_std=17,
             define_macros=macros,
-            libraries=["aio", "uring"] if has_uring else ["aio"],
+            libraries=["aio", *(["uring"] if has_uring else []), "dl"],  # the last has dlsym before glibc 2.34
             extra_compile_args=flags,
             extra_link_args=link_flags,
         )

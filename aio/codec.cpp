@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <future>
@@ -18,6 +17,7 @@
 #define FOR_EACH_PROCESSOR
 #endif
 #define INLINE inline __attribute__((always_inline))  // so that it is compiled for the caller's processor
+// clang leaves out of the object what such a function alone instantiates and does not inline: no containers there.
 
 namespace nvme_offload {
 namespace {
@@ -144,12 +144,11 @@ FOR_EACH_PROCESSOR void encode_part(const float* values, std::uint8_t* codes, st
     *exponents++ = is_signed ? encode_block<true>(values, codes, table, factor, summand) : encode_block<false>(values, codes, table, factor, summand);
   }
   if (count != 0) {
-    std::array<float, kBlock> padded{};
-    std::array<std::uint8_t, kBlock> cut;
-    std::copy_n(values, count, padded.begin());
-    *exponents = is_signed ? encode_block<true>(padded.data(), cut.data(), table, factor, summand)
-                           : encode_block<false>(padded.data(), cut.data(), table, factor, summand);
-    std::copy_n(cut.begin(), count, codes);
+    float padded[kBlock]{};
+    std::uint8_t cut[kBlock];
+    std::memcpy(padded, values, count * sizeof *padded);
+    *exponents = is_signed ? encode_block<true>(padded, cut, table, factor, summand) : encode_block<false>(padded, cut, table, factor, summand);
+    std::memcpy(codes, cut, count);
   }
 }
 
@@ -174,11 +173,11 @@ FOR_EACH_PROCESSOR void decode_part(const std::uint8_t* codes, const std::uint8_
     is_signed ? decode_block<true>(codes, *exponents, values) : decode_block<false>(codes, *exponents, values);
   }
   if (count != 0) {
-    std::array<std::uint8_t, kBlock> padded{};
-    std::array<float, kBlock> whole;
-    std::copy_n(codes, count, padded.begin());
-    is_signed ? decode_block<true>(padded.data(), *exponents, whole.data()) : decode_block<false>(padded.data(), *exponents, whole.data());
-    std::copy_n(whole.begin(), count, values);
+    std::uint8_t padded[kBlock]{};
+    float whole[kBlock];
+    std::memcpy(padded, codes, count);
+    is_signed ? decode_block<true>(padded, *exponents, whole) : decode_block<false>(padded, *exponents, whole);
+    std::memcpy(values, whole, count * sizeof *whole);
   }
 }
 
