@@ -90,7 +90,7 @@ def test_a_full_filesystem(mounted: Callable[[str], Path]) -> None:
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(UsageError, match="cannot be used: Not a directory"):
         save_on_nvme(tmp_path / "file" / "below")
 
 
