@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from nvme_offload import __version__, profile_shelf
+from nvme_offload import __version__, profile_shelf, sysfs
 from nvme_offload.config import AioConfig
 from nvme_offload.drive import describe
 from nvme_offload.drive_warnings import warnings as drive_warnings
@@ -49,7 +49,7 @@ def all_of(paths: Sequence[str]) -> Iterator[Finding]:
     yield aio_requests(_number("/proc/sys/fs/aio-max-nr"), _number("/proc/sys/fs/aio-nr"))
     yield backend("io_uring")
     yield locked_memory(_lock(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    yield huge_pages(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    yield huge_pages(sysfs.read(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
     yield gpu_registration()
     yield torch_version(_version("torch"))
@@ -239,13 +239,5 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _text(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-
-
 def _number(path: str) -> int | None:
-    text = _text(path)
-    return int(text) if text and text.isdecimal() else None
+    return sysfs.number(sysfs.read(Path(path)))
