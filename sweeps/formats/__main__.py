@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -15,8 +20,19 @@ from ..machine import commit, facts
 from .report import Results, as_json, draw, from_json, render
 from .stress import CASES, stress
 from .text import read_text
-from .trainer import Recipe, train
+from .trainer import Recipe, Trained, train
 from .transformer import Shape
+
+
+class _Job(NamedTuple):
+    """A training; *number* of all, which tells its GPU where there are several."""
+
+    number: int
+    device: str
+    text_bytes: int
+    recipe: Recipe
+    format: str
+    seed: int
 
 
 @click.command()
@@ -27,6 +43,7 @@ from .transformer import Shape
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How many.")
+@click.option("--at-once", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings side by side, over all GPUs.")
 @click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
@@ -41,6 +58,7 @@ def main(
     batch: int,
     steps: int,
     seeds: int,
+    at_once: int,
     format_names: str,
     device: str,
     text_megabytes: float,
@@ -58,20 +76,37 @@ def main(
             raise click.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}", param_hint="--formats")
     if width % heads:
         raise click.BadParameter(f"{width} is not a multiple of the {heads} heads", param_hint="--width")
-    train_on, held_out, what = read_text(round(text_megabytes * 1e6))
-    train_on, held_out = train_on.to(device), held_out.to(device)
+    text_bytes = round(text_megabytes * 1e6)
     recipe = Recipe(Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps // 5 + 1))
-    results = Results(device_facts(device, "sweeps.formats") | {"recipe": repr(recipe)}, what, [], [])
+    results = Results(device_facts(device, "sweeps.formats") | {"recipe": repr(recipe)}, read_text(text_bytes)[2], [], [])
+    runs = [(seed, name) for seed in range(seeds) for name in names]
+    jobs = [_Job(number, device, text_bytes, recipe, name, seed) for number, (seed, name) in enumerate(runs)]
     started = time.monotonic()
-    for seed in range(seeds):
-        for name in names:
-            run = train(train_on, held_out, recipe, name, seed)
+    with _mapped(at_once) as mapped:
+        for run in mapped(_train, jobs):
             results.trained.append(run)
-            click.echo(f"{time.monotonic() - started:5.0f} s  {name}, seed {seed}: {run.parameters / 1e6:.2f}M, validation {run.validation:.4f}", err=True)
+            said = f"{run.format}, seed {run.seed}: {run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
+            click.echo(f"{time.monotonic() - started:5.0f} s  {said}", err=True)
     if stressed:
         results.stressed.extend(stress(case, name) for case in CASES for name in names)
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
     _write(results, output)
+
+
+@contextlib.contextmanager
+def _mapped(at_once: int) -> Iterator[Callable[..., Any]]:
+    """`map`, in as many processes as that."""
+    if at_once == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _train(job: _Job) -> Trained:
+    device = f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
+    text, held_out, _ = read_text(job.text_bytes)
+    return train(text.to(device), held_out.to(device), job.recipe, job.format, job.seed)
 
 
 def _write(results: Results, output: Path | None) -> None:

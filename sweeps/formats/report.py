@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,37 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """*format* beside the exact one. differences: of validation losses, seed by seed. spread: the largest less the least of the exact ones."""
+    """*format* beside the exact one. losses: validation of its seeds; exact: of the same seeds with exact states."""
 
     format: str
-    differences: Mapping[int, float]
-    spread: float
+    losses: Sequence[float]
+    exact: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        """Of the differences to exact, seed by seed."""
+        return statistics.mean(self._differences)
+
+    @property
+    def standard_error(self) -> float:
+        """Of that mean; nothing is known with one seed."""
+        return statistics.stdev(self._differences) / len(self.losses) ** 0.5 if len(self.losses) > 1 else math.inf
 
     @property
     def within(self) -> bool:
-        """Whether no seed's difference is more than what seeds make by themselves."""
-        return max(map(abs, self.differences.values())) <= self.spread
+        """Whether the mean loss is one that a seed makes by itself."""
+        return min(self.exact) <= statistics.mean(self.losses) <= max(self.exact)
+
+    @property
+    def _differences(self) -> list[float]:
+        return [here - there for here, there in zip(self.losses, self.exact, strict=True)]
 
 
 def verdict(results: Results, format: str) -> Verdict:
     """How *format*'s losses compare with those of the exact one."""
     exact, other = results.of("exact"), results.of(format)
-    finals = [run.validation for run in exact.values()]
-    return Verdict(format, {seed: other[seed].validation - exact[seed].validation for seed in exact if seed in other}, max(finals) - min(finals))
+    seeds = [seed for seed in exact if seed in other]
+    return Verdict(format, [other[seed].validation for seed in seeds], [exact[seed].validation for seed in seeds])
 
 
 def render(results: Results, chart: str | None) -> str:
@@ -59,10 +74,10 @@ def render(results: Results, chart: str | None) -> str:
     lines = ["# State formats: what they do to training", ""]
     compared = [verdict(results, name) for name in results.formats if name != "exact" and results.of("exact")]
     for found in compared:
-        worst = max(map(abs, found.differences.values()))
         answer = "within" if found.within else "NOT within"
         lines += [
-            f"- `\"{found.format}\"`: {answer} the seeds' spread. Its loss differs from exact's by at most {worst:.4f}; exact's seeds span {found.spread:.4f}."
+            f"- `\"{found.format}\"`: {answer} the seeds' spread. Its mean loss is {statistics.mean(found.losses):.4f}, exact's seeds lie between "
+            f"{min(found.exact):.4f} and {max(found.exact):.4f}. Seed by seed it differs by {_plus_or_minus(found)} in the mean."
         ]
     failed = [f"{case.format}, {case.name}" for case in results.stressed if not case.held]
     if results.stressed:
@@ -73,7 +88,7 @@ def render(results: Results, chart: str | None) -> str:
         "One seed has the same first weights and the same order of the text with every format. Losses are in nats a byte; validation is of held-out files.",
         "",
         '"split" loses nothing: what it changes is the rounding of weights that lie halfway between two bfloat16 numbers, one in 65536. So its differences to',
-        '"exact" show how far two trainings drift apart that differ in last bits, and with few seeds the spread of those need not be as wide.',
+        '"exact" show how far two trainings drift apart that differ in last bits. What stands after ± is the standard error of a mean over seeds.',
         "",
         *_validation_table(results, compared),
     ]
@@ -87,8 +102,8 @@ def render(results: Results, chart: str | None) -> str:
 def _validation_table(results: Results, compared: Sequence[Verdict]) -> list[str]:
     seeds = sorted({run.seed for run in results.trained})
     lines = ["## Validation loss", ""]
-    lines += _row(["format", "bytes a parameter", *(f"seed {seed}" for seed in seeds), "mean", "largest - least", "mean difference to exact", "of the spread"])
-    lines += ["| --- " * (len(seeds) + 6) + "|"]
+    lines += _row(["format", "bytes a parameter", *(f"seed {seed}" for seed in seeds), "mean", "largest - least", "mean difference to exact"])
+    lines += ["| --- " * (len(seeds) + 5) + "|"]
     found = {item.format: item for item in compared}
     for name in results.formats:
         runs = results.of(name)
@@ -96,13 +111,12 @@ def _validation_table(results: Results, compared: Sequence[Verdict]) -> list[str
         first = next(iter(runs.values()))
         cells = [name, f"{first.state_bytes / first.parameters:.3f}", *(f"{runs[seed].validation:.4f}" if seed in runs else "" for seed in seeds)]
         cells += [f"{statistics.mean(finals):.4f}", f"{max(finals) - min(finals):.4f}"]
-        if name in found:
-            mean = statistics.mean(found[name].differences.values())
-            cells += [f"{mean:+.4f}", f"{abs(mean) / found[name].spread:.2f}" if found[name].spread else ""]
-        else:
-            cells += ["", ""]
-        lines += _row(cells)
+        lines += _row([*cells, _plus_or_minus(found[name]) if name in found else ""])
     return lines
+
+
+def _plus_or_minus(found: Verdict) -> str:
+    return f"{found.mean:+.4f} ± {found.standard_error:.4f}"
 
 
 def _stress_table(stressed: Sequence[Stressed]) -> list[str]:

@@ -43,8 +43,9 @@ class _FioPlan(NamedTuple):
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--parameters", type=float, default=None, help="How many, about.  [default: 1.6e9 with a GPU, 4e8 without]")
-@click.option("--host-memory", default=None, help='Of each variant: a size, or "auto".  [default: 2.75 bytes for each parameter]')
+@click.option("--host-memory", default=None, help='Of each variant, all ranks together: a size, or "auto".  [default: 2.75 bytes for each parameter]')
 @click.option("--variants", default="exact,split,compact,memory", show_default=True, help="Which of these, with commas between.")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="With more than one, FSDP2 shards the parameters over them.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=2), default=3, show_default=True, help="In each process; the first one makes the states.")
 @click.option("--deepspeed-seconds", type=click.FloatRange(min=0.001), help="A step of DeepSpeed's NVMe optimizer at this size, from another report.")
@@ -61,6 +62,7 @@ def main(
     parameters: float | None,
     host_memory: str | None,
     variants: str,
+    ranks: int,
     rounds: int,
     steps: int,
     deepspeed_seconds: float | None,
@@ -85,8 +87,8 @@ def main(
     aio = dataclasses.replace(chosen, **{key: value for key, value in given.items() if value is not None})
     described = facts(directory, "sweeps.optimizer") | {"versions": commit(), "engine": _text(aio)}
     shown = host_memory or f"{int(cap) / 1e9:.2f} GB"
-    results = Results(described, shown, deepspeed_seconds, [], [], list(note))
-    job = {"parameters": wanted, "host_memory": cap, "steps": steps, "aio": dataclasses.asdict(aio)}
+    results = Results(described, shown, ranks, deepspeed_seconds, [], [], list(note))
+    job = {"parameters": wanted, "host_memory": cap, "ranks": ranks, "steps": steps, "aio": dataclasses.asdict(aio), "patience_seconds": timeout}
     started = time.monotonic()
     try:
         _measure(results, directory, names, rounds, job, parse_bytes(fio_size), timeout, None if seconds is None else started + seconds, output)
@@ -136,26 +138,30 @@ def _run(directory: Path, job: dict[str, Any], timeout: float) -> tuple[list[dic
     """What the process of *job* told, and why it did not come to its end, if so."""
     with tempfile.TemporaryDirectory(prefix="sweeps-optimizer-", dir=directory) as place, tempfile.TemporaryFile("w+") as log:
         path = Path(place) / "job.json"
-        path.write_text(json.dumps({**job, "directory": place}))
-        child = subprocess.Popen(
-            [sys.executable, "-m", "sweeps.optimizer.trainee", str(path)], cwd=_ROOT, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
-        )
-        killer = threading.Timer(timeout, child.kill)
-        killer.start()
+        cap = memory_size(job["host_memory"])
+        path.write_text(json.dumps({**job, "directory": place, "host_memory": cap if cap == "auto" else cap // job["ranks"]}))
+        ranks = []
+        for rank in range(job["ranks"]):
+            command = [sys.executable, "-m", "sweeps.optimizer.trainee", str(path), str(rank)]
+            ranks.append(subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True))
+        killers = [threading.Timer(timeout, rank.kill) for rank in ranks]
+        for killer in killers:
+            killer.start()
         told = []
         try:
-            assert child.stdout is not None
-            for line in child.stdout:
+            assert ranks[0].stdout is not None
+            for line in ranks[0].stdout:
                 told.append(json.loads(line))
                 if told[-1]["event"] == "step":
                     _say(f"  {job['variant']}, step {told[-1]['number'] + 1}: {told[-1]['seconds']:.2f} s")
-            status = child.wait(_PATIENCE_SECONDS)
+            status = max((rank.wait(_PATIENCE_SECONDS) for rank in ranks), key=abs)
         finally:
-            late = not killer.is_alive()
-            killer.cancel()
-            child.kill()
-            child.wait()
-            child.stdout.close() if child.stdout else None
+            late = not killers[0].is_alive()
+            for killer, rank in zip(killers, ranks, strict=True):
+                killer.cancel()
+                rank.kill()
+                rank.wait()
+                rank.stdout.close() if rank.stdout else None
         if status == 0:
             return told, None
         log.seek(0)

@@ -64,6 +64,7 @@ class Results:
 
     facts: dict[str, str]
     host_memory: str
+    ranks: int
     deepspeed_seconds: float | None
     runs: list[Run]
     speeds: list[Drive]
@@ -78,7 +79,7 @@ def render(results: Results) -> str:
     """The report in Markdown."""
     parts = ["# Optimizer steps with states on a drive", *_targets(results), "## Where, when and how"]
     parts += ["\n".join(f"- {name}: {value}" for name, value in results.facts.items()), *results.notes, *_how(results)]
-    parts += ["## A step", _times(results), "## Memory", *_memory(results), *_failures(results)]
+    parts += ["## A step", _times(results), *_equality(results), "## Memory", *_memory(results), *_failures(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,6 +92,7 @@ def as_json(results: Results) -> dict[str, Any]:
     return {
         "facts": results.facts,
         "host_memory": results.host_memory,
+        "ranks": results.ranks,
         "deepspeed_seconds": results.deepspeed_seconds,
         "notes": results.notes,
         "runs": runs,
@@ -128,6 +130,11 @@ def _how(results: Results) -> Iterator[str]:
         f"step makes the states and counts for memory alone, of the {len(whole[0].steps)} others the median counts. {rounds} rounds, each with every variant "
         f"once, every second the other way about; in brackets all of them. Bytes are those that the kernel counts. host_memory: {results.host_memory}."
     )
+    if results.ranks > 1:
+        yield (
+            f"FSDP2 shards the parameters over {results.ranks} ranks, a process each. host_memory, bytes, CPU time and memory of the host are of all of them "
+            "together; times and memory of the GPU are of the rank with the most."
+        )
     if results.speeds:
         figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds.fio, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
         yield (
@@ -167,6 +174,14 @@ def _times(results: Results) -> str:
     compared = f"ratio to DeepSpeed's {results.deepspeed_seconds:g} s" if results.deepspeed_seconds else ""
     head = ("variant", "seconds", compared, "ratio to in memory", "GB read + written", "bytes a parameter", "floor, s", "floor / time")
     return _table((*head, "engine alone / time", "waited, s", "CPU s"), lines)
+
+
+def _equality(results: Results) -> Iterator[str]:
+    """Of the exact format's parameters after the last step with those of an optimizer in memory."""
+    sums = [{run.done["checksum"] for run in results.of(variant)} for variant in ("exact", "memory")]
+    if all(sums):
+        same = len(sums[0] | sums[1]) == 1
+        yield f"The parameters that {TITLES['exact']} and {TITLES['memory']} ended with {'have the same sum, bit for bit' if same else '**differ**'}."
 
 
 def _memory(results: Results) -> Iterator[str]:

@@ -1,18 +1,26 @@
-"""One variant, in a process of its own: `python -m sweeps.optimizer.trainee JOB.json`. Prints a line of JSON for every step, and one at the end."""
+"""One rank of one variant, in a process of its own: `python -m sweeps.optimizer.trainee JOB.json RANK`.
+
+The first rank prints a line of JSON for every step, and one at the end, of all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import platform
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from nvme_offload.config import AioConfig
 from nvme_offload.optim import NVMeOptimizer
@@ -44,59 +52,104 @@ class InMemory:
 
 def main() -> None:
     """Make the steps that the job says."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
         Path("/proc/self/oom_score_adj").write_text("1000")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02) for shape in gpt_shapes(job["parameters"])]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter) * 1e-3
-    _synchronize()
-    before = process.memory_of("self")
-    device_before = torch.cuda.memory_allocated() if cuda else 0
-    optimizer: Any
-    if job["variant"] == "memory":
-        optimizer = InMemory(parameters)
-    else:
-        optimizer = NVMeOptimizer(
-            parameters,
-            paths=job["directory"],
-            host_memory=job["host_memory"],
-            state_format=job["variant"],
-            aio=AioConfig(**job["aio"]),
-            fused=True,
-            **_OPTIONS,
-        )
-    for number in range(job["steps"]):
-        moved, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
-        optimizer.step()
+    with _ranks(job, rank, device) as gather:
+        parameters = _parameters(job, device)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter) * 1e-3
         _synchronize()
-        seconds, after = time.monotonic() - began, process.traffic()
-        stats = optimizer.stats() if isinstance(optimizer, NVMeOptimizer) else None
+        before = process.memory_of("self")
+        device_before = torch.cuda.memory_allocated() if cuda else 0
+        optimizer: Any
+        if job["variant"] == "memory":
+            optimizer = InMemory(parameters)
+        else:
+            optimizer = NVMeOptimizer(
+                parameters,
+                paths=job["directory"],
+                host_memory=job["host_memory"],
+                state_format=job["variant"],
+                aio=AioConfig(**job["aio"]),
+                fused=True,
+                **_OPTIONS,
+            )
+        for number in range(job["steps"]):
+            gather(None)
+            moved, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
+            optimizer.step()
+            _synchronize()
+            seconds, after = time.monotonic() - began, process.traffic()
+            stats = optimizer.stats() if isinstance(optimizer, NVMeOptimizer) else None
+            waited = stats.waited_seconds if stats else 0.0
+            told = gather((seconds, waited, _cpu_seconds() - cpu, after.read - moved.read, after.written - moved.written))
+            if rank == 0:
+                times, waits, cpu_times, reads, writes = zip(*told, strict=True)
+                _tell(
+                    "step",
+                    number=number,
+                    seconds=max(times),
+                    waited_seconds=max(waits),
+                    cpu_seconds=sum(cpu_times),
+                    read_bytes=sum(reads),
+                    written_bytes=sum(writes),
+                )
+        peak = process.memory_of("self")
+        host = (before.resident if before else 0, peak.peak if peak else 0)
+        found = gather((*host, device_before, torch.cuda.max_memory_allocated() if cuda else 0, _checksum(parameters)))
+    if rank == 0:
+        residents, peaks, allocated, device_peaks, checksums = zip(*found, strict=True)
         _tell(
-            "step",
-            number=number,
-            seconds=seconds,
-            cpu_seconds=_cpu_seconds() - cpu,
-            read_bytes=after.read - moved.read,
-            written_bytes=after.written - moved.written,
-            waited_seconds=stats.waited_seconds if stats else 0.0,
+            "done",
+            elements=sum(parameter.numel() for parameter in parameters),
+            host_before_bytes=sum(residents),
+            host_peak_bytes=sum(peaks),
+            device_before_bytes=max(allocated),
+            device_peak_bytes=max(device_peaks),
+            accelerator=torch.cuda.get_device_name(0) if cuda else "none, the parameters are on the CPU",
+            threads=torch.get_num_threads(),
+            versions=f"torch {torch.__version__}, Python {platform.python_version()}",
+            checksum=float(sum(checksums)).hex(),
         )
-    peak = process.memory_of("self")
-    _tell(
-        "done",
-        elements=sum(parameter.numel() for parameter in parameters),
-        host_before_bytes=before.resident if before else 0,
-        host_peak_bytes=peak.peak if peak else 0,
-        device_before_bytes=device_before,
-        device_peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
-        accelerator=torch.cuda.get_device_name(0) if cuda else "none, the parameters are on the CPU",
-        threads=torch.get_num_threads(),
-        versions=f"torch {torch.__version__}, Python {platform.python_version()}",
-        checksum=float(sum(parameter.detach().double().abs().sum().item() for parameter in parameters)).hex(),
-    )
+
+
+@contextlib.contextmanager
+def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Callable[[Any], list[Any]]]:
+    """What gathers a value from every rank."""
+    if job["ranks"] == 1:
+        yield lambda value: [value]
+        return
+    patience = datetime.timedelta(seconds=job["patience_seconds"])
+    store = dist.FileStore(str(Path(job["directory"]) / "ranks"), job["ranks"])
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=job["ranks"], timeout=patience)
+
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * job["ranks"]
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    yield gather
+    dist.destroy_process_group()
+
+
+def _parameters(job: dict[str, Any], device: torch.device) -> list[nn.Parameter]:
+    """Those of the model, or with several ranks the shards of them that `fully_shard` leaves to this one."""
+    model = nn.Module()
+    for number, shape in enumerate(gpt_shapes(job["parameters"])):
+        model.register_parameter(str(number), nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02))
+    return list((fully_shard(model) if job["ranks"] > 1 else model).parameters())
+
+
+def _checksum(parameters: Sequence[torch.Tensor]) -> float:
+    """Of what this rank has of them."""
+    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters)
+    return float(sum(part.detach().double().abs().sum().item() for part in local))
 
 
 def _synchronize() -> None:

@@ -26,7 +26,7 @@ def test_shapes_come_to_about_what_is_asked_for(parameters):
 
 def run(variant, number, seconds, moved=(0, 0), drive=None, error=None, peak=1e9):
     step = {"seconds": seconds, "cpu_seconds": 1.0, "read_bytes": moved[0], "written_bytes": moved[1], "waited_seconds": seconds / 2}
-    done = {"elements": 10**9, "host_before_bytes": 5e8, "host_peak_bytes": peak, "device_before_bytes": 4e9, "device_peak_bytes": 5e9}
+    done = {"elements": 10**9, "host_before_bytes": 5e8, "host_peak_bytes": peak, "device_before_bytes": 4e9, "device_peak_bytes": 5e9, "checksum": "0x1p+0"}
     return Run(variant, number, [step, step] if error is None else [], done if error is None else {}, drive, error)
 
 
@@ -38,7 +38,7 @@ def test_the_report_says_what_was_measured():
         *(run("memory", number, 0.5) for number in range(2)),
         run("split", 0, 0, error="killed | by the kernel"),
     ]
-    results = Results({"drive": "a fast one"}, "4.4 GB", 17.5, runs, [drive], ["A note."])
+    results = Results({"drive": "a fast one"}, "4.4 GB", 2, 17.5, runs, [drive], ["A note."])
     text = render(results)
     assert '| NVMeOptimizer, "exact" | floor / time | >= 0.9 | 0.89 [0.89 to 0.89] | missed |' in text
     assert '| NVMeOptimizer, "compact" | time / DeepSpeed\'s NVMe optimizer | <= 0.3 | 0.26 [0.23 to 0.29] | met |' in text
@@ -46,6 +46,7 @@ def test_the_report_says_what_was_measured():
     assert '| NVMeOptimizer, "compact" | 2.00 | 1.50 | 5.00 | 1.00 |' in text
     assert "killed \\| by the kernel" in text
     assert "A note." in text
+    assert "FSDP2 shards the parameters over 2 ranks" in text
     assert "mixed 3.00 [3.00 to 3.00] GB/s" in text
     assert "blocks in flight: 2.80 [2.80 to 2.80] GB/s" in text
     assert "| 8.00 | 0.89 [0.89 to 0.89] | 0.95 [0.95 to 0.95] |" in text  # of what fio allows, and of what the engine alone does
@@ -54,13 +55,14 @@ def test_the_report_says_what_was_measured():
 
 
 def test_without_fio_and_deepspeed_there_is_no_word_of_them():
-    text = render(Results({}, "4.4 GB", None, [run("exact", 0, 9.0, (12e9, 12e9))], [], []))
+    text = render(Results({}, "4.4 GB", 1, None, [run("exact", 0, 9.0, (12e9, 12e9))], [], []))
     assert "DeepSpeed" not in text
     assert "fio" not in text
 
 
-def test_a_small_run(tmp_path):
-    options = ["--parameters", "1e5", "--host-memory", "800KB", "--rounds", "1", "--steps", "2", "--fio-size", "4MB", "--variants", "exact,memory"]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_small_run(tmp_path, ranks):
+    options = f"--ranks {ranks} --parameters 1e5 --host-memory 800KB --rounds 1 --steps 2 --fio-size 4MB --variants exact,memory".split()
     command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options, "--output", str(tmp_path / "report")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
@@ -69,7 +71,8 @@ def test_a_small_run(tmp_path):
     told = json.loads((tmp_path / "report.json").read_text())
     exact, memory = told["runs"]
     assert (exact["error"], memory["error"]) == (None, None)
-    assert exact["done"]["checksum"] == memory["done"]["checksum"]  # bit for bit
+    assert exact["done"]["checksum"] == memory["done"]["checksum"]
+    assert "have the same sum, bit for bit" in ran.stdout
     assert exact["steps"][0]["written_bytes"] < 16 * exact["done"]["elements"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
 

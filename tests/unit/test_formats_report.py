@@ -31,13 +31,18 @@ def results(compact: list[float]) -> Results:
     return Results({"date": "today"}, "a text", runs, [])
 
 
-@pytest.mark.parametrize(("compact", "within"), [([2.03, 2.02, 1.98], True), ([2.00, 2.02, 1.93], False), ([2.00, 2.07, 1.98], False)])
-def test_no_seed_may_differ_from_exact_by_more_than_seeds_differ(compact, within):
+@pytest.mark.parametrize(("compact", "within"), [([2.09, 1.98, 1.96], True), ([2.03, 2.03, 2.03], False), ([1.9, 1.95, 2.0], False)])
+def test_the_mean_may_be_none_that_no_seed_makes(compact, within):
     found = verdict(results(compact), "compact")
-    assert found.spread == pytest.approx(0.04)
-    assert found.differences == pytest.approx(dict(enumerate(c - e for c, e in zip(compact, [2.00, 2.02, 1.98], strict=True))))
+    assert found.exact == [2.00, 2.02, 1.98]
+    assert found.mean == pytest.approx(sum(compact) / 3 - 2)
     assert found.within is within
     assert (": within the seeds'" in render(results(compact), None)) is within
+
+
+def test_the_mean_of_differences_is_given_with_its_standard_error():
+    assert "differs by +0.0200 ± 0.0058 in the mean" in render(results([2.01, 2.05, 2.00]), None)  # of 0.01, 0.03 and 0.02
+    assert "+0.0200 ± inf" in render(dataclasses.replace(results([2.02]), trained=[run for run in results([2.02]).trained if run.seed == 0]), None)
 
 
 def test_the_report_names_what_went_out_of_bounds():
@@ -46,7 +51,7 @@ def test_the_report_names_what_went_out_of_bounds():
     report = render(made, "curves.png")
     assert "FAILED: compact, 1e6" in report
     assert "| 1e6 | compact | 9.000 | yes | NO |" in report
-    assert "| compact | 12.000 | 2.0000 | 2.0000 | 2.0000 | 2.0000 | 0.0000 | +0.0000 | 0.00 |" in report
+    assert "| compact | 12.000 | 2.0000 | 2.0000 | 2.0000 | 2.0000 | 0.0000 | +0.0000 ± 0.0115 |" in report
     assert "(curves.png)" in report
     assert not dataclasses.replace(good, finite=False).held
 
@@ -65,8 +70,9 @@ def test_the_text_is_the_same_every_time_and_its_parts_share_no_file():
     assert bytes(held_out[:4000].tolist()) not in bytes(first.tolist())
 
 
-def test_the_command_trains_and_writes_its_report(tmp_path):
-    options = "--layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2 --no-stress"
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_the_command_trains_and_writes_its_report(tmp_path, at_once):
+    options = f"--at-once {at_once} --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2 --no-stress"
     called = CliRunner().invoke(main, [*options.split(), "--output", str(tmp_path / "new" / "formats")], catch_exceptions=False)
     assert called.exit_code == 0
     assert "| split | 10." in called.output
