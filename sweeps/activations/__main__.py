@@ -53,12 +53,10 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         floor = _floor(arguments.directory, parse_bytes(arguments.fio_size), stack)
         found = stack.enter_context(ways(arguments.ways, arguments.directory, memory, arguments.share or [1.0], arguments.min_bytes))
-        _run(results, found, floor, blocks, x, arguments.rounds, arguments.steps)
-    text = render(results, found)
-    print(text, end="")
-    if arguments.output is not None:
-        Path(f"{arguments.output}.md").write_text(text, encoding="utf-8")
-        Path(f"{arguments.output}.json").write_text(json.dumps(results.as_json(), indent=1) + "\n")
+        for number in range(results.rounds, results.rounds + arguments.rounds):
+            _round(results, number, found, floor, blocks, x, arguments.steps)
+            _write(results, found, arguments.output)
+    print(render(results, found), end="")
     return 0
 
 
@@ -72,33 +70,38 @@ def _floor(directory: Path, fio_bytes: int, stack: contextlib.ExitStack) -> Floo
         return None
 
 
-def _run(results: Results, found: list[Way], floor: Floor | None, blocks: torch.nn.ModuleList, x: torch.Tensor, rounds: int, steps: int) -> None:
-    earlier = results.rounds
-    for index in range(rounds):
-        number = earlier + index
-        if floor is not None:
-            results.speeds.append(floor.measure())
-        first = number % len(found)
-        for way in found[first:] + found[:first]:
-            if way.name in results.refused:
-                continue
-            try:
-                for warm in range(-(index == 0 and way.offload is not None), steps):
-                    step = measure(way, blocks, x, number)
-                    print(f"round {number + 1}, {way.title}: {step.forward_seconds:.3f} + {step.backward_seconds:.3f} s", file=sys.stderr, flush=True)
-                    if warm >= 0:  # before it memory is taken and an order is learned
-                        results.steps.append(step)
-            except torch.OutOfMemoryError:
-                results.refused[way.name] = "out of memory"
-            gc.collect()
-            if x.is_cuda:
-                torch.cuda.empty_cache()  # so that no way finds the pieces that another has left
+def _round(results: Results, number: int, found: list[Way], floor: Floor | None, blocks: torch.nn.ModuleList, x: torch.Tensor, steps: int) -> None:
+    """Every way once."""
+    if floor is not None:
+        results.speeds.append(floor.measure())
+    first = number % len(found)
+    for way in found[first:] + found[:first]:
+        if way.name in results.refused:
+            continue
+        try:
+            for counted in [*[False] * way.fresh, *[True] * steps]:
+                step = measure(way, blocks, x, number)
+                print(f"round {number + 1}, {way.title}: {step.forward_seconds:.3f} + {step.backward_seconds:.3f} s", file=sys.stderr, flush=True)
+                if counted:
+                    results.steps.append(step)
+        except torch.OutOfMemoryError:
+            results.refused[way.name] = "out of memory"
+        way.fresh = False
+        gc.collect()
+        if x.is_cuda:
+            torch.cuda.empty_cache()  # so that no way finds the pieces that another has left
+
+
+def _write(results: Results, found: list[Way], output: Path | None) -> None:
+    if output is not None:
+        Path(f"{output}.md").write_text(render(results, found), encoding="utf-8")
+        Path(f"{output}.json").write_text(json.dumps(results.as_json(), indent=1) + "\n")
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sweeps.activations", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, help="on the drive")
-    parser.add_argument("--output", type=Path, help="write the report to OUTPUT.md and OUTPUT.json as well")
+    parser.add_argument("--output", type=Path, help="write the report to OUTPUT.md and OUTPUT.json as well, after every round")
     parser.add_argument("--add", action="store_true", help="keep the rounds that OUTPUT.json has already, of the same blocks")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
@@ -107,7 +110,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--share", type=float, action="append", help="of the blocks, from the first, for save_on_nvme; may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1, help="of each way in each round; the first of a way with a drive has one more, which does not count")
+    parser.add_argument("--steps", type=int, default=1, help="of each way in each round; in the first it has one more, which does not count")
     parser.add_argument("--host-memory", action="append", help='of save_on_nvme, such as "16GB" (the default); may be given several times')
     parser.add_argument("--checkpoint-host-memory", action="append", help='the same where blocks are checkpointed, and save their inputs only (default "1GB")')
     parser.add_argument("--min-bytes", default="1MiB", help="of save_on_nvme")

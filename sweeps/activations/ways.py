@@ -50,7 +50,8 @@ class Step(NamedTuple):
 class Way:
     """A way through the blocks: *context* is around the first *share* of them, which it *recomputes* in the backward pass or not; others keep theirs.
 
-    kept_bytes: of this process' memory that it holds from one step to the next.
+    kept_bytes: of this process' memory that it holds from one step to the next. fresh: no step was made in this process; the first takes memory, and what has
+    a drive learns an order.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Way:
     offload: save_on_nvme | None = None
     share: float = 1.0
     kept_bytes: int = 0
+    fresh: bool = True
 
     @property
     def base(self) -> str:
