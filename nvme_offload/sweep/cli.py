@@ -59,7 +59,7 @@ def main() -> int:
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """End at once: the files on the drive have no names and go with the process, whatever is still under way to them."""
     resumable = "; --resume goes on from here" if any(journal.has_trials for journal in _journals) else ""
-    _progress.say(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}")
+    _progress.say_at_once(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}")
     for directory in results.unfinished:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(128 + number)

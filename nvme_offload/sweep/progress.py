@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from typing import TextIO
@@ -35,6 +36,12 @@ class Progress:
     def say(self, line: str) -> None:
         """Write a line that stays."""
         self._write((_ERASE if self._terminal else "") + line + "\n")
+
+    def say_at_once(self, line: str) -> None:
+        """The same from a signal's handler, which may run in the middle of a write to the stream."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream is not None:
+                os.write(self._stream.fileno(), ((_ERASE if self._terminal else "") + line + "\n").encode())
 
     def clear(self) -> None:
         """Take the changing line away."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 
@@ -57,3 +58,26 @@ def test_without_a_reader_it_is_silent(stream: Closed | None) -> None:
 def test_describe() -> None:
     assert describe(Setting(1 << 20, 8, 1)) == "1 MiB x 8"
     assert describe(Setting(128 << 10, 32, 4)) == "128 KiB x 32, 4 threads"
+
+
+def test_the_last_line_is_said_in_the_middle_of_another() -> None:
+    """As a signal's handler does it, which finds the stream's buffer locked."""
+    reader, writer = os.pipe()
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return writer
+
+        def write(self, data: bytes) -> int:
+            shown.say_at_once("stopped")
+            return os.write(writer, data)
+
+    shown = Progress(io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    shown.say("a line")
+    assert os.read(reader, 100) == b"stopped\na line\n"
+    os.close(reader)
+    os.close(writer)
+    shown.say_at_once("nobody hears it")
