@@ -90,6 +90,15 @@ class BackwardUpdates:
         return eager
 
 
+def await_copy(parameter: torch.Tensor) -> None:
+    """Until the gradient of *parameter* is there: with CPUOffloadPolicy, older FSDP2 calls hooks while it is still being copied, on the current stream.
+
+    Source: foreach_reduce of torch.distributed.fsdp, which waits by itself in torch 2.13 and does not in 2.11.
+    """
+    if parameter.grad is not None and local(parameter.grad).is_pinned():
+        torch.accelerator.current_stream().synchronize()
+
+
 def clear_spent(parameter: torch.Tensor) -> None:
     """Let the next backward() begin with no gradient."""
     if parameter.grad is not None and isinstance(local(parameter.grad), SpentGradient):

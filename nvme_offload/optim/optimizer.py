@@ -20,7 +20,7 @@ from ..state_formats import state_format as format_called
 from ..tier import Tier, engine_config, memory_size
 from . import saved
 from .admission import Admission
-from .backward import BackwardUpdates, clear_spent
+from .backward import BackwardUpdates, await_copy, clear_spent
 from .budget import Budget
 from .bundles import Bundle, Weight, like, local
 from .options import StepOptions, first_tensor, materialised
@@ -366,6 +366,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return
         self._backward.check(weight.parameter)  # once more: there may be more processes than when the optimizer was made
         weight.settle_gradient()
+        await_copy(weight.parameter)
         with self._lock, self._clock.running():
             for bundle in self._backward.complete(weight):
                 try:

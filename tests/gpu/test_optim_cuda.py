@@ -47,7 +47,7 @@ def unlike_but_for_sums(name, state, expected):
     near = [
         f".{index}.master"
         for index in expected
-        if "master" in expected[index] and torch.allclose(state[index]["master"], expected[index]["master"].cpu(), rtol=1e-6, atol=0)
+        if "master" in expected[index] and torch.allclose(state[index]["master"], expected[index]["master"].cpu(), rtol=1e-6, atol=1e-7)
     ]
     return [place for place in places if place not in near]
 

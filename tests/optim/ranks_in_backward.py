@@ -13,7 +13,7 @@ import torch.distributed as dist
 from reference import Reference, differing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -153,7 +153,7 @@ def fsdp2_frozen_and_unused() -> list[Any]:
         net.set_reduce_scatter_unused_params(True)
         return net
 
-    return compared(make)
+    return compared(make) if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else []  # ranks that use other parameters hang older ones
 
 
 @case
