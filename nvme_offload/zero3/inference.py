@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from .param_swapper import parameter_tier
+from .param_swapper import parameter_tier, return_to_device
 from .settings import SECTION
 from .shared_tier import trained
 from .stage3 import as_mapping
@@ -19,6 +19,7 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     """As its base; each forward pass of the whole module is a step."""
 
     def __init__(self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
+        return_to_device(module)
         super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
         self._tier = parameter_tier(module)
         self.clock: StepClock | None = None

@@ -179,6 +179,15 @@ def parameter_tier(module: torch.nn.Module) -> Tier | None:
     return next((swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None)
 
 
+def return_to_device(module: torch.nn.Module) -> None:
+    """Put what a *module* that was used before has whole to where it is computed with: Lightning leaves it on the CPU after every run."""
+    device = torch.device(get_accelerator().current_device_name())
+    whole = [param for param in module.parameters() if getattr(param, "ds_status", None) is ZeroParamStatus.AVAILABLE]
+    if any(param.device != device for param in whole):
+        for tensor in itertools.chain(whole, module.buffers()):
+            tensor.data = tensor.data.to(device)
+
+
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """What to call where DeepSpeed calls *original*, its own parameter swapper: it makes what the configuration asks for."""
 

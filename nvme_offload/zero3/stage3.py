@@ -28,7 +28,7 @@ from .agreement import all_or_none, least
 from .gradients import Gradients
 from .optimizer_swapper import OptimizerSwapper, states_of
 from .packed_swapper import PackedOptimizerSwapper, element_bytes
-from .param_swapper import ParameterSwapper, parameter_tier
+from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -56,6 +56,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
         self.clock: StepClock | None = None  # where something is in a tier
+        return_to_device(module)
         super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
