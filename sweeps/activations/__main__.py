@@ -108,7 +108,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="default: one for each 128 of the width")
     parser.add_argument("--sequence", type=int, default=1 << 17, help="tokens")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--share", type=float, action="append", help="of the blocks, from the first, for save_on_nvme; may be given several times")
+    parser.add_argument("--share", type=float, action="append", help="of the blocks, evenly spread, for save_on_nvme; may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1, help="of each way in each round; in the first it has one more, which does not count")
     parser.add_argument("--host-memory", action="append", help='of save_on_nvme, such as "16GB" (the default); may be given several times')

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Way:
-    """A way through the blocks: *context* is around the first *share* of them, which it *recomputes* in the backward pass or not; others keep theirs.
+    """A way through the blocks: *context* is around a *share* of them, evenly spread, which it *recomputes* in the backward pass or not; others keep theirs.
 
     kept_bytes: of this process' memory that it holds from one step to the next. fresh: no step was made in this process; the first takes memory, and what has
     a drive learns an order.
@@ -70,11 +70,17 @@ class Way:
 
     def forward(self, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        count = round(self.share * len(blocks))
+        chosen = spread(len(blocks), self.share)
         for number, block in enumerate(blocks):
-            with self.context() if number < count else contextlib.nullcontext():
-                x = checkpoint(block, x, use_reentrant=False) if self.recomputes and number < count else block(x)
+            with self.context() if number in chosen else contextlib.nullcontext():
+                x = checkpoint(block, x, use_reentrant=False) if self.recomputes and number in chosen else block(x)
         return x.float().square().mean()
+
+
+def spread(count: int, share: float) -> set[int]:
+    """A *share* of as many numbers, from 0, with gaps alike: the drive has as much to do in each part of a pass."""
+    chosen = round(share * count)
+    return {number * count // chosen for number in range(chosen)}
 
 
 NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
