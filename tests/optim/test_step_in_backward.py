@@ -59,6 +59,34 @@ def test_gradients_are_gone_before_the_step(tmp_path):
         assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_a_gradient_that_is_still_on_its_way_to_pinned_memory_is_waited_for(tmp_path, monkeypatch):
+    """As FSDP2 with CPUOffloadPolicy gives it in torch 2.11."""
+    arriving = []
+
+    class Stream:
+        def synchronize(self):
+            for gradient, value in arriving:
+                gradient.copy_(value)
+            arriving.clear()
+
+    def depart(parameter):
+        arriving.append((parameter.grad, parameter.grad.clone()))
+        parameter.grad.zero_()
+
+    plain, ours = model(), model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    loss_of(plain, 0).backward()
+    reference.step()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    for parameter in ours.parameters():
+        parameter.register_post_accumulate_grad_hook(depart)
+    with NVMeOptimizer(ours.parameters(), lr=0.01, paths=tmp_path, step_in_backward=True) as optimizer:
+        loss_of(ours, 0).backward()
+        optimizer.step()
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
 def test_what_backward_does_not_reach_is_for_the_step(tmp_path):
     net, unused = model(), torch.nn.Parameter(torch.ones(40))
     with NVMeOptimizer([*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True) as optimizer:  # one bundle, never complete
