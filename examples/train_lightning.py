@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import nn
@@ -90,14 +91,18 @@ def main(argv: list[str] | None = None, **options: Any) -> None:
 
     data = DataLoader(TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))), batch_size=4)
     settings = {"accelerator": "gpu", "precision": "bf16-true", "default_root_dir": arguments.out, "log_every_n_steps": 1, **options}
+
+    def trainer_of(**more: Any) -> pl.Trainer:
+        return pl.Trainer(strategy=strategy(arguments), logger=CSVLogger(arguments.out), **settings, **more)
+
     half, whole = (arguments.out / f"step={steps}.ckpt" for steps in (4, 8))
     for max_steps, resumed in ((4, None), (8, half)):  # on two days, say
         pl.seed_everything(0)
         checkpoint = ModelCheckpoint(arguments.out, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-        trainer = pl.Trainer(strategy=strategy(arguments), max_steps=max_steps, callbacks=[checkpoint, LightningProgress()], **settings)
+        trainer = trainer_of(max_steps=max_steps, callbacks=[checkpoint, LightningProgress()])
         trainer.fit(Model(), data, ckpt_path=resumed)
     trainer.test(trainer.lightning_module, data)
-    trainer = pl.Trainer(strategy=strategy(arguments), **settings)
+    trainer = trainer_of()
     predicted = trainer.predict(Model(), data, ckpt_path=whole)
     if trainer.is_global_zero:
         torch.save(predicted, arguments.out / "predicted.pt")

@@ -24,7 +24,7 @@ def place(tmp_path_factory):
 
 
 def logged(out, version):
-    """What the default logger wrote: each metric by step."""
+    """What the logger wrote: each metric by step."""
     with (out / "lightning_logs" / f"version_{version}" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {name: [float(row[name]) for row in rows if row.get(name)] for name in rows[0] if name not in ("step", "epoch")}
