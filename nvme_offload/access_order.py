@@ -48,6 +48,11 @@ class AccessOrder:
         """Whether values are created in every period, as far as is known."""
         return self._creates
 
+    @property
+    def round(self) -> list[Use]:
+        """The uses of a period in which every value is used once and none is created; none where it is not so."""
+        return self._uses if len(self._places) == len(self._uses) and not self._creates else []
+
     def use(self, use: Use) -> None:
         """*use* happens now."""
         self._record.append(use)

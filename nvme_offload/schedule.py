@@ -63,6 +63,10 @@ class Schedule:
     the place of what could stay. A changed value is written back as soon as reading ahead wants its room. While no order is known, what was
     used last leaves first, since it is used again last where the order is cyclic, and as much room as would be read ahead is kept clean.
 
+    Where every value is used once in a period, nothing is gained by whose turn it is to leave, but by when: left to the rule above, those that do
+    not fit come one after the other, and the drive stands idle while the others are used. So as many as do not fit are chosen at even distances,
+    and leave as soon as their users are done.
+
     Values lie in whole granules. There is no allocator underneath: room for a value is the stretch of holes and of entries that can leave which
     costs least, so that what leaves is always neighbours, and no choice of victims can fail to make a hole.
 
@@ -85,6 +89,8 @@ class Schedule:
         self._claims: list[_Entry] = []  # by something nearer, within one call of plan()
         self._claimed_holes: list[_Entry] = []
         self._uses = 0
+        self._streamed: frozenset[str] = frozenset()  # which leave as soon as they were used
+        self._used_up: list[str] = []  # of these, since the last plan
 
     @property
     def lookahead_bytes(self) -> int:
@@ -173,6 +179,9 @@ class Schedule:
         entry.in_use = entry.created = False
         entry.last_use = self._uses
         self._largest = max(self._largest, entry.size)
+        if name in self._streamed:
+            entry.leaving = True
+            self._used_up.append(name)
 
     def discard(self, name: str) -> None:
         """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when there is none."""
@@ -183,6 +192,22 @@ class Schedule:
             self._drop(entry)
         del self._entries[name]
         self.order.forget_hint(name)
+
+    def step(self) -> None:
+        """A period of the order of use ends here."""
+        self.order.step()
+        sizes = [self._rounded(use.nbytes) for use in self.order.round]
+        total = sum(sizes)
+        streamed = set()
+        if total > self.nbytes:
+            share = min((total - self.nbytes + self.lookahead_bytes) / total, 1)
+            owed = 0.0
+            for use, size in zip(self.order.round, sizes, strict=True):
+                owed += share * size
+                if owed >= size / 2:
+                    owed -= size
+                    streamed.add(use.name)
+        self._streamed = frozenset(streamed)
 
     # What to transfer.
 
@@ -197,6 +222,7 @@ class Schedule:
                 self._in_the_way = [member for member in run[1] if member.holds_up]
         if self._overflowed or (self.order.creates and self.nbytes - self.used_bytes < self.lookahead_bytes):
             self._look_ahead(transfers)
+        self._let_out(transfers)
         for entry in self._claims:
             entry.claimed = 0
         for hole in self._claimed_holes:
@@ -304,6 +330,14 @@ class Schedule:
                 self._settle(entry, run, transfers)
         if not self.order.learned and self._overflowed:
             self._keep_clean(left, transfers)
+
+    def _let_out(self, transfers: list[Transfer]) -> None:
+        """Write those of `_used_up` that are still to leave, and are not on their way."""
+        for name in self._used_up:
+            entry = self._entries.get(name)
+            if entry is not None and entry.leaving and entry.dirty and not entry.in_use and not entry.writing:
+                self._write(entry, transfers)
+        self._used_up = []
 
     def _keep_clean(self, nbytes: int, transfers: list[Transfer]) -> None:
         room = self.nbytes - self.used_bytes

@@ -174,7 +174,7 @@ class TensorSwapper:
         """One period of the order of use ends here: call it once a training step."""
         with self._lock:
             self._live()
-            self._schedule.order.step()
+            self._schedule.step()
             self._pump()
 
     def flush(self) -> None:

@@ -164,7 +164,7 @@ def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, m
     machine = Machine(Schedule(pages * PAGE, lookahead), source)
     for step, name, detail in steps:
         if step == "step":
-            machine.schedule.order.step()
+            machine.schedule.step()
         elif step == "end":
             machine.end_any(bool(detail))
         elif step == "hint":
@@ -212,7 +212,7 @@ def cycle(names: list[str], memory: int, lookahead: int, periods: int = 12, chan
         machine.release(name, changed=True)
     counts = []
     for _ in range(periods):
-        machine.schedule.order.step()
+        machine.schedule.step()
         before = machine.reads, machine.writes
         for name in names:
             machine.need(name)
@@ -228,7 +228,7 @@ def test_in_a_cycle_nothing_is_read_but_what_does_not_fit_and_what_is_read_ahead
     memory = data.draw(st.integers(2, count + 2))
     lookahead = data.draw(st.integers(0, max(memory // 2, 1)))
     periods = 12
-    counts = cycle([f"n{number}" for number in range(count)], memory, lookahead, periods)[2:]
+    counts = cycle([f"n{number}" for number in range(count)], memory, lookahead, periods)[3:]  # one to learn, and one to change places
     if memory >= count:
         assert counts == [(0, 0)] * len(counts)
     else:
@@ -236,6 +236,68 @@ def test_in_a_cycle_nothing_is_read_but_what_does_not_fit_and_what_is_read_ahead
         most = min(count, count - memory + window)
         assert sum(reads for reads, _ in counts) <= most * len(counts) + window
         assert sum(writes for _, writes in counts) <= most * len(counts) + window
+
+
+class Timed:
+    """A schedule's user who computes, and a drive that shares its speed among all transfers, on one clock."""
+
+    def __init__(self, schedule: Schedule, pages_a_second: float) -> None:
+        self.schedule = schedule
+        self.speed = pages_a_second * PAGE
+        self.now = 0.0
+        self.flying: list[tuple[Transfer, list[float]]] = []
+
+    def start(self) -> None:
+        while transfers := self.schedule.plan():
+            self.flying += [(transfer, [float(transfer.nbytes)]) for transfer in transfers]
+
+    def wait(self) -> None:
+        """Until the next transfer has ended."""
+        self.pass_by(min(left[0] for _, left in self.flying) * len(self.flying) / self.speed)
+
+    def pass_by(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.flying and self.now < end:
+            rate = self.speed / len(self.flying)
+            passed = min(end - self.now, min(left[0] for _, left in self.flying) / rate)
+            self.now += passed
+            for _, left in self.flying:
+                left[0] -= rate * passed
+            for transfer in [transfer for transfer, left in self.flying if left[0] < 1]:
+                self.schedule.finished(transfer, True)
+            self.flying = [(transfer, left) for transfer, left in self.flying if left[0] >= 1]
+        self.now = end
+
+    def use(self, name: str, seconds: float, changed: bool) -> None:
+        self.start()
+        while not self.schedule.ready(name):
+            self.wait()
+            self.start()
+        self.schedule.take(name)
+        self.pass_by(seconds)
+        self.schedule.release(name, changed, None)
+        self.start()
+
+
+@pytest.mark.parametrize(("fits", "changed"), [(0.75, True), (0.5, True), (0.25, True), (0.75, False), (0.5, False)])
+@pytest.mark.parametrize("computing", [0.5, 1.0, 2.0])
+def test_the_drive_works_all_the_time_or_the_user_does(fits, computing, changed):
+    """A period takes hardly longer than the longer of what computing takes and what the drive takes for what does not fit, over which it is spread."""
+    count, size = 80, 8
+    memory = int(fits * count) * size
+    moved = (count * size - memory + 2 * size) * (2 if changed else 1)  # with what is read ahead
+    timed = Timed(Schedule(memory * PAGE), pages_a_second=moved)  # so that the drive takes a second
+    names = [f"n{number}" for number in range(count)]
+    for name in names:
+        timed.schedule.create(name, size * PAGE)
+        timed.use(name, 0, True)
+    for _ in range(6):
+        timed.schedule.step()
+        began = timed.now
+        for name in names:
+            timed.schedule.need(name)
+            timed.use(name, computing / count, changed)
+    assert timed.now - began < 1.15 * max(computing, 1)
 
 
 def test_there_and_back_again_reads_less_than_round_and_round():
@@ -340,7 +402,7 @@ def test_who_gives_the_drive_the_time_never_waits(changed):
         machine.create(name, PAGE)
         machine.release(name, changed=True)
     for period in range(6):
-        machine.schedule.order.step()
+        machine.schedule.step()
         machine.start()
         for name in "abcdefg":
             while machine.flying:
@@ -369,7 +431,7 @@ def test_room_for_what_is_created_every_period_is_made_ahead():
         machine.change("new")
         machine.release("new", changed=True)
         machine.discard("new")
-        machine.schedule.order.step()
+        machine.schedule.step()
 
 
 def test_several_that_are_created_share_the_room_of_one_that_leaves():
@@ -389,7 +451,7 @@ def test_several_that_are_created_share_the_room_of_one_that_leaves():
             else:
                 machine.create(name, 4 * PAGE)
             machine.release(name, changed=True)
-        machine.schedule.order.step()
+        machine.schedule.step()
         counts.append((machine.reads, machine.writes))
     # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes places with two more.
     assert counts[-1][0] - counts[-2][0] <= 4
@@ -443,7 +505,7 @@ def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumul
                 machine.create(param.name, 2 * param.size)
                 machine.release(param.name, changed=True)
             machine.release(f"states{index}", changed=True)
-        machine.schedule.order.step()
+        machine.schedule.step()
     event(f"{min(len(groups), 4)} sub-groups, some reads: {machine.reads > 0}")
 
 

@@ -117,7 +117,7 @@ class Steps:
             self._use(f"s{index}", 12 * numel, changed=True)
             for layer in range(index * self.together, index * self.together + numel // self.size) if self.both else ():
                 self._use(f"p{layer}", 2 * self.size, changed=True, create=True)
-        self.schedule.order.step()
+        self.schedule.step()
         self._drain()
         return self.read, self.written
 
