@@ -27,7 +27,7 @@ from sweeps.training.plan import Plan
 from sweeps.training.trainer import last_words
 
 from ..command import run, stop_at_sigterm
-from .report import TITLES, Drive, Results, Run, as_json, render
+from .report import SETTLING, TITLES, Drive, Results, Run, as_json, render
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 15
@@ -44,11 +44,10 @@ class _FioPlan(NamedTuple):
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--parameters", type=float, default=None, help="How many, about.  [default: 1.6e9 with a GPU, 4e8 without]")
 @click.option("--host-memory", default=None, help='Of each variant, all ranks together: a size, or "auto".  [default: 2.75 bytes for each parameter]')
-@click.option("--variants", default="exact,split,compact,memory", show_default=True, help="Which of these, with commas between.")
+@click.option("--variants", default="exact,split,compact,memory", show_default=True, help="Which of these and deepspeed, with commas between.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="With more than one, FSDP2 shards the parameters over them.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--steps", type=click.IntRange(min=2), default=3, show_default=True, help="In each process; the first one makes the states.")
-@click.option("--deepspeed-seconds", type=click.FloatRange(min=0.001), help="A step of DeepSpeed's NVMe optimizer at this size, from another report.")
+@click.option("--steps", type=click.IntRange(min=SETTLING + 1), default=5, show_default=True, help=f"In each process; the first {SETTLING} do not count.")
 @click.option("--block-size", help="Instead of the drive's profile, or of the engine's default without one; likewise the next two.")
 @click.option("--queue-depth", type=click.IntRange(min=1))
 @click.option("--thread-count", type=click.IntRange(min=1))
@@ -65,7 +64,6 @@ def main(
     ranks: int,
     rounds: int,
     steps: int,
-    deepspeed_seconds: float | None,
     block_size: str | None,
     queue_depth: int | None,
     thread_count: int | None,
@@ -87,7 +85,7 @@ def main(
     aio = dataclasses.replace(chosen, **{key: value for key, value in given.items() if value is not None})
     described = facts(directory, "sweeps.optimizer") | {"versions": commit(), "engine": _text(aio)}
     shown = host_memory or f"{int(cap) / 1e9:.2f} GB"
-    results = Results(described, shown, ranks, deepspeed_seconds, [], [], list(note))
+    results = Results(described, shown, ranks, [], [], list(note))
     job = {"parameters": wanted, "host_memory": cap, "ranks": ranks, "steps": steps, "aio": dataclasses.asdict(aio), "patience_seconds": timeout}
     started = time.monotonic()
     try:
@@ -122,7 +120,7 @@ def _measure(
             for variant in names[:: -1 if number % 2 else 1]:
                 told, error = _run(directory, {**job, "variant": variant}, timeout)
                 done = next((event for event in told if event["event"] == "done"), {})
-                settled = [event for event in told if event["event"] == "step" and event["number"] > 0]
+                settled = [event for event in told if event["event"] == "step" and event["number"] >= SETTLING]
                 if not done and error is None:
                     error = "ended without a word"
                 after = _speeds(results, floor, job) if variant != "memory" else before
@@ -141,9 +139,12 @@ def _run(directory: Path, job: dict[str, Any], timeout: float) -> tuple[list[dic
         cap = memory_size(job["host_memory"])
         path.write_text(json.dumps({**job, "directory": place, "host_memory": cap if cap == "auto" else cap // job["ranks"]}))
         ranks = []
+        environment = dict(os.environ)
+        if job["ranks"] > 1:  # as torchrun does, or the ranks' threads would be in each other's way
+            environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // job["ranks"], 1)))
         for rank in range(job["ranks"]):
             command = [sys.executable, "-m", "sweeps.optimizer.trainee", str(path), str(rank)]
-            ranks.append(subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True))
+            ranks.append(subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True))
         killers = [threading.Timer(timeout, rank.kill) for rank in ranks]
         for killer in killers:
             killer.start()

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import platform
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -22,36 +23,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvme_offload.config import AioConfig
-from nvme_offload.optim import NVMeOptimizer
 from sweeps.training import process
 
+from .contenders import DEEPSPEED, contender
 from .shapes import gpt_shapes
-
-_OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
-
-
-class InMemory:
-    """`torch.optim.AdamW` over fp32 copies of the parameters, which follow by a cast."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._masters = [parameter.detach().float() for parameter in parameters]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **_OPTIONS)  # type: ignore[arg-type]
-
-    def step(self) -> None:
-        """One step; the widened gradients are of a parameter at a time only where the optimizer does not want them all."""
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        self._optimizer.step()
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                parameter.copy_(master)
-                master.grad = None
 
 
 def main() -> None:
     """Make the steps that the job says."""
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # where DeepSpeed's own words go
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -61,37 +42,28 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     with _ranks(job, rank, device) as gather:
-        parameters = _parameters(job, device)
+        model = _model(job, device)
+        parameters = list(model.parameters())
+        elements = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) * 1e-3
         _synchronize()
         before = process.memory_of("self")
         device_before = torch.cuda.memory_allocated() if cuda else 0
-        optimizer: Any
-        if job["variant"] == "memory":
-            optimizer = InMemory(parameters)
-        else:
-            optimizer = NVMeOptimizer(
-                parameters,
-                paths=job["directory"],
-                host_memory=job["host_memory"],
-                state_format=job["variant"],
-                aio=AioConfig(**job["aio"]),
-                fused=True,
-                **_OPTIONS,
-            )
+        optimizer = contender(model, job)
         for number in range(job["steps"]):
+            optimizer.prepare()
+            _synchronize()
             gather(None)
             moved, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
             optimizer.step()
             _synchronize()
             seconds, after = time.monotonic() - began, process.traffic()
-            stats = optimizer.stats() if isinstance(optimizer, NVMeOptimizer) else None
-            waited = stats.waited_seconds if stats else 0.0
-            told = gather((seconds, waited, _cpu_seconds() - cpu, after.read - moved.read, after.written - moved.written))
+            told = gather((seconds, optimizer.waited_seconds, _cpu_seconds() - cpu, after.read - moved.read, after.written - moved.written))
             if rank == 0:
                 times, waits, cpu_times, reads, writes = zip(*told, strict=True)
                 _tell(
+                    events,
                     "step",
                     number=number,
                     seconds=max(times),
@@ -106,8 +78,9 @@ def main() -> None:
     if rank == 0:
         residents, peaks, allocated, device_peaks, checksums = zip(*found, strict=True)
         _tell(
+            events,
             "done",
-            elements=sum(parameter.numel() for parameter in parameters),
+            elements=elements,
             host_before_bytes=sum(residents),
             host_peak_bytes=sum(peaks),
             device_before_bytes=max(allocated),
@@ -122,10 +95,11 @@ def main() -> None:
 @contextlib.contextmanager
 def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Callable[[Any], list[Any]]]:
     """What gathers a value from every rank."""
-    if job["ranks"] == 1:
+    if job["ranks"] == 1 and job["variant"] != DEEPSPEED:
         yield lambda value: [value]
         return
     patience = datetime.timedelta(seconds=job["patience_seconds"])
+    os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(str(Path(job["directory"]) / "ranks"), job["ranks"])
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=job["ranks"], timeout=patience)
 
@@ -138,12 +112,12 @@ def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Cal
     dist.destroy_process_group()
 
 
-def _parameters(job: dict[str, Any], device: torch.device) -> list[nn.Parameter]:
-    """Those of the model, or with several ranks the shards of them that `fully_shard` leaves to this one."""
+def _model(job: dict[str, Any], device: torch.device) -> nn.Module:
+    """The parameters; with several ranks `fully_shard` leaves each its shards, unless DeepSpeed is to have shards of its own."""
     model = nn.Module()
     for number, shape in enumerate(gpt_shapes(job["parameters"])):
         model.register_parameter(str(number), nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02))
-    return list((fully_shard(model) if job["ranks"] > 1 else model).parameters())
+    return fully_shard(model) if job["ranks"] > 1 and job["variant"] != DEEPSPEED else model
 
 
 def _checksum(parameters: Sequence[torch.Tensor]) -> float:
@@ -162,8 +136,8 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _tell(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
+def _tell(events: TextIO, event: str, **values: Any) -> None:
+    print(json.dumps({"event": event, **values}), file=events)
 
 
 if __name__ == "__main__":
