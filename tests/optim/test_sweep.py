@@ -67,8 +67,9 @@ def test_without_fio_and_deepspeed_there_is_no_word_of_them():
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_a_small_run_beside_deepspeed(tmp_path):
-    options = "--parameters 1e5 --host-memory 800KB --rounds 1 --steps 4 --fio-size 0 --variants compact,deepspeed --timeout 500".split()
-    command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options, "--output", str(tmp_path / "report")]
+    size = ["--parameters", "3e6", "--host-memory", "12MB", "--rounds", "1", "--steps", "4", "--fio-size", "0"]
+    options = [*size, "--variants", "compact,deepspeed", "--timeout", "500", "--output", str(tmp_path / "report")]
+    command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     ours, theirs = json.loads((tmp_path / "report.json").read_text())["runs"]
