@@ -75,7 +75,7 @@ def test_a_small_run_beside_deepspeed(tmp_path):
     ours, theirs = json.loads((tmp_path / "report.json").read_text())["runs"]
     assert (ours["error"], theirs["error"]) == (None, None)
     assert ours["done"]["elements"] == theirs["done"]["elements"]
-    assert min(step["written_bytes"] for step in theirs["steps"]) >= 12 * theirs["done"]["elements"]
+    assert min(step["written_bytes"] for step in theirs["steps"]) >= 11 * theirs["done"]["elements"]  # small tensors stay in memory
     assert "time of a step / DeepSpeed's" in ran.stdout
 
 
