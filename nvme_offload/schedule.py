@@ -63,7 +63,7 @@ class Schedule:
     the place of what could stay. A changed value is written back as soon as reading ahead wants its room. While no order is known, what was
     used last leaves first, since it is used again last where the order is cyclic, and as much room as would be read ahead is kept clean.
 
-    Where every value is used once in a period, nothing is gained by whose turn it is to leave, but by when: left to the rule above, those that do
+    Where every value is used once in a period, it does not matter for the bytes which ones leave, but for the time: by the rule above those that do
     not fit come one after the other, and the drive stands idle while the others are used. So as many as do not fit are chosen at even distances,
     and leave as soon as their users are done.
 
@@ -194,7 +194,7 @@ class Schedule:
         self.order.forget_hint(name)
 
     def step(self) -> None:
-        """A period of the order of use ends here."""
+        """A period of the order of use ends here; from what it was follows which values leave as soon as they are used in the next ones."""
         self.order.step()
         sizes = [self._rounded(use.nbytes) for use in self.order.round]
         total = sum(sizes)
