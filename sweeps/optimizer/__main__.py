@@ -44,7 +44,7 @@ class _FioPlan(NamedTuple):
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--parameters", type=float, default=None, help="How many, about.  [default: 1.6e9 with a GPU, 4e8 without]")
 @click.option("--host-memory", default=None, help='Of each variant, all ranks together: a size, or "auto".  [default: 2.75 bytes for each parameter]')
-@click.option("--variants", default="exact,split,compact,memory", show_default=True, help="Which of these and deepspeed, with commas between.")
+@click.option("--variants", default="exact,split,compact,memory", show_default=True, help=f"Which of {', '.join(TITLES)}, with commas between.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="With more than one, FSDP2 shards the parameters over them.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--steps", type=click.IntRange(min=SETTLING + 1), default=5, show_default=True, help=f"In each process; the first {SETTLING} do not count.")
