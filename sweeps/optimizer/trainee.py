@@ -90,14 +90,19 @@ def main() -> None:
             versions=f"torch {torch.__version__}, Python {platform.python_version()}",
             checksum=float(sum(checksums)).hex(),
         )
-    if job["ranks"] > 1 or job["variant"] == DEEPSPEED:
+    if _grouped(job):
         os._exit(0)  # all is told; at the end of an interpreter that had a process group, torch's threads now and then abort it
+
+
+def _grouped(job: dict[str, Any]) -> bool:
+    """Whether there is a process group, which DeepSpeed wants of a single rank, too."""
+    return bool(job["ranks"] > 1 or job["variant"] == DEEPSPEED)
 
 
 @contextlib.contextmanager
 def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Callable[[Any], list[Any]]]:
     """What gathers a value from every rank."""
-    if job["ranks"] == 1 and job["variant"] != DEEPSPEED:
+    if not _grouped(job):
         yield lambda value: [value]
         return
     patience = datetime.timedelta(seconds=job["patience_seconds"])
