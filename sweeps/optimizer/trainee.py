@@ -91,7 +91,7 @@ def main() -> None:
             checksum=float(sum(checksums)).hex(),
         )
     if _grouped(job):
-        os._exit(0)  # all is told; at the end of an interpreter that had a process group, torch's threads now and then abort it
+        os._exit(0)  # all is told; a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end (pytorch/pytorch#190489)
 
 
 def _grouped(job: dict[str, Any]) -> bool:
