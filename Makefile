@@ -20,8 +20,8 @@ sweep: ## tune the drive under DIR (default: this directory); more options of nv
 compare: ## measure the engine beside its peers on the drive under DIR; more options of sweeps.compare in ARGS
 	@python=$$(tools/setup-env) && "$$python" -m sweeps.compare.install && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
 
-test: ## run all tests; more options of pytest in ARGS
-	@python=$$(tools/setup-env test) && exec "$$python" -m pytest $(ARGS)
+test: ## run all tests, two files of them at once; more options of pytest in ARGS
+	@python=$$(tools/setup-env test) && exec "$$python" -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 parity: ## train many combinations with DeepSpeed on a drive and on its device "cpu", and compare the bits; --combinations N in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity.py $(ARGS)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import signal
@@ -124,6 +125,18 @@ def _mounted(kind: str, sector_bytes: int, mebibytes: int, root: Path, name: str
 
 def _command(*arguments: str) -> str:
     return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="session")
+def deepspeeds_op() -> Path:
+    """The folder with DeepSpeed's own op in it, compiled. Nothing here compiles it, which takes minutes."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    found = [path.parents[1] for path in root.glob("**/async_io/async_io.so") if (path.parents[1] / "pin_memory" / "pin_memory.so").exists()]
+    if not found or importlib.util.find_spec("deepspeed") is None:
+        pytest.skip(f"DeepSpeed's op is not built under {root}: AsyncIOBuilder().load() does that, in minutes")
+    if (found[0] / "async_io" / "lock").exists():
+        pytest.skip(f"DeepSpeed's op is being built: {found[0]}/async_io/lock")
+    return found[0]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 from doors import configuration, needs, run_well
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600), needs("deepspeed", "lightning")]
+pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "lightning")]
 
 SCRIPT = [sys.executable, Path(__file__).with_name("lightning_on_cpu.py")]
 SMALL = 2_000_000  # bytes of host memory: less than half of what the model has

@@ -18,7 +18,6 @@ from test_transformers_doors import assert_accelerate_trains, assert_generates_f
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.deepspeed,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]

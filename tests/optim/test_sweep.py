@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -64,9 +63,7 @@ def test_without_fio_and_deepspeed_there_is_no_word_of_them():
 
 
 @pytest.mark.deepspeed
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_a_small_run_beside_deepspeed(tmp_path):
+def test_a_small_run_beside_deepspeed(deepspeeds_op, tmp_path):
     size = ["--parameters", "3e6", "--host-memory", "12MB", "--rounds", "1", "--steps", "4", "--fio-size", "0"]
     options = [*size, "--variants", "compact,deepspeed", "--timeout", "500", "--output", str(tmp_path / "report")]
     command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options]
