@@ -198,11 +198,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             nonlocal steps
-            steps = given.get("nvme_offload", {}).get("steps", 0)
             indices = [index for group in given["param_groups"] for index in group["params"]]
             for weight, index in zip(self._weights, indices, strict=False):  # if there are more of the one, the base says so
                 loaded[weight] = given["state"].get(index, {})
                 saved.check(loaded[weight], weight)
+            steps = given.get("nvme_offload", {}).get("steps") or max(map(saved.steps, loaded.values()), default=0)
             return {**given, "state": {}}
 
         def put(_: torch.optim.Optimizer) -> None:

@@ -135,6 +135,12 @@ def check(state: Any, weight: Weight) -> None:
             )
 
 
+def steps(state: Mapping[str, Any]) -> int:
+    """How many steps *state* is of; 0 where it does not tell."""
+    count = state.get("step", 0)
+    return int(count) if isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1) else 0
+
+
 def stands_for_each(key: str, value: Any, weight: Weight) -> bool:
     """Whether *value* has an element for each of the parameter's; on whatever device it is."""
     return torch.is_tensor(value) and key != "step" and value.dim() > 0 and local(value).shape == local(weight.parameter).shape
