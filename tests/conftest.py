@@ -129,13 +129,13 @@ def _command(*arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def deepspeeds_op() -> Path:
-    """The folder with DeepSpeed's own op in it, compiled. Nothing here compiles it, which takes minutes."""
+    """The folder with DeepSpeed's own op in it, compiled, though perhaps for another environment: then the first to load it takes minutes once more."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
     found = [path.parents[1] for path in root.glob("**/async_io/async_io.so") if (path.parents[1] / "pin_memory" / "pin_memory.so").exists()]
     if not found or importlib.util.find_spec("deepspeed") is None:
         pytest.skip(f"DeepSpeed's op is not built under {root}: AsyncIOBuilder().load() does that, in minutes")
-    if (found[0] / "async_io" / "lock").exists():
-        pytest.skip(f"DeepSpeed's op is being built: {found[0]}/async_io/lock")
+    if (lock := found[0] / "async_io" / "lock").exists():
+        pytest.skip(f"DeepSpeed's op is being built, or its build was killed: then remove {lock}")
     return found[0]
 
 

@@ -58,7 +58,7 @@ def told_by_two_ranks(script, device, directory):
             )
         )
     try:
-        (out, complaints), (_, others) = (process.communicate(timeout=240) for process in processes)
+        (out, complaints), (_, others) = (process.communicate(timeout=500) for process in processes)
     finally:
         for process in processes:
             process.kill()
