@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -54,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # As where the environment is activated: its ninja, and nobody's of another version, which would compile DeepSpeed's ops anew.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Python 3.12 and later warn of every fork beside threads, which an engine has: in the interpreters that tests start, forks are what is tried.
     os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
     config.addinivalue_line("markers", f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only")
