@@ -78,7 +78,7 @@ def mount_namespace() -> None:
 
 
 @pytest.fixture(scope="session")
-def mounted(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
+def filesystems(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     """A function from a name of `IMAGES` to where that filesystem is mounted: made when first asked for, unmounted when the session ends."""
     root = tmp_path_factory.mktemp("filesystems")
     made: dict[str, Path | str] = {}
@@ -98,6 +98,25 @@ def mounted(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> 
             return place
 
         yield mount
+
+
+@pytest.fixture
+def mounted(filesystems: Mount) -> Iterator[Mount]:
+    """As `filesystems`, for one test: what it leaves there goes with it, so that none finds what another has left."""
+    found: dict[Path, set[Path]] = {}
+
+    def mount(name: str) -> Path:
+        place = filesystems(name)
+        found.setdefault(place, set(place.iterdir()))
+        return place
+
+    yield mount
+    for place, there in found.items():
+        for left in set(place.iterdir()) - there:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
 
 
 @contextlib.contextmanager

@@ -72,4 +72,5 @@ def main() -> None:
         told["files"] = os.listdir(DIRECTORY)  # noqa: PTH208
     if RANK == 0:
         print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
     os._exit(0)  # a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end (pytorch/pytorch#190489)

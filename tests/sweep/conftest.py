@@ -26,10 +26,10 @@ def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def disk(tmp_path_factory: pytest.TempPathFactory, mounted: Callable[[str], Path]) -> Iterator[Path]:
+def disk(tmp_path_factory: pytest.TempPathFactory, filesystems: Callable[[str], Path]) -> Iterator[Path]:
     """An empty directory with direct I/O: on a filesystem of its own where one can be mounted, so that no other sweep holds its lock."""
     try:
-        place = mounted("ext4")
+        place = filesystems("ext4")
     except pytest.skip.Exception:
         place = tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory(dir=place) as directory:
