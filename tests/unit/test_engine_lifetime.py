@@ -421,6 +421,7 @@ def test_signals_reach_the_threads_of_python(configure: Callable[..., AioConfig]
         workers = set(Path("/proc/self/task").iterdir()) - others
         assert len(workers) == engine.config.thread_count
         for worker in workers:
+            assert (worker / "comm").read_text() == "nvme-offload\n"
             (blocked,) = (int(line.split()[1], 16) for line in (worker / "status").read_text().splitlines() if line.startswith("SigBlk"))
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
                 assert blocked >> (number - 1) & 1
