@@ -9,10 +9,10 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test parity build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-portable parity build wheel docs lint format asan tsan clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 sweep: ## tune the drive under DIR (default: this directory); more options of nvme-sweep in ARGS
 	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
@@ -22,6 +22,9 @@ compare: ## measure the engine beside its peers on the drive under DIR; more opt
 
 test: ## run all tests, two files of them at once; more options of pytest in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-portable: ## run tests as other machines would: one core, AVX2, no rights, no headers, fio, browser or home; -m processor in ARGS
+	@tools/portable-tests $(ARGS)
 
 parity: ## train many combinations with DeepSpeed on a drive and on its device "cpu", and compare the bits; --combinations N in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity.py $(ARGS)

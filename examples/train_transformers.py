@@ -25,7 +25,9 @@ class Sentences(torch.utils.data.Dataset):
 
 def main() -> None:
     """Train and save."""
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()  # first: models made after it go to the drive layer by layer
+    parser = HfArgumentParser(TrainingArguments)
+    parser.set_defaults(use_cpu=not torch.cuda.is_available())  # or the Trainer refuses --bf16
+    (arguments,) = parser.parse_args_into_dataclasses()  # first: models made after it go to the drive layer by layer
 
     nvme_offload.zero3.enable()  # the one line that makes the difference
 

@@ -146,6 +146,14 @@ def read_aio(path: str | Path) -> dict[str, Any]:
         return _section_values(Reader(text))
 
 
+def read(path: str | Path) -> dict[str, Any]:
+    """The whole config file *path* as DeepSpeed will read it. Raises: as `read_aio`."""
+    path = Path(path)
+    text = _read_text(path)
+    with _naming(path):
+        return parse(text)
+
+
 def locate(path: str | Path) -> Path:
     """The DeepSpeed config that *path* leads to: itself, or the file that it names, where it is the YAML that `accelerate config` writes.
 

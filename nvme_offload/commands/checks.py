@@ -10,16 +10,16 @@ import resource
 import shutil
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from nvme_offload import __version__, profile_shelf, sysfs
+from nvme_offload import __version__, ds_config, machine, profile_shelf, sysfs
 from nvme_offload.config import AioConfig
 from nvme_offload.drive import describe
 from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
-from nvme_offload.machine import available_bytes, gpu_count, gpus
+from nvme_offload.machine import Precisions, available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes
 from nvme_offload.zero3 import OLDEST_DEEPSPEED, is_too_old
 
@@ -42,8 +42,8 @@ class Finding:
     remedy: str = ""
 
 
-def all_of(paths: Sequence[str]) -> Iterator[Finding]:
-    """Every check, those of *paths* last."""
+def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding]:
+    """Every check, those of *paths* last; *config* is the DeepSpeed configuration to train with."""
     yield Finding("nvme_offload", "ok", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
     yield backend("libaio")
     yield aio_requests(_number("/proc/sys/fs/aio-max-nr"), _number("/proc/sys/fs/aio-nr"))
@@ -53,6 +53,7 @@ def all_of(paths: Sequence[str]) -> Iterator[Finding]:
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
     yield gpu_registration()
     yield torch_version(_version("torch"))
+    yield processor(machine.processor_precisions(), gpu_count() > 0, "" if config is None else precision_of(ds_config.read(config)))
     yield deepspeed_version(_version("deepspeed"))
     yield compilers(gpu_count() > 0)
     for path in paths:
@@ -154,6 +155,27 @@ def gpu_registration() -> Finding:
 def torch_version(version: str | None) -> Finding:
     """Whether torch is there."""
     return Finding("torch", "ok", version) if version else Finding("torch", "warning", "not installed; nvme-sweep works without", "pip install torch")
+
+
+def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
+    """What the processor lacks for training without a GPU; *native* is what torch finds of it, *wanted* the precision of a configuration, or ""."""
+    if native is None:
+        return Finding("processor", "note", "not looked at: torch does that, which is not installed")
+    lacking = [name for name, there in (("bf16", native.bf16), ("fp16", native.fp16)) if not there]
+    found = f"{native.vectors}, {'without' if lacking else 'with'} instructions for {' and '.join(lacking or ('bf16', 'fp16'))}"
+    meant = {"bf16": "bf16 is many times slower than fp32", "fp16": "DeepSpeed refuses fp16"}
+    costs = [meant[name] for name in lacking if wanted in ("", name)]
+    if has_gpu or not costs:
+        return Finding("processor", "ok", found)
+    remedy = 'enable "bf16" in place of "fp16", or train on a GPU' if wanted == "fp16" else "train on a GPU, or in fp32"
+    return Finding("processor", "problem" if wanted == "fp16" else "warning", f"{found}: without a GPU {', and '.join(costs)}", remedy)
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The precision that a DeepSpeed configuration trains in: "bf16", "fp16", or "fp32" where neither is enabled; "" where "auto" leaves it open."""
+    enabled = {name: section.get("enabled", True) for name in ("bf16", "fp16") if isinstance(section := config.get(name), dict)}
+    named = next((name for name, value in enabled.items() if value is True), "")
+    return named or ("" if "auto" in enabled.values() else "fp32")
 
 
 def deepspeed_version(version: str | None) -> Finding:

@@ -138,17 +138,20 @@ def plan(
 
 @command.command()
 @_paths_option
+@click.option("--config", metavar="FILE", type=Path, help="The DeepSpeed config to train with: can this machine train in its precision?")
 @_json_option
-def doctor(paths: Sequence[str], as_json: bool) -> int:
+def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     """What of this package works on this machine, why the rest does not, and what to do about it.
 
-    Looks at kernel interfaces, limits, GPUs, DeepSpeed and its compilers and, with --path, at the drives. Changes nothing.
+    Looks at kernel interfaces, limits, processor, GPUs, DeepSpeed and its compilers and, with --path, at the drives. Changes nothing.
 
     Exit status: 0 it works, perhaps not as well as it could; 3 something that is needed does not; 1 failed, 2 wrong usage.
     """
+    from nvme_offload import ds_config
+
     from . import checks
 
-    found = list(checks.all_of(paths))
+    found = list(checks.all_of(paths, config and ds_config.locate(config)))
     works = not any(each.status == "problem" for each in found)
     if as_json:
         _print(json.dumps({"works": works, "checks": [dataclasses.asdict(each) for each in found]}, indent=2))

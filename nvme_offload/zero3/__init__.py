@@ -47,7 +47,7 @@ def enable() -> None:
         raise UnsupportedError(
             f"DeepSpeed {deepspeed.__version__} lacks what {OLDEST_DEEPSPEED} has: {error}; pip install deepspeed=={OLDEST_DEEPSPEED}"
         ) from None
-    from . import checkpoint, op
+    from . import checkpoint, op, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
@@ -61,6 +61,7 @@ def enable() -> None:
     _replace(partition_parameters, "AsyncPartitionedParameterSwapper", parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper))
     for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
         _replace(engine.DeepSpeedEngine, name, method)
+    _replace(engine.DeepSpeedEngine, "_do_sanity_check", precision.explained(engine.DeepSpeedEngine._do_sanity_check))
 
 
 def disable() -> None:

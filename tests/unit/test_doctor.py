@@ -21,6 +21,7 @@ from nvme_offload.drive import describe
 from nvme_offload.profile import PHASES, Best, Profile, Setting
 from nvme_offload.zero3.settings import Settings
 
+NARROW, WIDE = machines.Precisions("AVX2", False, False), machines.Precisions("AVX512", True, True)
 COMMAND = [sys.executable, "-m", "nvme_offload.commands"]
 SETTING = Setting(1 << 20, 8, 4)
 
@@ -172,7 +173,7 @@ def test_the_doctor_looks_at_everything(tmp_path):
     done = ended("doctor", "--path", tmp_path, "--json")
     told = json.loads(done.stdout)
     names = {each["name"] for each in told["checks"]}
-    assert names >= {"libaio", "aio-max-nr", "io_uring", "memlock", "huge pages", "GPU", "torch", "DeepSpeed", "compilers", f"drive {tmp_path}"}
+    assert names >= {"libaio", "aio-max-nr", "io_uring", "memlock", "huge pages", "GPU", "torch", "processor", "DeepSpeed", "compilers", f"drive {tmp_path}"}
     assert done.returncode == (0 if told["works"] else 3)
     assert told["works"] == all(each["status"] != "problem" for each in told["checks"])
     assert all(each["remedy"] for each in told["checks"] if each["status"] in ("warning", "problem"))
@@ -231,6 +232,18 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
         (checks.huge_pages(None), "note", "this kernel has none"),
         (checks.torch_version("2.11.0"), "ok", "2.11.0"),
         (checks.torch_version(None), "warning", "not installed"),
+        (checks.processor(None, False, ""), "note", "not looked at: torch does that"),
+        (checks.processor(NARROW, True, "fp16"), "ok", "AVX2, without instructions for bf16 and fp16"),
+        (checks.processor(WIDE, False, ""), "ok", "AVX512, with instructions for bf16 and fp16"),
+        (checks.processor(WIDE._replace(fp16=False), False, "bf16"), "ok", "AVX512, without instructions for fp16"),
+        (checks.processor(WIDE._replace(fp16=False), False, ""), "warning", "AVX512, without instructions for fp16: without a GPU DeepSpeed refuses fp16"),
+        (
+            checks.processor(NARROW, False, ""),
+            "warning",
+            "AVX2, without instructions for bf16 and fp16: without a GPU bf16 is many times slower than fp32, and",
+        ),
+        (checks.processor(NARROW, False, "bf16"), "warning", "AVX2, without instructions for bf16 and fp16: without a GPU bf16 is many times slower"),
+        (checks.processor(NARROW, False, "fp32"), "ok", "AVX2"),
         (checks.deepspeed_version("0.19.8"), "ok", "0.19.8"),
         (checks.deepspeed_version("0.19.12+abc"), "ok", "0.19.12+abc"),
         (checks.deepspeed_version("0.19.7"), "warning", "0.19.7; zero3 needs 0.19.8 or newer"),
@@ -244,6 +257,32 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
 def test_what_is_found_has_its_status(finding, status, found):
     assert (finding.status, finding.found[: len(found)]) == (status, found)
     assert bool(finding.remedy) == (status == "warning" or (finding.name, status) == ("DeepSpeed", "note"))
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": False}}, "fp32"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+        ({"bf16": {}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, ""),
+    ],
+)
+def test_the_precision_of_a_config(config, precision):
+    assert checks.precision_of(config) == precision
+
+
+@pytest.mark.parametrize(("native", "status"), [(NARROW, 3), (WIDE, 0)])
+def test_a_config_of_fp16_is_a_problem_where_deepspeed_refuses_it(native, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "processor_precisions", lambda: native)
+    monkeypatch.setattr(checks, "gpu_count", lambda: 0)
+    config = tmp_path / "ds.json"
+    config.write_text('{"fp16": {"enabled": true}}  // with a comment')
+    done = run("doctor", "--config", config)
+    assert done.return_value == status
+    assert ("PROBLEM  processor" in done.output) == (status == 3)
+    assert ('enable "bf16" in place of "fp16"' in done.output) == (status == 3)
 
 
 def test_a_backend_that_does_not_run_is_a_problem_where_it_is_needed(monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from launch import Case
 from models import MODELS, Chain
-from training import Training, Watch, _hash
+from training import Training, Watch, _hash, begin
 
 MODELS["wide"] = lambda: Chain(*(torch.nn.Linear(1024, 1024) for _ in range(16)), features=1024)
 
@@ -55,12 +55,7 @@ class Life:
 
 
 def main(request: dict[str, Any]) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled first
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    answers, deepspeed = begin(request)
     for fields in request["lives"]:
         life = Life(**{**fields, "case": Case(**fields["case"])})
         try:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -57,10 +57,6 @@ class Case:
         return dataclasses.replace(self, **changes)
 
 
-class Failed(Exception):
-    """A rank ended badly, or not in time; the text is the end of what it said."""
-
-
 @dataclasses.dataclass
 class Rank:
     """What one rank told: a result for each case it finished, its exit status (None: killed when time was up) and the end of its complaints."""
@@ -81,15 +77,33 @@ class Process(NamedTuple):
 def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[dict[str, Any]]:
     """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
 
-    Raises: Failed unless every rank finishes every case; what goes wrong inside a case is in its result, as "error".
+    What goes wrong in a case is in its result, as "error", and takes no other case with it.
     """
-    every = run(cases, directory, ours=ours, ranks=ranks, timeout=timeout, **request)
-    for number, rank in enumerate(every):
-        if rank.status != 0 or len(rank.results) != len(cases):
-            raise Failed(f"rank {number} of {ranks} ended with {rank.status} after {len(rank.results)} of {len(cases)} cases:\n{rank.complaints}")
-    for number, result in enumerate(every[0].results):
-        result["ranks"] = [rank.results[number] for rank in every[1:]]
-    return every[0].results
+    return each_by_itself(cases, lambda rest: run(rest, directory, ours=ours, ranks=ranks, timeout=timeout, **request))
+
+
+def each_by_itself(work: Sequence[Any], begin: Callable[[Sequence[Any]], list[Rank]]) -> list[dict[str, Any]]:
+    """A result for each piece of *work*, with those of the other ranks under "ranks"; *begin* has new processes do what it is given, in order.
+
+    A piece at which a process ends, or a rank fails that others wait for, has an "error", and new processes go on with the next.
+    """
+    results: list[dict[str, Any]] = []
+    while len(results) < len(work):
+        rest = work[len(results) :]
+        every = begin(rest)
+        done = min(len(rank.results) for rank in every)
+        results += [{**every[0].results[number], "ranks": [rank.results[number] for rank in every[1:]]} for number in range(done)]
+        if done < len(rest):
+            results.append(_failure(every, done))
+    return results
+
+
+def _failure(every: list[Rank], at: int) -> dict[str, Any]:
+    """What piece *at* came to, that not every rank finished: the error of the one that told of one, or else how the first ended that did not tell."""
+    told = next((rank.results[at] for rank in every if len(rank.results) > at and "error" in rank.results[at]), None)
+    number, silent = next((number, rank) for number, rank in enumerate(every) if len(rank.results) <= at)
+    ended = {"error": "Ended", "message": f"rank {number} of {len(every)} ended with {silent.status}:\n{silent.complaints}"}
+    return {**(told or ended), "ranks": []}
 
 
 def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[Rank]:

@@ -157,3 +157,10 @@ assert changed(before, attributes()) == [], changed(before, attributes())
 def test_disable_puts_deepspeed_back_as_it_was_and_enable_twice_is_enable_once(tmp_path):
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER], check=True, cwd=tmp_path, env=environment)
+
+
+def test_where_deepspeed_refuses_fp16_it_says_what_to_do(tmp_path):
+    (result,) = train([Case(dtype="fp16")], tmp_path, fp16=False)
+    assert result["error"] == "UsageError"  # which is a ValueError, as DeepSpeed's is
+    assert result["message"].startswith("Type fp16 is not supported on your device. ")
+    assert 'enable "bf16" in place of "fp16"' in result["message"]

@@ -1,7 +1,8 @@
 """Trains small models with DeepSpeed's ZeRO-3 on the CPU accelerator, and prints, one JSON object a line for each case, what came of it to the bit.
 
 The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive; "ours", whether `nvme_offload.zero3` is enabled;
-"faults", what is to go wrong in the engines, as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
+"fp16", whether DeepSpeed is to take the processor for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines, as
+`Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
 The ranks are what the environment says.
 """
 
@@ -19,7 +20,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from launch import Case
@@ -34,17 +35,11 @@ TOO_LARGE = 1e6
 
 
 def main(request: dict[str, Any]) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what DeepSpeed prints is not for the one who reads the answers
-    import deepspeed
-
+    answers, deepspeed = begin(request)
     watch = Watch()
     if request["ours"]:
         faulty = request.get("faulty_rank") in (None, int(os.environ["RANK"]))
         watch.enable(request.get("faults", []) if faulty else [])
-    # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False)
     for number, fields in enumerate(request["cases"]):
         place = str(Path(request["directory"], str(number)))  # so that no case finds the tier of another
         began = time.monotonic()
@@ -60,6 +55,21 @@ def main(request: dict[str, Any]) -> None:
             return  # the other ranks may wait for this one, and hear of it when the process ends
         gc.collect()
     deepspeed.comm.destroy_process_group()
+
+
+def begin(request: dict[str, Any]) -> tuple[IO[str], Any]:
+    """Where to print the answers, and DeepSpeed, whose ranks are connected."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what DeepSpeed prints is not for the one who reads the answers
+    import deepspeed
+
+    if os.environ["DS_ACCELERATOR"] == "cpu":
+        # DeepSpeed refuses fp16 where the processor has no instructions for it, though torch computes it everywhere.
+        deepspeed.get_accelerator().is_fp16_supported = lambda: request.get("fp16", True)
+    # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False)
+    return answers, deepspeed
 
 
 class Watch:

@@ -1,0 +1,104 @@
+"""The codec gives the same bits whatever vectors the processor has: compiled once for each width, and as it is in the package."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nvme_offload import _aio
+
+pytestmark = pytest.mark.processor
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = {"sse2": ["-march=x86-64"], "avx2": ["-march=haswell"], "avx512f": ["-march=skylake-avx512"]}
+ROW, BLOCK = 1 << 16, 256
+NUMEL = 2 * ROW + 5 * BLOCK + 77  # more than a row, and neither whole blocks nor whole vectors at the end
+
+SHIM = """
+#include "codec.h"
+using namespace nvme_offload;
+extern "C" void c_split(const std::uint32_t* m, std::uint16_t* w, std::uint16_t* l, std::size_t n) { split(m, w, l, n, 1); }
+extern "C" void c_join(const std::uint16_t* w, const std::uint16_t* l, std::uint32_t* m, std::size_t n) { join(w, l, m, n, 1); }
+extern "C" void c_encode(const float* v, std::uint8_t* c, std::uint8_t* e, std::size_t n, bool s, const std::uint32_t* t, const std::uint32_t* f,
+                         const std::uint32_t* a) { encode(v, c, e, n, s, {t, f, a}, 1); }
+extern "C" void c_decode(const std::uint8_t* c, const std::uint8_t* e, float* v, std::size_t n, bool s) { decode(c, e, v, n, s, 1); }
+"""
+
+
+class Codec:
+    """The four functions, of a library compiled for one width or of the package's own (None)."""
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        self.library = library
+
+    def call(self, name: str, *arguments: object) -> None:
+        plain = [each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments]
+        if self.library is None:
+            getattr(_aio, name)(*plain, 1)
+        else:
+            kinds = {bool: ctypes.c_bool}
+            converted = [kinds.get(type(each), ctypes.c_size_t)(each) for each in plain]  # an address is as large as a size
+            getattr(self.library, f"c_{name}")(*converted)
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    if request.param not in flags:
+        pytest.skip(f"this processor has no {request.param}")
+    place = tmp_path_factory.mktemp(request.param)
+    (place / "shim.cpp").write_text(SHIM)
+    # NVME_OFFLOAD_SANITIZED: one version, that of the flags. FMA may be used where it is there, as a compiler does by itself.
+    options = [*WIDTHS[request.param], "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-DNVME_OFFLOAD_SANITIZED", f"-I{ROOT / 'aio'}"]
+    command = [compiler, *options, ROOT / "aio" / "codec.cpp", place / "shim.cpp", "-o", place / "codec.so", "-ldl", "-pthread"]
+    subprocess.run([*map(str, command)], check=True, timeout=300)
+    return Codec(ctypes.CDLL(str(place / "codec.so")))
+
+
+def patterns() -> np.ndarray:
+    """fp32 values of every kind: all exponents, denormals, zeros of both signs, infinities, NaNs, and blocks without anything but one of these."""
+    generator = np.random.default_rng(7)
+    bits = generator.integers(0, 1 << 32, NUMEL, dtype=np.uint32)
+    moderate = (generator.standard_normal(NUMEL) * np.exp(4 * generator.standard_normal(NUMEL))).astype(np.float32).view(np.uint32)
+    found = np.where(np.arange(NUMEL) // BLOCK % 3 == 0, bits, moderate)
+    special = np.array([0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x00800000, 0x807FFFFF], np.uint32)
+    found[ROW : ROW + 9 * BLOCK] = np.repeat(special, BLOCK)
+    found[generator.integers(0, NUMEL, 100)] = generator.choice(special, 100)
+    return found
+
+
+def test_split_and_join(codec: Codec) -> None:
+    told = []
+    for each in (codec, Codec(None)):
+        master, working, low = patterns(), np.zeros(NUMEL, np.uint16), np.zeros(NUMEL, np.uint16)
+        each.call("split", master, working, low, NUMEL)
+        again = np.zeros(NUMEL, np.uint32)
+        each.call("join", working, low, again, NUMEL)
+        told.append((working.tobytes(), low.tobytes(), again.tobytes()))
+    assert told[0] == told[1]
+    numbers = (master & 0x7FFFFFFF) <= 0x7F800000
+    assert (again == master)[numbers].all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_encode_and_decode(codec: Codec, signed: bool) -> None:
+    generator = np.random.default_rng(11)
+    table = generator.integers(0, 1 << 32, ROW, dtype=np.uint32)
+    factors, summands = generator.integers(0, 1 << 32, 3, dtype=np.uint32) | np.uint32(1), generator.integers(0, 1 << 32, 3, dtype=np.uint32)
+    values = patterns().view(np.float32) if signed else (patterns() & np.uint32(0x7FFFFFFF)).view(np.float32)
+    told = []
+    for each in (codec, Codec(None)):
+        codes, exponents, back = np.zeros(NUMEL, np.uint8), np.zeros(-(-NUMEL // BLOCK), np.uint8), np.zeros(NUMEL, np.float32)
+        each.call("encode", values, codes, exponents, NUMEL, signed, table, factors, summands)
+        each.call("decode", codes, exponents, back, NUMEL, signed)
+        told.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))
+    assert told[0] == told[1]
+    assert len(set(codes.tolist())) > 100  # what was compared is not one value over and over
