@@ -9,7 +9,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-portable parity build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-portable parity build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +20,11 @@ sweep: ## tune the drive under DIR (default: this directory); more options of nv
 compare: ## measure the engine beside its peers on the drive under DIR; more options of sweeps.compare in ARGS
 	@python=$$(tools/setup-env) && "$$python" -m sweeps.compare.install && exec "$$python" -m sweeps.compare "$(DIR)" $(ARGS)
 
-test: ## run all tests, two files of them at once; more options of pytest in ARGS
+test: ## run the tests, two files of them at once; more options of pytest in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-slow: ## run those that make test leaves out: they compile, start launchers, or train for long
+	@$(MAKE) --no-print-directory test ARGS="-m slow $(ARGS)"
 
 test-portable: ## run tests as other machines would: one core, AVX2, no rights, no headers, fio, browser or home; -m processor in ARGS
 	@tools/portable-tests $(ARGS)

@@ -1,8 +1,17 @@
-"""The scripts of `examples/` run in processes of their own, see `doors`."""
+"""The scripts of `examples/` run in processes of their own, see `doors`: all slow, since each starts launchers and frameworks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))  # for doors
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)

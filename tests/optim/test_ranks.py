@@ -81,11 +81,16 @@ def test_two_ranks(told, case):
     assert told[case] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_BACKWARD)
 def test_updates_in_backward_on_two_ranks(told_in_backward, case):
     assert told_in_backward[case] == []
 
 
-def test_every_case_is_looked_at(told, told_in_backward):
+def test_every_case_is_looked_at(told):
     assert set(told) == set(CASES)
+
+
+@pytest.mark.slow
+def test_every_case_in_backward_is_looked_at(told_in_backward):
     assert set(told_in_backward) == set(IN_BACKWARD)

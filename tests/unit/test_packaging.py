@@ -33,8 +33,9 @@ def test_the_quick_start_is_two_shell_commands():
 
 @pytest.fixture
 def small_project(tmp_path):
-    """A project with our .ci/run and a README of its own."""
+    """A project with our .ci/run, a README of its own, and a Makefile that says what it is asked for."""
     (tmp_path / ".ci").mkdir()
+    (tmp_path / "Makefile").write_text("test-slow:\n\t@echo slow $(ARGS)\n\ntest-portable:\n\t@echo portable $(ARGS)\n")
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
 
     def write(second_command: str) -> Path:
@@ -47,10 +48,12 @@ def small_project(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_ci_runs_the_second_command_and_exits_as_it_does(small_project, code):
+def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_that_fails(small_project, code):
     done = subprocess.run([small_project(f"pwd\n(exit {code})")], capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stderr) == (code, "")
-    assert Path(done.stdout.strip()).samefile(small_project("").parents[1])
+    place, *rest = done.stdout.splitlines()
+    assert Path(place).samefile(small_project("").parents[1])
+    assert rest == ([] if code else ["slow", "portable -m processor"])
 
 
 def test_ci_stops_at_the_first_failure_of_the_command(small_project):
@@ -134,6 +137,7 @@ def distributions(tmp_path_factory):
     return wheel, source
 
 
+@pytest.mark.slow
 def test_a_portable_wheel_carries_libraries_and_licences(distributions):
     wheel, _ = distributions
     assert re.fullmatch(r"nvme_offload-.*[-.]manylinux_2_\d+_\w+\.whl", wheel.name)
@@ -152,6 +156,7 @@ def test_a_portable_wheel_carries_libraries_and_licences(distributions):
     assert not any(name.startswith(("tests/", "sweeps/", "tools/")) for name in names)
 
 
+@pytest.mark.slow
 def test_a_portable_wheel_lets_the_interpreter_end(distributions, tmp_path):
     """Its C++ library is another than the build in place has, and so is what becomes of threads that wait at the end."""
     wheel, _ = distributions
@@ -172,6 +177,7 @@ def test_a_wheel_for_another_machine_wants_its_headers(tmp_path):
     assert not (tmp_path / "dist").exists()
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_what_git_has(distributions):
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
     if tracked.returncode:

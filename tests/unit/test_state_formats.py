@@ -13,6 +13,8 @@ from sweeps.formats.text import read_text
 from sweeps.formats.trainer import PackedAdamW, Recipe, train
 from sweeps.formats.transformer import Shape
 
+pytestmark = pytest.mark.processor
+
 ADAM = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 each_format = pytest.mark.parametrize("name", FORMATS)
 
@@ -435,6 +437,7 @@ def test_gradients_that_misbehave_do_not_make_a_step_out_of_bounds(name, case):
     assert 0 < found.largest_step <= found.bound
 
 
+@pytest.mark.slow
 def test_a_transformer_learns_with_compact_states_as_it_does_with_exact_ones():
     text, held_out, _ = read_text(400_000)
     recipe = Recipe(Shape(layers=3, width=96, heads=4, context=64), steps=40, batch=16, learning_rate=3e-3, warm_up=10)

@@ -102,6 +102,7 @@ def moved(result: dict[str, Any]) -> int:
     return traffic["bytes_read"] + traffic["bytes_written"]
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank(once, name):
     mine, reference = once(CASES)[name]
@@ -132,6 +133,8 @@ def test_two_ranks(once, name):
     assert differences(*once(ON_TWO_RANKS, ranks=2)[name]) == []
 
 
+@pytest.mark.slow  # compiles that Adam
+@pytest.mark.processor
 @pytest.mark.parametrize("name", CPU_ADAM)
 def test_cpu_adam_of_deepspeed(once, name):
     assert differences(*once(CPU_ADAM)[name]) == []
