@@ -49,7 +49,7 @@ void Engine::stop_workers() {
 }
 
 std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                        Checksum checksum, void* owner) {
+                                        Checksum checksum, std::vector<std::shared_ptr<Request>> after, void* owner) {
   constexpr auto kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (nbytes > kLargestOffset || offset > kLargestOffset - nbytes) throw Misuse("the range ends beyond the largest offset that a file can have");
   if (checksum.wanted && !has_checksum()) {
@@ -59,27 +59,50 @@ std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<Fil
   // Opened here, where it can still be refused, rather than in a worker.
   if (operation == Operation::write && (offset % page != 0 || nbytes % page != 0)) (void)file->buffered_descriptor();
 
-  auto request = std::make_shared<Request>(operation, std::move(file), data, nbytes, offset, checksum, owner);
+  if (checksum.like != nullptr) after.push_back(checksum.like);
+
+  auto request = std::make_shared<Request>(operation, std::move(file), data, nbytes, offset, std::move(checksum), owner);
+  Requests finished;
   Worker* to_wake = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (refusing_) throw Misuse("the engine is closed");
-    const auto direction = static_cast<std::size_t>(operation);
-    DirectionStats& stats = stats_[direction];
-    stats.requests += 1;
-    if (nbytes == 0) {
-      released_owners_.push_back(owner);
-    } else {
-      if (stats.in_flight++ == 0) busy_since_[direction] = Clock::now();
-      request->place = unfinished_.insert(unfinished_.end(), request);
-      queues_[direction].push_back(request.get());
-      queued_bytes_ += nbytes;
+    stats_[static_cast<std::size_t>(operation)].requests += 1;
+    request->place = held_.insert(held_.end(), request);
+    bool in_vain = false;
+    for (const auto& blocker : after) {
+      in_vain = in_vain || (blocker->ended && blocker->failure);
+      if (blocker->ended) continue;
+      blocker->followers.push_back(request);
+      request->blockers += 1;
+    }
+    if (in_vain) {
+      request->failure = Failure{Failure::Kind::abandoned};
+      finish(request, finished);
+    } else if (request->blockers == 0) {
+      start(*request);
+      if (is_over(*request)) finish(request, finished);
       to_wake = take_hungry();
     }
   }
-  if (nbytes == 0) request->finish();
+  for (const auto& one : finished) one->finish();
   if (to_wake != nullptr) to_wake->wake();
   return request;
+}
+
+bool Engine::cancel(const Requests& requests) {
+  Requests finished;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!std::all_of(requests.begin(), requests.end(), [](const auto& request) { return request->untouched(); })) return false;
+    for (const auto& request : requests) {
+      if (request->ended) continue;  // it waited for one before it
+      fail(*request, Failure{Failure::Kind::cancelled});
+      finish(request, finished);
+    }
+  }
+  for (const auto& one : finished) one->finish();
+  return true;
 }
 
 /// A worker to wake where there is work for it: the last that went to sleep, whose memory is the likeliest to be in a cache. One at a time: a worker
@@ -125,7 +148,7 @@ void Engine::give_back(Worker& worker) {
     request.sum += slot->sum;
     request.outstanding -= 1;
     if (slot->failure) fail(request, *slot->failure);
-    finish_if_exhausted(request, worker.finished);
+    if (is_over(request)) finish(*request.place, worker.finished);
     worker.release(*slot);
   }
   worker.retired.clear();
@@ -138,7 +161,7 @@ void Engine::give_back(Worker& worker) {
       queued_bytes_ += request->nbytes;
     } else {
       fail(*request, Failure{Failure::Kind::system, worker.reservation_error});
-      finish_if_exhausted(*request, worker.finished);
+      if (is_over(*request)) finish(*request->place, worker.finished);
     }
   }
 }
@@ -174,6 +197,7 @@ void Engine::take_blocks(Worker& worker) {
 void Engine::fail(Request& request, Failure failure) {
   if (request.failure) return;
   request.failure = failure;
+  if (request.blockers > 0) return;
   auto& queue = queues_[static_cast<std::size_t>(request.operation)];
   const auto place = std::find(queue.begin(), queue.end(), &request);
   if (place == queue.end()) return;
@@ -181,22 +205,60 @@ void Engine::fail(Request& request, Failure failure) {
   queued_bytes_ -= request.nbytes - request.cut;
 }
 
-void Engine::finish_if_exhausted(Request& request, Requests& finished) {
-  if (!request.exhausted()) return;
-  if (!request.failure && request.checksum.expected && request.sum != *request.checksum.expected) {
-    request.failure = Failure{Failure::Kind::corrupt};
-  }
+/// Queues a request that waits for nothing any more.
+void Engine::start(Request& request) {
   const auto direction = static_cast<std::size_t>(request.operation);
-  DirectionStats& stats = stats_[direction];
-  if (--stats.in_flight == 0) stats.busy_seconds += seconds_since(busy_since_[direction]);
-  released_owners_.push_back(request.owner);
-  finished.push_back(*request.place);
-  if (request.failure) {
-    failures_.erase(std::remove_if(failures_.begin(), failures_.end(), [](const auto& failed) { return failed->observed.load(); }), failures_.end());
-    failures_.push_back(*request.place);
+  request.started = Clock::now();
+  unfinished_.splice(unfinished_.end(), held_, request.place);
+  if (stats_[direction].in_flight++ == 0) busy_since_[direction] = request.started;
+  if (request.nbytes == 0) return;  // it is exhausted already
+  queues_[direction].push_back(&request);
+  queued_bytes_ += request.nbytes;
+}
+
+/// Whether nothing more will happen to a request that was started; what came of it is known from then on.
+bool Engine::is_over(Request& request) {
+  if (!request.exhausted()) return false;
+  const Checksum& checksum = request.checksum;
+  const bool differs = (checksum.expected && request.sum != *checksum.expected) || (checksum.like != nullptr && request.sum != checksum.like->sum);
+  if (!request.failure && differs) request.failure = Failure{Failure::Kind::corrupt};
+  return true;
+}
+
+/// Ends a request, and with it those that wait for it in vain; starts those that waited for nothing else. What ended is appended to *finished*, to be
+/// announced outside of the mutex.
+void Engine::finish(const std::shared_ptr<Request>& request, Requests& finished) {
+  std::size_t next = finished.size();
+  end(request, finished);
+  for (; next < finished.size(); ++next) {
+    const std::shared_ptr<Request> ended = finished[next];  // the vector grows
+    for (const auto& follower : std::exchange(ended->followers, {})) {
+      if (follower->ended) continue;
+      if (ended->failure) {
+        follower->failure = Failure{Failure::Kind::abandoned};
+        end(follower, finished);
+      } else if (--follower->blockers == 0) {
+        start(*follower);
+        if (is_over(*follower)) end(follower, finished);
+      }
+    }
   }
-  unfinished_.erase(request.place);
   if (unfinished_.empty()) idle_.notify_all();
+}
+
+void Engine::end(const std::shared_ptr<Request>& request, Requests& finished) {
+  request->ended = true;
+  const auto direction = static_cast<std::size_t>(request->operation);
+  DirectionStats& stats = stats_[direction];
+  const bool was_started = request->started != Clock::time_point{};
+  if (was_started && --stats.in_flight == 0) stats.busy_seconds += seconds_since(busy_since_[direction]);
+  released_owners_.push_back(request->owner);
+  finished.push_back(request);
+  if (request->failure && !request->failure->follows()) {
+    failures_.erase(std::remove_if(failures_.begin(), failures_.end(), [](const auto& failed) { return failed->observed.load(); }), failures_.end());
+    failures_.push_back(request);
+  }
+  (was_started ? unfinished_ : held_).erase(request->place);
 }
 
 void Engine::register_memory(std::byte* data, std::size_t nbytes) {

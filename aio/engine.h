@@ -32,7 +32,7 @@ struct Settings {
 struct DirectionStats {
   std::uint64_t requests = 0;   // submitted
   std::uint64_t bytes = 0;      // moved, block by block
-  std::uint64_t in_flight = 0;  // requests not yet finished
+  std::uint64_t in_flight = 0;  // requests started and not yet finished
   std::uint64_t retries = 0;    // transfers handed to the kernel again: refused, interrupted or short
   double busy_seconds = 0;      // during which at least one request was in flight
 };
@@ -40,7 +40,7 @@ struct DirectionStats {
 struct Stats {
   std::array<DirectionStats, 2> directions;  // by Operation
   std::uint64_t registered_bytes = 0;        // of memory that every worker's kernel queue has pinned
-  std::shared_ptr<Request> oldest;           // the unfinished request that was submitted first, if any
+  std::shared_ptr<Request> oldest;           // the unfinished request that was started first, if any
 };
 
 class Worker;
@@ -56,9 +56,15 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   /// Starts moving *nbytes* bytes between *data* and *file*; never waits for the drive. *data* must stay until the request is finished;
-  /// *owner* then appears in take_released_owners(). Throws Misuse (and *owner* stays the caller's), SystemFailure.
+  /// *owner* then appears in take_released_owners().
+  ///
+  /// The request starts when all of *after*, requests of this engine, ended well; as soon as one of them fails, it ends as cancelled.
+  /// Throws Misuse (and *owner* stays the caller's), SystemFailure.
   std::shared_ptr<Request> submit(Operation operation, std::shared_ptr<File> file, std::byte* data, std::uint64_t nbytes, std::uint64_t offset,
-                                  Checksum checksum, void* owner);
+                                  Checksum checksum, std::vector<std::shared_ptr<Request>> after, void* owner);
+
+  /// Ends all of *requests* as cancelled, and what waits for them, unless one of them is finished or a byte of it was asked for. Returns whether it did.
+  bool cancel(const std::vector<std::shared_ptr<Request>>& requests);
 
   /// Lets the workers' kernel queues pin memory that many requests will use; it must stay until the engine is gone.
   void register_memory(std::byte* data, std::size_t nbytes);
@@ -85,7 +91,10 @@ class Engine {
   void give_back(Worker& worker);
   void take_blocks(Worker& worker);
   void fail(Request& request, Failure failure);
-  void finish_if_exhausted(Request& request, Requests& finished);
+  void start(Request& request);
+  static bool is_over(Request& request);
+  void finish(const std::shared_ptr<Request>& request, Requests& finished);
+  void end(const std::shared_ptr<Request>& request, Requests& finished);
   [[nodiscard]] Worker* take_hungry() noexcept;
   [[nodiscard]] std::uint64_t queued_blocks() const;
   void stop_workers();
@@ -93,9 +102,10 @@ class Engine {
   const Settings settings_;
   const std::uint64_t page_size_;
 
-  mutable std::mutex mutex_;  // guards all below, and the inner fields of unfinished requests
-  std::list<std::shared_ptr<Request>> unfinished_;
-  std::array<std::deque<Request*>, 2> queues_;  // by Operation: requests with bytes that are not cut yet
+  mutable std::mutex mutex_;                        // guards all below, and the inner fields of unfinished requests
+  std::list<std::shared_ptr<Request>> held_;        // that wait for others: edges lead back in time, so while there are any, there are started ones
+  std::list<std::shared_ptr<Request>> unfinished_;  // that were started, in that order
+  std::array<std::deque<Request*>, 2> queues_;      // by Operation: requests with bytes that are not cut yet
   std::uint64_t queued_bytes_ = 0;
   std::size_t turn_ = 0;  // the direction that goes next: neither waits behind a long queue of the other
   std::array<DirectionStats, 2> stats_;

@@ -74,13 +74,19 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
 [[noreturn]] void raise_failure(const Request& request) {
   using py::literals::operator""_a;
   const std::string& path = *request.path;
-  if (request.failure->kind == Failure::Kind::system) {
+  const Failure::Kind kind = request.failure->kind;
+  if (kind == Failure::Kind::system) {
     raise(system_error(request.failure->error, name_of(request.operation), path, request.offset, request.nbytes, request.done));
   }
-  const bool truncated = request.failure->kind == Failure::Kind::truncated;
+  const py::dict where("operation"_a = name_of(request.operation), "path"_a = decoded(path), "offset"_a = request.offset, "nbytes"_a = request.nbytes,
+                       "done"_a = request.done);
+  if (request.failure->follows()) {
+    const bool cancelled = kind == Failure::Kind::cancelled;
+    raise(error_class("CancelledError")(cancelled ? "it was cancelled before it started" : "a transfer that it was to follow failed", **where));
+  }
+  const bool truncated = kind == Failure::Kind::truncated;
   raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(truncated ? "the file ends before that" : "the checksum is not that of what was written",
-                                                                      "operation"_a = name_of(request.operation), "path"_a = decoded(path),
-                                                                      "offset"_a = request.offset, "nbytes"_a = request.nbytes, "done"_a = request.done));
+                                                                      **where));
 }
 
 /// Memory lent by Python, and what keeps it alive: the exporter of a buffer, locked while the buffer is, or any object.
@@ -129,19 +135,6 @@ class Buffer {
   py::object owner_;
 };
 
-/// What Python asks for: False, True, or the sum that the bytes read must have.
-Checksum asked_checksum(const py::handle& asked) {
-  if (asked.ptr() == Py_False) return {};
-  if (asked.ptr() == Py_True) return {true, std::nullopt};
-  const py::int_ sum = py::reinterpret_steal<py::int_>(PyNumber_Index(asked.ptr()));
-  const std::uint64_t expected = sum ? PyLong_AsUnsignedLongLong(sum.ptr()) : 0;
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw Misuse("checksum must be true, false, or a number from 0 to 2**64 - 1, not " + py::cast<std::string>(py::repr(asked)));
-  }
-  return {true, expected};
-}
-
 class PyRequest;
 
 /// The engine as Python holds it: who may call it, and when what Python lent it is given back.
@@ -171,15 +164,24 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   PyEngine& operator=(const PyEngine&) = delete;
 
   /// Reads into the memory of *exporter*, or writes it.
-  std::unique_ptr<PyRequest> submit(bool write, const py::object& exporter, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                    const py::handle& checksum) {
-    return submit(write, std::make_unique<Buffer>(exporter, !write), file, offset, checksum);
+  std::unique_ptr<PyRequest> submit(bool write, const py::object& exporter, const std::shared_ptr<File>& file, std::uint64_t offset, const py::handle& checksum,
+                                    const std::vector<PyRequest*>& after) {
+    return submit(write, std::make_unique<Buffer>(exporter, !write), file, offset, checksum, after);
   }
 
   /// Likewise the memory at *address*, which is there as long as *owner* is.
   std::unique_ptr<PyRequest> submit_at(bool write, std::uintptr_t address, std::uint64_t nbytes, py::object owner, const std::shared_ptr<File>& file,
-                                       std::uint64_t offset, const py::handle& checksum) {
-    return submit(write, std::make_unique<Buffer>(address, nbytes, std::move(owner)), file, offset, checksum);
+                                       std::uint64_t offset, const py::handle& checksum, const std::vector<PyRequest*>& after) {
+    return submit(write, std::make_unique<Buffer>(address, nbytes, std::move(owner)), file, offset, checksum, after);
+  }
+
+  /// Ends all of *requests*, which are this engine's, or none.
+  bool cancel(const std::vector<std::shared_ptr<Request>>& requests) {
+    if (engine_ == nullptr) return false;
+    const std::shared_ptr<Engine> engine = engine_;
+    const bool cancelled = engine->cancel(requests);
+    release_owners(*engine);
+    return cancelled;
   }
 
   /// Lets the kernel queues pin memory once; it is held until the engine is closed.
@@ -217,7 +219,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     py::object oldest = py::none();
     if (now.oldest != nullptr) {
       const Request& request = *now.oldest;
-      const double age = std::chrono::duration<double>(Clock::now() - request.submitted).count();
+      const double age = std::chrono::duration<double>(Clock::now() - request.started).count();
       oldest = py::make_tuple(name_of(request.operation), decoded(*request.path), request.offset, request.nbytes, age);
     }
     return py::make_tuple(directions[0], directions[1], now.registered_bytes, oldest);
@@ -234,7 +236,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::unique_ptr<PyRequest> submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                    const py::handle& checksum);
+                                    const py::handle& checksum, const std::vector<PyRequest*>& after);
 
   void register_memory(std::unique_ptr<Buffer> buffer) {
     live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
@@ -260,6 +262,22 @@ class PyRequest {
   PyRequest(const PyRequest&) = delete;
   PyRequest& operator=(const PyRequest&) = delete;
 
+  /// The request, for one that is to follow it on *engine*. Throws Misuse where it is another engine's.
+  [[nodiscard]] const std::shared_ptr<Request>& of(const PyEngine& engine) const {
+    if (engine_.get() != &engine) throw Misuse("a request can only follow those of its own engine");
+    return request_;
+  }
+
+  /// Ends all of *requests* before they start, or none. Throws Misuse where they are of several engines.
+  static bool cancel(const std::vector<PyRequest*>& requests) {
+    std::vector<std::shared_ptr<Request>> all;
+    for (const PyRequest* request : requests) {
+      request->require_this_process();
+      all.push_back(request->of(*requests.front()->engine_));
+    }
+    return !all.empty() && requests.front()->engine_->cancel(all);
+  }
+
   [[nodiscard]] bool done() const { return request_->finished(); }
   [[nodiscard]] std::uint64_t nbytes() const { return request_->nbytes; }
 
@@ -280,8 +298,12 @@ class PyRequest {
   }
 
  private:
-  void wait_until_finished(std::optional<double> timeout_seconds) {
+  void require_this_process() const {
     if (!request_->of_this_process()) throw Misuse("the request belongs to the process that this one was forked from: wait for it there");
+  }
+
+  void wait_until_finished(std::optional<double> timeout_seconds) {
+    require_this_process();
     constexpr double kLongestSeconds = 1e9;  // beyond it a deadline would overflow the clock
     const bool limited = timeout_seconds.has_value() && *timeout_seconds < kLongestSeconds;
     const Clock::time_point deadline =
@@ -304,13 +326,33 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
+/// What Python asks for: False, True, the sum that the bytes read must have, or the request whose sum that is.
+Checksum asked_checksum(const py::handle& asked, const PyEngine& engine) {
+  if (asked.ptr() == Py_False) return {};
+  if (asked.ptr() == Py_True) return {true, std::nullopt};
+  if (py::isinstance<PyRequest>(asked)) {
+    const std::shared_ptr<Request>& like = py::cast<const PyRequest&>(asked).of(engine);
+    if (!like->checksum.wanted) throw Misuse("the request that was to give the checksum does not sum its bytes");
+    return {true, std::nullopt, like};
+  }
+  const py::int_ sum = py::reinterpret_steal<py::int_>(PyNumber_Index(asked.ptr()));
+  const std::uint64_t expected = sum ? PyLong_AsUnsignedLongLong(sum.ptr()) : 0;
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw Misuse("checksum must be true, false, a ticket, or a number from 0 to 2**64 - 1, not " + py::cast<std::string>(py::repr(asked)));
+  }
+  return {true, expected};
+}
+
 std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                            const py::handle& checksum) {
+                                            const py::handle& checksum, const std::vector<PyRequest*>& after) {
   const std::shared_ptr<Engine> engine = live();
   release_owners(*engine);
   if (write ? !file->writable() : !file->readable()) throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
   const Operation operation = write ? Operation::write : Operation::read;
-  auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset, asked_checksum(checksum), buffer.get());
+  std::vector<std::shared_ptr<Request>> blockers;
+  for (const PyRequest* blocker : after) blockers.push_back(blocker->of(*this));
+  auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset, asked_checksum(checksum, *this), std::move(blockers), buffer.get());
   (void)buffer.release();
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
@@ -393,12 +435,17 @@ PYBIND11_MODULE(_aio, module) {
       .def_property_readonly("nbytes", &PyRequest::nbytes)
       .def_property_readonly("checksum", &PyRequest::checksum);
 
+  // All of *requests*, or none where one of them has started.
+  module.def("cancel", &PyRequest::cancel, "requests"_a);
+
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
       .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
            "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
-      .def("submit", py::overload_cast<bool, const py::object&, const std::shared_ptr<File>&, std::uint64_t, const py::handle&>(&PyEngine::submit), "write"_a,
-           "exporter"_a, "file"_a, "offset"_a, "checksum"_a)
-      .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a, "file"_a, "offset"_a, "checksum"_a)
+      .def("submit",
+           py::overload_cast<bool, const py::object&, const std::shared_ptr<File>&, std::uint64_t, const py::handle&, const std::vector<PyRequest*>&>(
+               &PyEngine::submit),
+           "write"_a, "exporter"_a, "file"_a, "offset"_a, "checksum"_a, "after"_a)
+      .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a, "file"_a, "offset"_a, "checksum"_a, "after"_a)
       .def("require_live", &PyEngine::require_live)
       .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
       .def("register", py::overload_cast<const py::object&>(&PyEngine::register_memory), "exporter"_a)

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "file.h"
 #include "fork.h"
@@ -22,21 +23,34 @@ using Clock = std::chrono::steady_clock;
 
 /// Why a request did not move every byte.
 struct Failure {
-  enum class Kind : std::uint8_t { system, truncated, corrupt };
+  enum class Kind : std::uint8_t {
+    system,
+    truncated,
+    corrupt,
+    cancelled,  // before a byte of it was asked for
+    abandoned,  // likewise: something that it waited for failed
+  };
   Kind kind;
   int error = 0;  // errno, for Kind::system
+
+  /// Whoever caused it knows: it is no news of its own.
+  [[nodiscard]] bool follows() const noexcept { return kind == Kind::cancelled || kind == Kind::abandoned; }
 };
+
+class Request;
 
 /// Whether a request's bytes are summed on their way, and against what.
 struct Checksum {
   bool wanted = false;
-  std::optional<std::uint64_t> expected;  // of a read: any other sum is a failure
+  std::optional<std::uint64_t> expected;    // of a read: any other sum is a failure
+  std::shared_ptr<Request> like = nullptr;  // of a read: so is any other sum than that of this request, which ends before the read starts
 };
 
 /// One read or write of one buffer.
 ///
-/// Its life: submitted -> (cut into blocks, which workers move) -> finished, once and for good, with every byte moved or with a failure.
-/// Up to then only the engine touches the fields of the second group, under its mutex; from then on nobody changes anything.
+/// Its life: submitted -> (held while it waits for others) -> started -> (cut into blocks, which workers move) -> finished, once and for good, with
+/// every byte moved or with a failure. Up to then only the engine touches the fields of the second group, under its mutex; from then on nobody
+/// changes anything.
 class Request {
  public:
   Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, Checksum checksum_, void* owner_)
@@ -46,7 +60,7 @@ class Request {
         data(data_),
         nbytes(nbytes_),
         offset(offset_),
-        checksum(checksum_),
+        checksum(std::move(checksum_)),
         owner(owner_) {}
 
   const Operation operation;
@@ -57,7 +71,11 @@ class Request {
   const std::uint64_t offset;
   const Checksum checksum;
   void* const owner;  // what keeps *data* alive; the engine hands it back when the request is finished
-  const Clock::time_point submitted = Clock::now();
+
+  std::uint32_t blockers = 0;                       // requests that it still waits for: held while there are any
+  std::vector<std::shared_ptr<Request>> followers;  // that wait for it, those included that were cancelled meanwhile
+  bool ended = false;                               // finished as far as the engine is concerned; who waits learns of it a moment later
+  Clock::time_point started;
 
   std::uint64_t cut = 0;          // bytes already handed out in blocks
   std::uint64_t done = 0;         // bytes moved
@@ -65,10 +83,13 @@ class Request {
   std::uint32_t outstanding = 0;  // blocks with a worker, or the request itself while one reserves its space
   bool reserved = false;          // the file reaches to the end of this write
   std::optional<Failure> failure;
-  std::list<std::shared_ptr<Request>>::iterator place;  // in the engine's list of unfinished requests
+  std::list<std::shared_ptr<Request>>::iterator place;  // in the engine's list of held requests, or in that of started ones
 
-  /// Nothing more will happen to it.
+  /// Nothing more will happen to it, which was started.
   [[nodiscard]] bool exhausted() const noexcept { return outstanding == 0 && (cut == nbytes || failure); }
+
+  /// No byte of it was asked of the kernel, nor of its file's space.
+  [[nodiscard]] bool untouched() const noexcept { return !ended && outstanding == 0 && cut == 0; }
 
   /// The caller holds a reference until this returns.
   void finish() {

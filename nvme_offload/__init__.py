@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .config import AioConfig
 from .engine import Engine, File, Ticket
 from .errors import (
+    CancelledError,
     CorruptionError,
     IOFailure,
     NoSpaceError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AioConfig",
+    "CancelledError",
     "CorruptionError",
     "Engine",
     "File",

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
@@ -145,17 +145,30 @@ class Ticket:
         """Return the bytes asked for once every one of them has been moved; a second call answers the same.
 
         Units: *timeout* in seconds, None for as long as it takes.
-        Raises: IOFailure, NoSpaceError or TruncatedError when the transfer failed; WaitTimeout when it is not finished in time, which leaves
-        it going on and able to be waited for; UsageError in a process forked since.
+        Raises: IOFailure, NoSpaceError or TruncatedError when the transfer failed; CancelledError when it never started; WaitTimeout when it is
+        not finished in time, which leaves it going on and able to be waited for; UsageError in a process forked since.
         """
         return self._request.wait(timeout)
+
+    def cancel(self) -> bool:
+        """End the request before it starts, and with it those that are to follow it: they fail with CancelledError, which `Engine.close` is silent of.
+
+        Returns whether it was ended so; False where it is finished, or where the drive was asked for some of it already: then it goes on.
+        Raises: UsageError in a process forked since.
+        """
+        return _aio.cancel([self._request])
+
+
+def cancel_all(tickets: Sequence[Ticket]) -> bool:
+    """Cancel all of *tickets*, which are of one engine, or none where one of them has started: see `Ticket.cancel`."""
+    return _aio.cancel([ticket._request for ticket in tickets])
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectionStats:
     """What went one way since the engine was made.
 
-    requests: submitted. bytes: moved, counted block by block. in_flight: requests not yet finished.
+    requests: submitted. bytes: moved, counted block by block. in_flight: requests started and not yet finished.
     retries: transfers that had to be handed to the kernel again (short, interrupted, refused for the moment).
     busy_seconds: during which at least one request was in flight.
     """
@@ -169,7 +182,7 @@ class DirectionStats:
 
 @dataclasses.dataclass(frozen=True)
 class PendingRequest:
-    """An unfinished request: *offset* and *nbytes* in bytes, *age_seconds* since it was submitted."""
+    """An unfinished request: *offset* and *nbytes* in bytes, *age_seconds* since it was submitted, or since the last that it follows ended."""
 
     operation: str
     path: str
@@ -181,7 +194,7 @@ class PendingRequest:
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
     """Counters by direction; registered_bytes of memory that the kernel has pinned for good (`Engine.register`); and the unfinished request
-    that was submitted first: an age of seconds is a drive that is stuck.
+    that was started first: an age of seconds is a drive that is stuck.
     """
 
     read: DirectionStats
@@ -193,8 +206,10 @@ class EngineStats:
 class Engine:
     """Worker threads that move requests block by block between memory and files.
 
-    Requests are independent: they finish in any order, and one that reads bytes which another still writes gets either. All methods may be
-    called from any thread. A process forked while an engine is live can go on without it, and makes its own if it needs one.
+    Requests are independent: they finish in any order, and one that reads bytes which another still writes gets either. A request that is to start
+    after others names their tickets (*after*): the engine's threads start it when all of them ended well, and end it with CancelledError as soon as
+    one failed. All methods may be called from any thread. A process forked while an engine is live can go on without it, and makes its own if it
+    needs one.
 
     Lifetime: `close`, or the end of a `with` block, waits for every request. An engine that is dropped or still open when the interpreter
     ends is closed likewise.
@@ -241,21 +256,22 @@ class Engine:
         self._core.require_live()
         return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], whole_number("size", size)))
 
-    def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int = False) -> Ticket:
-        """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds.
+    def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int | Ticket = False, after: Iterable[Ticket] = ()) -> Ticket:
+        """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds; once all of *after* ended well.
 
-        *checksum* is True to sum the bytes on their way (`Ticket.checksum`), or the sum that they must have.
+        *checksum* is True to sum the bytes on their way (`Ticket.checksum`), or the sum that they must have, or the ticket of the write, with a
+        checksum, whose bytes they must be; the read follows that one, too.
 
         Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous and writable.
         Lifetime: the buffer's memory is held until the request is finished; do not use its contents before.
         Raises: UsageError at once; IOFailure at once when a path cannot be opened; UnsupportedError for a checksum in a build without; from
-        `Ticket.wait` IOFailure, TruncatedError where the file ends too early, and CorruptionError where the checksum differs.
+        `Ticket.wait` IOFailure, TruncatedError where the file ends too early, CorruptionError where the checksum differs, CancelledError.
         Source: io_submit(2).
         """
-        return self._submit(False, buffer, file, offset, checksum)
+        return self._submit(False, buffer, file, offset, checksum, after)
 
-    def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool = False) -> Ticket:
-        """Start writing *buffer* to *file*, from *offset* bytes into it; other bytes of the file stay as they are.
+    def write(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
+        """Start writing *buffer* to *file*, from *offset* bytes into it, once all of *after* ended well; other bytes of the file stay as they are.
 
         *checksum* sums the bytes on their way: see `Ticket.checksum`.
 
@@ -265,7 +281,7 @@ class Engine:
         Raises: as `read`; from `Ticket.wait` also NoSpaceError.
         Source: io_submit(2).
         """
-        return self._submit(True, buffer, file, offset, bool(checksum))
+        return self._submit(True, buffer, file, offset, bool(checksum), after)
 
     def register(self, buffer: WriteableBuffer) -> None:
         """Let the kernel pin *buffer* once rather than at every transfer to and from it; only io_uring can, other backends take no notice.
@@ -316,17 +332,19 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
 
-    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool | int) -> Ticket:
+    def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool | int | Ticket, after: Iterable[Ticket]) -> Ticket:
         offset = whole_number("offset", offset)
+        blockers = [ticket._request for ticket in after]
+        sums = checksum._request if isinstance(checksum, Ticket) else checksum
         torch = sys.modules.get("torch")  # there where there is a tensor
         if torch is not None and isinstance(buffer, torch.Tensor):
             _require_plain(buffer, torch.strided)
             nbytes = buffer.nbytes
             opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
             # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
-            return Ticket(self._core.submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, checksum))
+            return Ticket(self._core.submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, sums, blockers))
         opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
-        return Ticket(self._core.submit(write, buffer, opened, offset, checksum))
+        return Ticket(self._core.submit(write, buffer, opened, offset, sums, blockers))
 
     def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> _aio.File:
         whole_number("the end of the range", offset + nbytes)  # what is refused has created no file

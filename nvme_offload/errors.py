@@ -67,6 +67,10 @@ class CorruptionError(_TransferError):
     """Bytes came back other than they were written."""
 
 
+class CancelledError(_TransferError):
+    """The transfer never started: it was cancelled, or one that it was to follow failed or was cancelled; no byte was moved."""
+
+
 class IOFailure(_TransferError, OSError):
     """The kernel or the drive refused or failed a transfer; *errno* says why."""
 

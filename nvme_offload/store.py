@@ -52,7 +52,8 @@ class TensorStore:
     and checks it on its way back. The engine is made with *config*, or is the caller's *engine*, which the store does not close.
 
     Transfers on one name keep the order of the calls: a get waits for the put before it, and a put of the same size for the gets before it, both
-    inside the call. All methods may be called from any thread, but not from a process forked since. The files have no names: they are gone with
+    inside the call, unless it names their tickets (*after*): it then starts by itself when they ended well, and ends with CancelledError as soon as
+    one failed. All methods may be called from any thread, but not from a process forked since. The files have no names: they are gone with
     the store or its process, also after kill -9, and stores in one directory never meet.
 
     Raises: UsageError; IOFailure when a path is no directory that can be written to; UnsupportedError when the drive or this build lacks
@@ -87,25 +88,26 @@ class TensorStore:
                     self.engine.write(b"", file, checksum=True)  # refused here where this build has none
             undo.pop_all()
 
-    def put(self, name: str, tensor: Buffer) -> StoreTicket:
-        """Start writing *tensor* under *name*, in place of what was there.
+    def put(self, name: str, tensor: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
+        """Start writing *tensor* under *name*, in place of what was there, once all of *after* ended well.
 
         A tensor of the size that *name* has overwrites it: when the write fails, the old value is lost as well, and `get` raises that error until
-        the next put. One of another size gets a new place; the old one is freed when the write is done, and stays the value when it fails.
+        the next put. One of another size gets a new place; the old one is freed when the write is done, and stays the value when it fails. One that
+        was cancelled leaves the old value in either case.
 
         Shapes: *tensor* is contiguous, on the CPU, or has the buffer protocol.
         Lifetime: its memory is held until the ticket is done; do not change its contents before.
         Raises: UsageError; NoSpaceError, with the numbers, when it does not fit on the drives, which leaves *name* as it was; from
-        `StoreTicket.wait` IOFailure and NoSpaceError.
+        `StoreTicket.wait` IOFailure, NoSpaceError and CancelledError.
         Source: io_submit(2).
         """
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
             with self._values.using():
-                under_way = self._values.conflicts(name, nbytes)
+                under_way = self._values.conflicts(name, nbytes, after)
                 if not under_way:
                     try:
-                        return self._start(name, self._values.place_for(name, nbytes), tensor, writes=True)
+                        return self._start(name, self._values.place_for(name, nbytes), tensor, True, after)
                     except NoSpaceError:
                         under_way += self._values.may_free_room()
                         if not under_way:
@@ -113,24 +115,24 @@ class TensorStore:
             for one in under_way:
                 one.finish()
 
-    def get(self, name: str, out: Buffer) -> StoreTicket:
-        """Start reading tensor *name* into *out*, as of the last put.
+    def get(self, name: str, out: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
+        """Start reading tensor *name* into *out*, as of the last put, once all of *after* ended well.
 
         Shapes: *out* is contiguous, on the CPU, with the stored tensor's number of bytes, or has the buffer protocol and is writable.
         Lifetime: *out* is held until the ticket is done; do not use its contents before.
         Raises: UsageError when there is no such tensor or the sizes differ; the error of the put that lost it; from `StoreTicket.wait` IOFailure,
-        TruncatedError, and CorruptionError where the store keeps checksums.
+        TruncatedError, CancelledError, and CorruptionError where the store keeps checksums.
         Source: io_submit(2).
         """
         nbytes = _checked_nbytes(out, writable=True)
         while True:
             with self._values.using():
-                under_way = self._values.conflicts(name)
+                under_way = self._values.conflicts(name, after=after)
                 if not under_way:
                     value = self._values.current(name)
                     if nbytes != value.nbytes:
                         raise UsageError(f"tensor {name!r} has {value.nbytes} bytes, not the {nbytes} of what it is to be read into")
-                    return self._start(name, value, out, writes=False)
+                    return self._start(name, value, out, False, after)
             for one in under_way:
                 one.finish()
 
@@ -290,19 +292,17 @@ class TensorStore:
         state = "closed" if self._values.closed else f"{len(self._values.sizes())} tensors"
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
-    def _start(self, name: str, value: Value, buffer: Buffer, writes: bool) -> StoreTicket:
+    def _start(self, name: str, value: Value, buffer: Buffer, writes: bool, after: Sequence[StoreTicket]) -> StoreTicket:
         """Start the transfers of every part; when one is refused, none is left under way. Raises: OffloadError."""
+        sums = [self.checksum] * len(value.parts) if writes else self._values.sums(name, value)
         ticket = self._values.begin(name, value, writes)
+        blockers = [transfer for other in after for transfer in other._transfers]
         whole = len(value.parts) == 1
         try:
             memory: Any = buffer if whole else _flat(buffer)
-            for part in value.parts:
+            for part, checksum in zip(value.parts, sums, strict=True):
                 piece = memory if whole else memory[part.start : part.start + part.nbytes]
-                if writes:
-                    transfer = self.engine.write(piece, part.extent.file, part.offset, checksum=self.checksum)
-                else:
-                    transfer = self.engine.read(piece, part.extent.file, part.offset, checksum=False if part.checksum is None else part.checksum)
-                ticket._transfers.append(transfer)
+                ticket._transfers.append(self.engine._submit(writes, piece, part.extent.file, part.offset, checksum, blockers))
         except BaseException as refusal:
             self._values.refuse(ticket, refusal)
             raise

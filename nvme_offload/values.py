@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from .engine import Ticket
-from .errors import OffloadError, UsageError, WaitTimeout
+from .engine import Ticket, cancel_all
+from .errors import CancelledError, OffloadError, UsageError, WaitTimeout
 from .slabs import Extent, Stripes
 from .snapshot import WINDOW_BYTES, Part, name_tensor
 
@@ -71,11 +71,25 @@ class StoreTicket:
 
         Units: *timeout* in seconds, None for as long as it takes.
         Raises: IOFailure, NoSpaceError, TruncatedError or CorruptionError, which name the tensor: the first of the parts' failures, when all
-        parts are finished; WaitTimeout when they are not in time, which leaves them going on; UsageError in a process forked since.
+        parts are finished; CancelledError when it never started; WaitTimeout when they are not in time, which leaves them going on; UsageError in a
+        process forked since.
         """
         self.finish(timeout)
         self.raise_failure()
         return self.nbytes
+
+    def cancel(self) -> bool:
+        """End the put or get before it starts, and with it those that are to follow it: they fail with CancelledError, which `TensorStore.close` is
+        silent of. The name then has the value that it had before.
+
+        Returns whether it was ended so; False where it is finished, or where a drive was asked for some of it already: then it goes on.
+        Raises: UsageError in a process forked since.
+        """
+        self._values.check_process()
+        if not cancel_all(self._transfers):
+            return False
+        self.finish()
+        return True
 
     def raise_failure(self) -> None:
         """Raise what went wrong, if anything did, in a transfer that is finished."""
@@ -173,7 +187,9 @@ class Values:
         return None if found is None else int(found.nbytes)
 
     def current(self, name: str) -> Value:
-        """The value of *name*. Raises: UsageError when there is none; the error of the put that lost it."""
+        """The value of *name*: what is being put to it, if anything. Raises: UsageError when there is none; the error of the put that lost it."""
+        if name in self._puts:
+            return self._puts[name]._value
         value = self._values.get(name)
         if value is None:
             raise UsageError(f"no tensor {name!r} in the store")
@@ -181,12 +197,16 @@ class Values:
             value.lost_by.raise_failure()
         return value
 
-    def conflicts(self, name: str, written_bytes: int | None = None) -> list[StoreTicket | Hold]:
-        """What a get of *name* has to wait for, or a put of *written_bytes*: the put under way, and where it would overwrite, who reads."""
-        found: list[StoreTicket | Hold] = [self._puts[name]] if name in self._puts else []
+    def conflicts(self, name: str, written_bytes: int | None = None, after: Sequence[StoreTicket] = ()) -> list[StoreTicket | Hold]:
+        """What a get of *name* has to wait for, or a put of *written_bytes*: the put under way, and where it would overwrite, who reads.
+
+        Those of *after* need not be waited for, but for the put that a put replaces: two of one name are never under way.
+        """
+        put = self._puts.get(name)
+        found: list[StoreTicket | Hold] = [] if put is None or (written_bytes is None and put in after) else [put]
         value = self._values.get(name)
         if value is not None and value.nbytes == written_bytes:
-            found += value.readers
+            found += [reader for reader in value.readers if reader not in after]
         return found
 
     def place_for(self, name: str, nbytes: int) -> Value:
@@ -209,6 +229,13 @@ class Values:
         """The transfers under way that may free room when they end."""
         return [ticket for ticket in self.unsettled if ticket._writes or ticket._value.gone]
 
+    def sums(self, name: str, value: Value) -> list[Ticket | int | bool]:
+        """What the parts of *value*, that of *name*, are to be checked against when they are read."""
+        put = self._puts.get(name)
+        if put is not None and self._summed:
+            return list(put._transfers)  # known when the read starts, which follows them
+        return [False if part.checksum is None else part.checksum for part in value.parts]
+
     def begin(self, name: str, value: Value, writes: bool) -> StoreTicket:
         """A ticket for a transfer of *value*, without its parts yet."""
         for reader in list(value.readers):  # those that nobody waits for would pile up
@@ -225,6 +252,8 @@ class Values:
 
     def refuse(self, ticket: StoreTicket, refusal: BaseException) -> None:
         """End a ticket of which a part could not even be started; the caller hears of it."""
+        for transfer in ticket._transfers:
+            transfer.cancel()
         with contextlib.suppress(OffloadError):
             ticket._outcome()
         self.settle(ticket, refusal if isinstance(refusal, OffloadError) else OffloadError(f"interrupted by {refusal!r}"))
@@ -241,7 +270,7 @@ class Values:
         value.users -= 1
         if failure is not None:
             name_tensor(failure, ticket.name)
-            if not value.gone:
+            if not value.gone and not isinstance(failure, CancelledError):
                 self._unheard = [earlier for earlier in self._unheard if not earlier._heard] + [ticket]
         if not ticket._writes:
             value.readers.remove(ticket)
@@ -276,10 +305,11 @@ class Values:
 
     def _commit(self, ticket: StoreTicket) -> None:
         value, old = ticket._value, self._values.get(ticket.name)
-        if ticket._failure is not None and old is not value and (old is not None or not ticket._transfers):
+        untouched = not ticket._transfers or isinstance(ticket._failure, CancelledError)
+        if ticket._failure is not None and old is not value and (old is not None or untouched):
             self.let_go(value)  # the old value stays, or nothing was started of the first one
             return
-        if ticket._failure is not None and not ticket._transfers:
+        if ticket._failure is not None and untouched:
             return  # nothing was overwritten yet
         value.lost_by = None if ticket._failure is None else ticket
         if ticket._failure is None:

@@ -92,7 +92,10 @@ def test_the_stub_is_the_module():
 
 
 def test_a_stub_that_is_wrong_would_be_noticed():
-    wrong = "def submit_at(self, write: bool, address: int, nbytes: str, owner: object, file: File, offset: int, checksum: bool) -> Request: ..."
+    wrong = (
+        "def submit_at(self, write: bool, address: int, nbytes: str, owner: object, file: File, offset: int, checksum: bool, "
+        "after: list[Request]) -> Request: ..."
+    )
     assert compare(ast.parse(wrong).body[0], _aio.Engine.submit_at, "Engine.submit_at")
     assert compare(ast.parse(wrong.replace("nbytes: str", "size: int")).body[0], _aio.Engine.submit_at, "Engine.submit_at")
     assert not compare(ast.parse(wrong.replace("nbytes: str", "nbytes: int")).body[0], _aio.Engine.submit_at, "Engine.submit_at")
