@@ -4,7 +4,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <ctime>
 
 #include "failure.h"
 
@@ -22,7 +25,8 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
         "backend=\"libaio\"");
 #endif
   }
-  if (name == "null") return make_null_backend(queue_depth, wake);  // moves nothing: for benchmarks of the engine, and no choice of AioConfig's
+  // Moves nothing: for benchmarks of the engine, and no choice of AioConfig's.
+  if (name.rfind("null", 0) == 0) return make_null_backend(name, queue_depth, wake);
   throw Misuse("there is no backend called " + name);
 }
 
@@ -46,6 +50,15 @@ void WakeSignal::wait() noexcept {
   pollfd entry{descriptor_, POLLIN, 0};
   while (::poll(&entry, 1, -1) < 0 && errno == EINTR) {
   }
+  lower();
+}
+
+void WakeSignal::wait_until(std::chrono::steady_clock::time_point end) noexcept {
+  const auto left = std::max(end - std::chrono::steady_clock::now(), std::chrono::steady_clock::duration{0});
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
+  const timespec limit{static_cast<std::time_t>(seconds.count()), static_cast<long>(std::chrono::nanoseconds(left - seconds).count())};
+  pollfd entry{descriptor_, POLLIN, 0};
+  ::ppoll(&entry, 1, &limit, nullptr);
   lower();
 }
 

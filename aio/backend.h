@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -39,6 +40,8 @@ class WakeSignal {
   /// Lowers the flag; never blocks.
   void lower() noexcept;
   void wait() noexcept;
+  /// Likewise, but no longer than until *end*.
+  void wait_until(std::chrono::steady_clock::time_point end) noexcept;
 
  private:
   int descriptor_;
@@ -72,7 +75,8 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
 
 std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake);
 std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake);
-std::unique_ptr<Backend> make_null_backend(std::uint32_t queue_depth, WakeSignal& wake);
+/// *name* is "null", or "null:" and the bytes a second that each worker's drive reads, ":" and those that it writes.
+std::unique_ptr<Backend> make_null_backend(const std::string& name, std::uint32_t queue_depth, WakeSignal& wake);
 #ifdef NVME_OFFLOAD_HAVE_URING
 std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake);
 #endif

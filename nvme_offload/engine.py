@@ -334,21 +334,27 @@ class Engine:
 
     def _submit(self, write: bool, buffer: Any, file: File | StrPath, offset: int, checksum: bool | int | Ticket, after: Iterable[Ticket]) -> Ticket:
         offset = whole_number("offset", offset)
-        blockers = [ticket._request for ticket in after]
-        sums = checksum._request if isinstance(checksum, Ticket) else checksum
         torch = sys.modules.get("torch")  # there where there is a tensor
         if torch is not None and isinstance(buffer, torch.Tensor):
             _require_plain(buffer, torch.strided)
             nbytes = buffer.nbytes
-            opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
+            opened = file if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
             # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
-            return Ticket(self._core.submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, sums, blockers))
-        opened = file._live() if isinstance(file, File) else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
-        return Ticket(self._core.submit(write, buffer, opened, offset, sums, blockers))
+            return self._submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, checksum, [ticket._request for ticket in after])
+        opened = file if isinstance(file, File) else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
+        sums = checksum._request if isinstance(checksum, Ticket) else checksum
+        return Ticket(self._core.submit(write, buffer, opened._live(), offset, sums, [ticket._request for ticket in after]))
 
-    def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> _aio.File:
+    def _submit_at(
+        self, write: bool, address: int, nbytes: int, owner: object, file: File, offset: int, checksum: bool | int | Ticket, after: list[_aio.Request]
+    ) -> Ticket:
+        """`read` or `write` of memory that was looked at before: it stays at *address* as long as *owner* does."""
+        sums = checksum._request if isinstance(checksum, Ticket) else checksum
+        return Ticket(self._core.submit_at(write, address, nbytes, owner, file._live(), offset, sums, after))
+
+    def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> File:
         whole_number("the end of the range", offset + nbytes)  # what is refused has created no file
-        return self.open(path, "w" if write else "r")._live()
+        return self.open(path, "w" if write else "r")
 
 
 def _path(path: StrPath) -> bytes:

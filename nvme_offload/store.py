@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .config import AioConfig
-from .engine import Engine, StrPath
+from .engine import Engine, StrPath, Ticket
 from .errors import NoSpaceError, OffloadError, UsageError
 from .slabs import Stripes
 from .snapshot import Snapshot
@@ -294,15 +294,21 @@ class TensorStore:
 
     def _start(self, name: str, value: Value, buffer: Buffer, writes: bool, after: Sequence[StoreTicket]) -> StoreTicket:
         """Start the transfers of every part; when one is refused, none is left under way. Raises: OffloadError."""
-        sums = [self.checksum] * len(value.parts) if writes else self._values.sums(name, value)
+        put = self._values.put_under_way(name) if self.checksum and not writes else None
         ticket = self._values.begin(name, value, writes)
-        blockers = [transfer for other in after for transfer in other._transfers]
-        whole = len(value.parts) == 1
+        blockers = [transfer._request for other in after for transfer in other._transfers] if after else []
         try:
-            memory: Any = buffer if whole else _flat(buffer)
-            for part, checksum in zip(value.parts, sums, strict=True):
-                piece = memory if whole else memory[part.start : part.start + part.nbytes]
-                ticket._transfers.append(self.engine._submit(writes, piece, part.extent.file, part.offset, checksum, blockers))
+            address, owner = _memory(buffer) if value.parts else (0, None)
+            for index, part in enumerate(value.parts):
+                if writes:
+                    checksum: bool | int | Ticket = self.checksum
+                elif put is not None:
+                    checksum = put._transfers[index]  # whose sum is known when this read starts
+                else:
+                    checksum = False if part.checksum is None else part.checksum
+                ticket._transfers.append(
+                    self.engine._submit_at(writes, address + part.start, part.nbytes, owner, part.extent.file, part.offset, checksum, blockers)
+                )
         except BaseException as refusal:
             self._values.refuse(ticket, refusal)
             raise
@@ -329,13 +335,13 @@ def _checked_nbytes(buffer: Any, writable: bool) -> int:
     return view.nbytes
 
 
-def _flat(buffer: Any) -> Any:
-    """The bytes of such a buffer in one dimension, so that it can be cut."""
+def _memory(buffer: Any) -> tuple[int, object]:
+    """The address of such a buffer, and what keeps it there: of a tensor the storage, since the tensor itself can be pointed elsewhere."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
-        storage = buffer.untyped_storage()
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, buffer.data_ptr() - storage.data_ptr(), (buffer.nbytes,))
-    return np.frombuffer(buffer, np.uint8)
+        return buffer.data_ptr(), buffer.untyped_storage()
+    flat = np.frombuffer(buffer, np.uint8)
+    return flat.ctypes.data, flat
 
 
 def _path_list(paths: StrPath | Sequence[StrPath]) -> list[str]:

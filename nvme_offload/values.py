@@ -120,6 +120,24 @@ class StoreTicket:
         return failure
 
 
+class Use:
+    """The lock of *values*, held, of a store that can be used: see `Values.using`."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        values = self._values
+        values.check_process()  # before the lock, which a thread that is not in the child may hold
+        values.lock.acquire()
+        if values.closed:
+            values.lock.release()
+            raise UsageError("the store is closed")
+
+    def __exit__(self, *_: object) -> None:
+        self._values.lock.release()
+
+
 class Values:
     """What is under which name. All but `using`, `held` and `check_process` want *lock* to be held, as it is within `using`.
 
@@ -133,6 +151,7 @@ class Values:
         self._room = room
         self._summed = summed
         self._process_id = os.getpid()
+        self._use = Use(self)
         self._values: dict[str, Value] = {}
         self._puts: dict[str, StoreTicket] = {}  # while they are under way
         self._unheard: list[StoreTicket] = []  # failed, and nobody knows yet
@@ -142,14 +161,9 @@ class Values:
         if os.getpid() != self._process_id:
             raise UsageError("the store belongs to the process that this one was forked from: make one here")
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self) -> Use:
         """The lock, held, of a store that can be used. Raises: UsageError."""
-        self.check_process()  # before the lock, which a thread that is not in the child may hold
-        with self.lock:
-            if self.closed:
-                raise UsageError("the store is closed")
-            yield
+        return self._use
 
     @contextlib.contextmanager
     def held(self, names: Sequence[str]) -> Iterator[dict[str, Value]]:
@@ -205,9 +219,13 @@ class Values:
         put = self._puts.get(name)
         found: list[StoreTicket | Hold] = [] if put is None or (written_bytes is None and put in after) else [put]
         value = self._values.get(name)
-        if value is not None and value.nbytes == written_bytes:
+        if value is not None and value.readers and value.nbytes == written_bytes:
             found += [reader for reader in value.readers if reader not in after]
         return found
+
+    def put_under_way(self, name: str) -> StoreTicket | None:
+        """The put of *name* that is not known to be finished."""
+        return self._puts.get(name)
 
     def place_for(self, name: str, nbytes: int) -> Value:
         """What a put of *nbytes* to *name* writes to: the value that is there when it has that size, else a new one. Raises: NoSpaceError."""
@@ -229,18 +247,12 @@ class Values:
         """The transfers under way that may free room when they end."""
         return [ticket for ticket in self.unsettled if ticket._writes or ticket._value.gone]
 
-    def sums(self, name: str, value: Value) -> list[Ticket | int | bool]:
-        """What the parts of *value*, that of *name*, are to be checked against when they are read."""
-        put = self._puts.get(name)
-        if put is not None and self._summed:
-            return list(put._transfers)  # known when the read starts, which follows them
-        return [False if part.checksum is None else part.checksum for part in value.parts]
-
     def begin(self, name: str, value: Value, writes: bool) -> StoreTicket:
         """A ticket for a transfer of *value*, without its parts yet."""
-        for reader in list(value.readers):  # those that nobody waits for would pile up
-            if isinstance(reader, StoreTicket) and reader.done():
-                self.settle(reader, reader._outcome())
+        if value.readers:
+            for reader in list(value.readers):  # those that nobody waits for would pile up
+                if isinstance(reader, StoreTicket) and reader.done():
+                    self.settle(reader, reader._outcome())
         ticket = StoreTicket(self, name, value, writes)
         value.users += 1
         self.unsettled[ticket] = None

@@ -1,0 +1,76 @@
+"""A store whose transfers take the time that a drive's would, and move no byte; and a pool of memory that nobody touches.
+
+With these a planner is measured on the shapes of a model that neither the drive nor the memory of the machine could hold.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine, File, StrPath
+from nvme_offload.pool import PinnedPool
+from nvme_offload.slabs import Slabs
+from nvme_offload.store import TensorStore
+
+_MAP_NORESERVE = 0x4000  # linux/mman.h
+
+
+class NullEngine(Engine):
+    """An engine that moves no byte, on files of any size that take no room.
+
+    *read_bytes_per_second*, *write_bytes_per_second*: of a drive that serves one block after another, so that both directions at once share it;
+    transfers end at once where these are not given. *faults* are as in the tests of the engine.
+    """
+
+    def __init__(self, read_bytes_per_second: float = 0, write_bytes_per_second: float = 0, *, faults: Any = ()) -> None:
+        speeds = f":{read_bytes_per_second:.0f}:{write_bytes_per_second:.0f}" if read_bytes_per_second else ""
+        super().__init__(AioConfig(block_size=1 << 20, queue_depth=32, direct=False), _backend=f"null{speeds}", _faults=faults)
+
+    def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
+        """A file in *directory* that has no blocks, and no name from now on."""
+        with tempfile.NamedTemporaryFile(dir=directory) as made:
+            made.truncate(size)
+            return self.open(made.name, "rw")
+
+
+class _EndlessSlabs(Slabs):
+    """Room on a drive that is never full."""
+
+    @property
+    def available_bytes(self) -> int:
+        return 1 << 60
+
+
+class NullStore(TensorStore):
+    """A store on a `NullEngine` of those speeds, which it closes. What it gives back is what its reader's memory held before."""
+
+    def __init__(self, read_bytes_per_second: float = 0, write_bytes_per_second: float = 0, *, faults: Any = ()) -> None:
+        self._null_engine = NullEngine(read_bytes_per_second, write_bytes_per_second, faults=faults)
+        super().__init__(tempfile.gettempdir(), engine=self._null_engine)
+        self._room.drives[:] = [_EndlessSlabs(self._null_engine, drive.path, drive.weight) for drive in self._room.drives]
+
+    def close(self) -> None:
+        """As `TensorStore.close`, and the engine with it."""
+        try:
+            super().close()
+        finally:
+            self._null_engine.close()
+
+
+class UntouchedPool(PinnedPool):
+    """A pool of any size, of addresses alone: a page costs memory once it is touched, which nothing that moves no byte does."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(1, pin=False)
+        self.nbytes = nbytes
+        self._addresses = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+    def empty(self, numel: int, dtype: torch.dtype, timeout: float | None = None) -> torch.Tensor:
+        """All of it, which is what a swapper asks for."""
+        return torch.from_numpy(np.frombuffer(self._addresses, np.uint8))[: numel * dtype.itemsize].view(dtype)
