@@ -14,11 +14,11 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import commit
 from .config import AioConfig
 from .errors import UsageError
 from .hjson_reader import STOP, Member, Node, Reader
@@ -112,7 +112,9 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     """Set *settings* in the `aio` section of the DeepSpeed config *path* and leave every other byte as it is.
 
     A file that already says so is not written. Otherwise the new text is written aside in the same directory, synced and renamed, so that a crash
-    leaves the old file or the new one. Mode, owner (where permitted) and a symlink that leads to the file are kept.
+    leaves the old file or the new one. Mode, owner and a symlink that leads to the file are kept. Where a new file would lack something (an ACL,
+    extended attributes, a second hard link, an owner who is not this user) or cannot be renamed to (a bind mount), the file is written in place,
+    with its old text in `.NAME.before` beside it until that is synced.
 
     Raises: UsageError, with file, line and column, when *path* is no file or not one that DeepSpeed would read; OSError when it cannot be written.
     The file is untouched then.
@@ -121,6 +123,7 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
     path = Path(path)
     wanted = aio_section(settings)
     text = _read_text(path)
+    commit.kept_of(path.resolve()).unlink(missing_ok=True)
     with _naming(path):
         edited = edit(text, wanted)
         before = _section_values(Reader(text))
@@ -368,6 +371,12 @@ def _read_text(path: Path) -> str:
     if not stat.S_ISREG(mode):
         raise UsageError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}; give the path of a DeepSpeed config")
     data = path.read_bytes()
+    kept = commit.kept_of(path.resolve())
+    if kept.is_file() and kept.read_bytes() != data:
+        raise UsageError(
+            f"an edit of {path} was cut short, and it may hold a part of it: its text from before is in {kept}; copy that back, "
+            f"or remove {kept.name} if the file is right"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -378,27 +387,25 @@ def _read_text(path: Path) -> str:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Put *data* in place of the file that *path* leads to: all of it or, after a crash, none."""
+    """Have the file that *path* leads to hold *data*: all of it or, after a crash, none."""
     target = path.resolve()
     old = target.stat()
     if not is_writable(target):  # a rename needs no right to write the file
         raise PermissionError(errno.EACCES, "the config is read-only; make it writable (chmod u+w) to have its aio section set", str(path))
-    descriptor, name = tempfile.mkstemp(prefix=".ds_config-", dir=target.parent)
-    aside = Path(name)
+    if old.st_nlink == 1 and not _has_attributes(target):
+        try:
+            commit.write_file(target, data, stat.S_IMODE(old.st_mode), (old.st_uid, old.st_gid))
+            return
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EPERM):  # something is mounted there; only root may give a file away
+                raise
+    commit.overwrite_file(target, data)
+
+
+def _has_attributes(target: Path) -> bool:
+    """Whether the file has an ACL or other attributes that a new one in its place would lack."""
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            with contextlib.suppress(PermissionError):  # only root may give a file away
-                os.fchown(descriptor, old.st_uid, old.st_gid)
-            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
-            os.fsync(descriptor)
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        # A new file gets the label of the security module by the same rules.
+        return any(name != "security.selinux" for name in os.listxattr(target))
+    except OSError:
+        return False  # a filesystem without attributes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import tempfile
 from pathlib import Path
 
+from . import commit
 from .drive import describe
 from .errors import UnsupportedError, UsageError
 from .profile import Profile
@@ -44,8 +43,8 @@ def keep(profile: Profile) -> Path:
     Raises: UsageError when it does not say which drive it is of; UnsupportedError as `directory`; OSError when it cannot be written.
     """
     path = directory() / _name(_identity(profile), profile.engine.get("name"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, profile.to_json())
+    commit.make_directory(path.parent)
+    commit.write_file(path, profile.to_json())
     return path
 
 
@@ -71,22 +70,6 @@ def _nearest(path: str | Path) -> Path:
     """*path*, or where it is yet to be made, the nearest directory above it that is there."""
     absolute = Path(path).absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Put *text* in the place of the file *path*: all of it or, after a crash, none. Raises: OSError."""
-    descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-    aside = Path(name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
 
 
 def _identity(profile: Profile) -> str:

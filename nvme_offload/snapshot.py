@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import commit
 from .engine import Engine, File, StrPath, Ticket, allocate
 from .errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
 from .slabs import GRANULE_BYTES, Extent
@@ -35,7 +36,7 @@ _FORMAT = "nvme_offload snapshot"
 _VERSION = 1
 _MANIFEST = "snapshot.json"
 _DATA = re.compile(r"tensors-[0-9a-f]{32}")
-_TEMPORARY = re.compile(r"snapshot\.json\.tmp-[0-9a-f]{32}")
+_TEMPORARY = re.compile(r"snapshot\.json\.tmp-[0-9a-f]{32}")  # of earlier versions
 
 
 @dataclasses.dataclass
@@ -82,10 +83,7 @@ class Snapshot:
         """Copy *tensors* here, in place of what was here. Raises: OffloadError, and what was here still is."""
         directory = self.directory
         with _system_errors("snapshot", directory):
-            missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
-            directory.mkdir(parents=True, exist_ok=True)
-            for place in missing:
-                _sync_directory(place.parent)
+            commit.make_directory(directory)
         with _locked(directory, fcntl.LOCK_EX):
             self._remove_all_but(self._named_data())
             windows, offsets = _windows_of(tensors)
@@ -162,16 +160,10 @@ class Snapshot:
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
         manifest["sha256"] = _digest(manifest)
-        temporary = self.directory / f"{_MANIFEST}.tmp-{secrets.token_hex(16)}"
-        with _system_errors("snapshot", temporary):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - of a descriptor
-                json.dump(manifest, file)
-                file.flush()
-                os.fsync(file.fileno())
-            _sync_directory(self.directory)  # the data are there under their name before they are spoken of
-            temporary.rename(self.directory / _MANIFEST)
-            _sync_directory(self.directory)
+        path = self.directory / _MANIFEST
+        with _system_errors("snapshot", path):
+            commit.sync_directory(self.directory)  # the data are there under their name before they are spoken of
+            commit.write_file(path, json.dumps(manifest))
 
     def _named_data(self) -> str | None:
         """The data that count. Raises: UsageError where `snapshot.json` is somebody else's."""
@@ -432,11 +424,3 @@ def _system_errors(operation: str, path: Path) -> Iterator[None]:
             raise
         kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else IOFailure
         raise kind(error.errno or 0, error.strerror or str(error), operation=operation, path=str(path), offset=0, nbytes=0, done=0) from None
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -282,3 +282,28 @@ def limit() -> Callable[[int, int], AbstractContextManager[None]]:
             resource.setrlimit(kind, before)
 
     return lowered
+
+
+@pytest.fixture(scope="session")
+def kill_points_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`kill_points.c`, compiled."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to compile tests/kill_points.c with")
+    library = tmp_path_factory.mktemp("kill_points") / "kill_points.so"
+    _command("gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(Path(__file__).with_name("kill_points.c")), "-ldl")
+    return library
+
+
+@pytest.fixture
+def kill_points(kill_points_library: Path, tmp_path: Path) -> Callable[[Path], tuple[dict[str, str], Path]]:
+    """A function from a directory to the environment of a program, and to where the copies come that it makes of the directory.
+
+    There is one, in order, of what a kill of the program would leave before each of its calls that change something in the directory.
+    """
+
+    def of(directory: Path) -> tuple[dict[str, str], Path]:
+        images = Path(tempfile.mkdtemp(prefix="images-", dir=tmp_path))
+        preload = {"LD_PRELOAD": str(kill_points_library), "KILL_POINTS_ROOT": str(directory), "KILL_POINTS_IMAGES": str(images)}
+        return preload, images
+
+    return of

@@ -95,9 +95,9 @@ def plan(
 
     Exit status: 0 something fits, 3 nothing does, 1 failed, 2 wrong usage.
     """
+    from nvme_offload import commit
     from nvme_offload import model as models
     from nvme_offload import plan as planning
-    from nvme_offload import profile_shelf
     from nvme_offload.machine import Gpu, gpu_count
     from nvme_offload.placement import World
 
@@ -126,7 +126,7 @@ def plan(
     chosen = planning.fastest(found)
     config = planning.ds_config(chosen, machine, work) if chosen else None
     if write is not None and config is not None:
-        profile_shelf.write_aside(write, json.dumps(config, indent=2) + "\n")
+        commit.write_file(write, json.dumps(config, indent=2) + "\n")
     if as_json:
         _print(json.dumps(table.as_json(model, machine, world, work, found, chosen, config), indent=2))
     else:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nvme_offload import ds_config, profile_shelf
+from nvme_offload import commit, ds_config, profile_shelf
 from nvme_offload.errors import OffloadError
 from nvme_offload.profile import PHASES, Beside, Best, Profile, StripePath
 from nvme_offload.units import format_bytes
@@ -29,20 +27,18 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
     from nvme_offload.report import render
 
     progress.show("report", "drawing")
-    directory.mkdir(parents=True, exist_ok=True)
-    aside = directory / f".nvme-sweep-{secrets.token_hex(8)}"
-    unfinished.append(aside)  # before it is there: a signal may come at any moment
-    try:
-        aside.mkdir()
-        (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-        (aside / "ds_config.json").write_text(ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8")
-        render.write(profile, aside)
-        return _named(aside, directory / f"{name}-{profile.created[:10]}")
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    finally:
-        unfinished.remove(aside)
+    commit.make_directory(directory)
+    wanted = directory / f"{name}-{profile.created[:10]}"
+    with commit.aside_directory(wanted) as aside:
+        unfinished.append(aside)
+        try:
+            (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+            (aside / "ds_config.json").write_text(ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8")
+            render.write(profile, aside)
+            commit.sync_tree(aside)
+            return _named(aside, wanted)
+        finally:
+            unfinished.remove(aside)
 
 
 def _named(aside: Path, wanted: Path) -> Path:
@@ -50,8 +46,7 @@ def _named(aside: Path, wanted: Path) -> Path:
     for number in range(1, 1000):
         target = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with contextlib.suppress(FileExistsError):
-            target.mkdir()  # takes the name; a rename then replaces only an empty directory
-            aside.rename(target)
+            commit.show_directory(aside, target)
             return target
     raise Failure(f"there are too many reports named {wanted}: move some away")
 
@@ -83,12 +78,16 @@ def apply(config: Path, profile: Profile) -> str:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    """Signals that end the command are heard when this is over, whichever thread they come to."""
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in heard:
+            signal.raise_signal(late)
 
 
 def summary(profile: Profile) -> list[str]:

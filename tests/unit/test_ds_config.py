@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -305,6 +306,59 @@ def test_mode_and_owner_are_kept(tmp_path: Path) -> None:
     assert after.st_ino != before.st_ino
 
 
+ACL = struct.pack("<I" + "HHI" * 5, 2, 1, 6, 0xFFFFFFFF, 2, 6, 1234, 4, 0, 0xFFFFFFFF, 0x10, 6, 0xFFFFFFFF, 0x20, 0, 0xFFFFFFFF)  # user 1234: rw
+
+
+@pytest.mark.parametrize(("name", "value"), [("user.note", b"mine"), ("system.posix_acl_access", ACL)])
+def test_attributes_and_acls_are_kept(tmp_path: Path, name: str, value: bytes) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    try:
+        os.setxattr(path, name, value)
+    except OSError as error:
+        pytest.skip(f"the filesystem of {tmp_path} takes no {name}: {error}")
+    before = path.stat()
+    apply(path, SETTING)
+    assert os.getxattr(path, name) == value
+    assert path.stat().st_mode == before.st_mode
+    assert json.loads(path.read_text()) == {"aio": AIO}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_hard_link_stays_one(tmp_path: Path) -> None:
+    path, other = tmp_path / "ds.json", tmp_path / "other.json"
+    path.write_text(HUGGING_FACE)
+    other.hardlink_to(path)
+    apply(path, SETTING)
+    assert other.read_text() == path.read_text() == edit(HUGGING_FACE, AIO)
+
+
+def test_a_bind_mount_is_written_to(tmp_path: Path, mount_namespace: None) -> None:
+    host, path = tmp_path / "host.json", tmp_path / "ds.json"
+    host.write_text(HUGGING_FACE)
+    path.touch()
+    subprocess.run(["mount", "--bind", str(host), str(path)], check=True)
+    try:
+        apply(path, SETTING)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+    assert host.read_text() == edit(HUGGING_FACE, AIO)
+    assert sorted(tmp_path.iterdir()) == sorted([host, path])
+
+
+def test_an_edit_in_place_that_was_cut_short_is_told_and_not_built_upon(tmp_path: Path) -> None:
+    path, kept = tmp_path / "ds.json", tmp_path / ".ds.json.before"
+    path.write_text(HUGGING_FACE[:40])
+    kept.write_text(HUGGING_FACE)
+    for use in (lambda: read_aio(path), lambda: apply(path, SETTING)):
+        with pytest.raises(UsageError, match=r"cut short.*its text from before is in .*ds.json.before; copy that back"):
+            use()
+    path.write_text(HUGGING_FACE)
+    apply(path, SETTING)
+    assert path.read_text() == edit(HUGGING_FACE, AIO)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_symlink_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
     real = tmp_path / "real" / "ds.json"
     real.parent.mkdir()
@@ -317,7 +371,7 @@ def test_a_symlink_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> N
     assert list(real.parent.iterdir()) == [real]
 
 
-@pytest.mark.parametrize("step", ["os.fdopen", "os.fchmod", "os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("step", ["os.write", "os.fchmod", "os.fsync", "pathlib.Path.replace"])
 def test_a_failure_on_the_way_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(HUGGING_FACE)

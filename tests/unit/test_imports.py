@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
 PURE = {
-    *("access_order", "config", "drive", "drive_use", "drive_warnings", "ds_config", "errors", "extents", "hjson_reader", "machine", "model"),
+    *("access_order", "commit", "config", "drive", "drive_use", "drive_warnings", "ds_config", "errors", "extents", "hjson_reader", "machine", "model"),
     *("placement", "plan", "profile", "profile_shelf", "schedule", "sysfs", "traffic", "units"),
 }
 MAY_IMPORT = {

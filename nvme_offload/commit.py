@@ -1,0 +1,220 @@
+"""One commit protocol: write aside, sync, show by one rename. A crash at any point leaves the old
+file or directory, or the new one, and never a third.
+
+What is aside has a name of its own, `.NAME.XXXXXXXX.partial`, and is locked by its writer. A
+process that is killed leaves it there without the lock; the next commit to NAME removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100  # fcntl.h
+_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # a kernel or filesystem without
+
+
+def write_file(path: Path, data: str | bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Put *data* (text as UTF-8) in the place of the file *path*, with *mode*.
+
+    *owner* is a user and a group. Raises: OSError, and *path* is as it was.
+    Source: rename(2), fsync(2).
+    """
+    with _aside(path) as (aside, descriptor):
+        _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
+        if owner is not None:
+            os.fchown(descriptor, *owner)
+        os.fchmod(descriptor, mode)
+        os.fsync(descriptor)
+        aside.replace(path)
+    sync_directory(path.parent)
+
+
+def overwrite_file(path: Path, data: bytes) -> None:
+    """Put *data* into the file *path*, which stays the same file: its ACL, its other names, what is
+    mounted on it.
+
+    That is no rename: so the old bytes are first kept beside it, as `kept_of(path)`, and are there
+    until the new ones are synced.
+    Raises: OSError. Source: fsync(2).
+    """
+    kept = kept_of(path)
+    old = path.read_bytes()
+    write_file(kept, old)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        # A shorter text is padded first, so that no state in between ends with a piece of the old one.
+        _write_all(descriptor, data + b"\n" * (len(old) - len(data)))
+        os.fsync(descriptor)
+        os.ftruncate(descriptor, len(data))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    kept.unlink()
+    sync_directory(kept.parent)
+
+
+def kept_of(path: Path) -> Path:
+    """Where `overwrite_file` keeps the old bytes."""
+    return path.with_name(f".{path.name}.before")
+
+
+@contextlib.contextmanager
+def aside_directory(path: Path) -> Iterator[Path]:
+    """A new directory beside *path*, to be filled and shown by `show_directory`; removed if it was not.
+
+    Raises: OSError.
+    """
+    with _aside(path, directory=True) as (aside, _):
+        yield aside
+
+
+def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | None:
+    """Rename the directory *aside*, whose contents are synced, to *path*.
+
+    With *over*, what is at *path* goes aside in the same instant; returns where it is now, for the
+    caller to remove. A filesystem that cannot exchange two names (NFS) needs two renames for that:
+    `recover_directory` undoes the first.
+
+    Raises: FileExistsError when *path* is there and not to be replaced; OSError.
+    Source: renameat2(2).
+    """
+    sync_directory(aside)
+    replaced: Path | None = None
+    if not os.path.lexists(path):
+        aside.rename(path)  # over another that came meanwhile only if that is empty
+    elif not over:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    elif _exchanged(aside, path):
+        replaced = aside
+    else:
+        replaced = _replaced(path)
+        remove(replaced)
+        path.rename(replaced)
+        aside.rename(path)
+    sync_directory(path.parent)
+    return replaced
+
+
+def recover_directory(path: Path) -> None:
+    """Put back what a `show_directory` over *path* left beside it, killed between two renames."""
+    replaced = _replaced(path)
+    if replaced.is_dir() and not os.path.lexists(path):
+        replaced.rename(path)
+        sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make the directory *path* and those above it that are missing, to stay. Raises: OSError."""
+    missing = [place for place in (path, *path.parents) if not place.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_directory(place.parent)
+
+
+def sync_tree(directory: Path) -> None:
+    """Have every file and directory below *directory*, and itself, on the drive. Raises: OSError."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync(Path(place, name), os.O_RDONLY)
+        sync_directory(Path(place))
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in *directory* on the drive. Raises: OSError."""
+    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def remove(path: Path) -> None:
+    """Remove the file or the directory *path*, if it is there. Raises: OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what writers of *path* that were killed left aside. Raises: OSError."""
+    pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.partial")
+    for left in list(path.parent.iterdir()):
+        if pattern.fullmatch(left.name):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(left)
+                finally:
+                    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _aside(path: Path, *, directory: bool = False) -> Iterator[tuple[Path, int]]:
+    """A new file or directory beside *path*, locked, with a descriptor of it; what is there in the end is removed."""
+    with contextlib.suppress(OSError):  # whoever may not look into the directory leaves nothing to find either
+        remove_abandoned(path)
+    aside, descriptor = _claimed(path, directory)
+    try:
+        yield aside, descriptor
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            remove(aside)
+
+
+def _claimed(path: Path, directory: bool) -> tuple[Path, int]:
+    while True:
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        if directory:
+            aside.mkdir()
+        flags = os.O_RDONLY | os.O_DIRECTORY if directory else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            descriptor = os.open(aside, flags | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            if directory:
+                continue  # another writer took it for an abandoned one, before it was locked
+            raise
+        with contextlib.suppress(OSError):  # a network filesystem without locks: there nobody removes anything
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink > 0:
+            return aside, descriptor
+        os.close(descriptor)  # likewise
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the kernel exchanged the two names; False where it cannot. Raises: OSError."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NOT_THERE:
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

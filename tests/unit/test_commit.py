@@ -1,0 +1,129 @@
+"""What is committed is there as it was or as it is to be, whenever its writer is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nvme_offload import commit
+
+KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
+
+OLD, NEW = b"old " * 3000, b"new " * 2000
+SCRIPTS = {
+    "write_file": "commit.write_file(place / 'file', NEW)",
+    "overwrite_file": "commit.overwrite_file(place / 'file', NEW)",
+    "directory": """
+with commit.aside_directory(place / "directory") as aside:
+    (aside / "one").write_bytes(NEW)
+    (aside / "two").write_bytes(NEW)
+    commit.sync_tree(aside)
+    commit.show_directory(aside, place / "directory", over=True)
+""",
+    "two renames": """
+commit._exchanged = lambda *_: False  # as on NFS
+with commit.aside_directory(place / "directory") as aside:
+    (aside / "one").write_bytes(NEW)
+    (aside / "two").write_bytes(NEW)
+    commit.sync_tree(aside)
+    left = commit.show_directory(aside, place / "directory", over=True)
+    left and commit.remove(left)
+""",
+}
+
+
+def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
+    """What a kill would leave of *place*, for every call of *script* that changes something there, and what the script leaves."""
+    environment, images = kill_points(place)
+    text = f"from pathlib import Path\nfrom nvme_offload import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
+    subprocess.run([sys.executable, "-c", text], env={**os.environ, **environment}, check=True, cwd=Path(commit.__file__).parents[1])
+    found = sorted(image for image in images.iterdir() if image.is_dir())
+    assert len(found) >= 6, "the calls were not seen"
+    return [*found, place]
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: KillPoints) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "file").write_bytes(OLD)
+    seen = [(image / "file").read_bytes() for image in states(SCRIPTS["write_file"], place, kill_points)]
+    turn = seen.index(NEW)
+    assert seen == [OLD] * turn + [NEW] * (len(seen) - turn)
+    assert turn >= 3
+    assert [entry.name for entry in place.iterdir()] == ["file"]
+
+
+def test_a_file_that_is_overwritten_is_old_or_new_or_its_old_bytes_are_beside_it(tmp_path: Path, kill_points: KillPoints) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "file").write_bytes(OLD)
+    inode = (place / "file").stat().st_ino
+    for image in states(SCRIPTS["overwrite_file"], place, kill_points):
+        now, kept = (image / "file").read_bytes(), commit.kept_of(image / "file")
+        assert now in (OLD, NEW) or (now.rstrip(b"\n") == NEW and kept.read_bytes() == OLD)
+    assert (place / "file").read_bytes() == NEW
+    assert (place / "file").stat().st_ino == inode
+    assert [entry.name for entry in place.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("script", ["directory", "two renames"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_directory_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: KillPoints, script: str, there: bool) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    if there:
+        (place / "directory").mkdir()
+        for name in ("one", "two", "three"):
+            (place / "directory" / name).write_bytes(OLD)
+    seen = []
+    for image in states(SCRIPTS[script], place, kill_points):
+        commit.recover_directory(image / "directory")
+        found = image / "directory"
+        seen.append({file.name: file.read_bytes() for file in found.iterdir()} if found.exists() else {})
+    before = dict.fromkeys(("one", "two", "three"), OLD) if there else {}
+    after = {"one": NEW, "two": NEW}
+    turn = seen.index(after)
+    assert seen == [before] * turn + [after] * (len(seen) - turn)
+    assert turn >= 6
+    assert [entry.name for entry in place.iterdir()] == ["directory"]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    left, other = tmp_path / ".file.0123abcd.partial", tmp_path / ".file.not ours.partial"
+    left.write_text("left")
+    other.write_text("theirs")
+    (tmp_path / ".file.00000000.partial").mkdir()
+    with commit.aside_directory(tmp_path / "file") as aside:
+        commit.write_file(tmp_path / "file", "text")
+        assert aside.is_dir()
+        assert sorted(tmp_path.iterdir()) == sorted([aside, other, tmp_path / "file"])
+    assert sorted(tmp_path.iterdir()) == sorted([other, tmp_path / "file"])
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        commit.write_file(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_is_not_shown_over_another_unasked(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with commit.aside_directory(tmp_path / "there") as aside:
+        (aside / "new").touch()
+        with pytest.raises(FileExistsError):
+            commit.show_directory(aside, tmp_path / "there")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
