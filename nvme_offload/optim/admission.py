@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedError, UsageError
+from ..optimizer_traits import Traits, examine
 from ..state_formats import StateFormat
 from .budget import Budget, beside_bytes, most_elements
 from .bundles import Bundle, Weight, cut, is_distributed, local, master_dtype
-from .trial import Habits, examine
 
 _SAMPLE = 1 << 20  # elements, whose bytes tell those of one
-_TRIAL_RATE = 0.1  # a learning rate of zero would show nothing
+
+_log = logging.getLogger(__name__)
 
 
 class Admission:
     """Makes bundles of the parameters of groups. *make* makes optimizers, which are called *name*, with options; *prefix* is of the bundles' names.
+    *declared*: it is the user's word that every element is updated by itself.
 
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
     """
 
     def __init__(
-        self, name: str, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], state_format: StateFormat, budget: Budget, prefix: str
+        self,
+        name: str,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        state_format: StateFormat,
+        budget: Budget,
+        prefix: str,
+        *,
+        declared: bool,
     ) -> None:
         self._name = name
         self._make = make
         self._format = state_format
         self._budget = budget
         self._prefix = prefix
+        self._declared = declared
+        self._found: dict[Any, Traits] = {}
+        self._told: set[str] = set()
+        self._together: Bundle | None = None  # of all parameters, where they cannot be updated apart
 
     def admit(self, index: int, parameters: Sequence[torch.Tensor], options: Mapping[str, Any], number: int) -> tuple[list[Weight], list[Bundle]]:
         """The *parameters* of the group of *index*, and their bundles, numbered from *number* on."""
@@ -43,36 +58,61 @@ class Admission:
         bundles: list[Bundle] = []
         for kind, most in self._kinds(parameters, options):
             tensors = [local(weight.parameter) for weight in kind]
-            divisible = [tensor.is_contiguous() and weight.habits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
+            divisible = [tensor.is_contiguous() and weight.traits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
             for parts in cut([tensor.numel() for tensor in tensors], most, divisible) if most else ():
                 own = number + len(bundles)
-                bundle = Bundle(f"{self._prefix}/{own}", own, index, tensors[0].dtype, tensors[0].device, kind[0].habits)
+                bundle = Bundle(f"{self._prefix}/{own}", own, tensors[0].dtype, tensors[0].device, kind[0].traits)
                 for which, start, stop in parts:
-                    bundle.add(kind[which], start, stop)
+                    bundle.add(kind[which], index, start, stop)
                 bundles.append(bundle)
             weights += kind
         return weights, bundles
 
     def required_bytes(self, bundles: Sequence[Bundle]) -> int:
         """Bytes of the values of *bundles*, for which the budget is divided."""
-        layouts = [self._format.layout(bundle.numel, bundle.habits.states, bundle.dtype, self._name) for bundle in bundles]
-        beside = [bundle.numel * beside_bytes(self._format, bundle.habits, bundle.dtype) for bundle in bundles if bundle.device.type == "cpu"]
-        return self._budget.divide([layout.nbytes for layout in layouts], beside)
+        layouts = [self._format.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name) for bundle in bundles]
+        beside = [bundle.numel * beside_bytes(self._format, bundle.traits, bundle.dtype) for bundle in bundles if bundle.device.type == "cpu"]
+        try:
+            return self._budget.divide([layout.nbytes for layout in layouts], beside)
+        except UsageError as error:
+            if self._together is None:
+                raise
+            raise UsageError(f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}") from None
+
+    def joined(self, bundles: list[Bundle], *, alone: bool) -> list[Bundle]:
+        """*bundles*, or one of all that is trained, where parameters cannot be updated apart. *alone*: there are no others."""
+        if self._together is None and all(bundle.traits.separable for bundle in bundles):
+            return bundles
+        trained = [bundle for bundle in bundles if bundle.trained]
+        if not trained:
+            return bundles
+        if not alone or len({(bundle.dtype, bundle.device) for bundle in trained}) > 1:
+            raise UnsupportedError(
+                f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device, all of them given when "
+                "it is made. Use an optimizer that treats every parameter by itself, such as AdamW"
+            )
+        first, *others = trained
+        for other in others:
+            first.join(other)
+        self._together = first
+        return [bundle for bundle in bundles if bundle not in others]
+
+    def check(self, due: Sequence[Bundle]) -> None:
+        """See that the bundles that are *due* can be updated. Raises: UnsupportedError."""
+        if self._together is not None and any(bundle is not self._together for bundle in due):
+            raise UnsupportedError(
+                f"{self._name} looks at all parameters at once, and some that were frozen when NVMeOptimizer was made have gradients: make it after they "
+                "are thawed"
+            )
 
     def _kinds(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Iterator[tuple[list[Weight], int]]:
         """Consecutive *parameters* of one kind, with the most elements that a bundle of such should have."""
         dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
-        habits: dict[tuple[torch.dtype, torch.device], Habits] = {}
         for (dtype, device, _), run in itertools.groupby(parameters, lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad)):
             if not dtype.is_floating_point and not dtype.is_complex:  # what is quantized has no gradients, ever
-                yield [Weight(parameter, Habits({}, eager=False, elementwise=True)) for parameter in run], 0
+                yield [Weight(parameter, Traits({}, eager=False, separable=True, elementwise=True, why="")) for parameter in run], 0
                 continue
-            key = master_dtype(dtype), device
-            if key not in habits:
-                each = [self._examine(options, number, *key) for number in dimensions]
-                states = {name: dtype for one in each for name, dtype in one.states.items()}
-                habits[key] = Habits(states, any(one.eager for one in each), all(one.elementwise for one in each))
-            found = habits[key]
+            found = self._examine(options, dimensions, master_dtype(dtype), device)
             weights = [Weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):
                 raise UnsupportedError(
@@ -80,17 +120,25 @@ class Admission:
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
             value_bytes = self._format.layout(_SAMPLE, found.states, dtype, self._name).nbytes / _SAMPLE
-            yield weights, most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
+            most = most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
+            yield weights, most if found.separable else sum(local(parameter).numel() for parameter in parameters)
 
-    def _examine(self, options: Mapping[str, Any], dimensions: int, dtype: torch.dtype, device: torch.device) -> Habits:
-        tried = dict(options)
-        if isinstance(tried.get("lr"), int | float):
-            tried["lr"] = _TRIAL_RATE
+    def _examine(self, options: Mapping[str, Any], dimensions: Sequence[int], dtype: torch.dtype, device: torch.device) -> Traits:
+        key = repr(options), tuple(dimensions), dtype, device  # many groups have the same options
+        if key not in self._found:
 
-        def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-            return self._make([{**tried, "params": list(samples)}])
+            def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+                return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
 
-        return examine(self._name, make, dimensions, dtype, device)
+            self._found[key] = examine(self._name, make, dimensions, dtype, device, declared=self._declared)
+            self._tell(self._found[key])
+        return self._found[key]
+
+    def _tell(self, traits: Traits) -> None:
+        what = "every element by itself" if traits.elementwise else "every parameter by itself, whole" if traits.separable else "all parameters together"
+        if what not in self._told:
+            self._told.add(what)
+            _log.info("%s updates %s (%s)", self._name, what, traits.why)
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -11,8 +11,8 @@ from ..units import format_bytes
 if TYPE_CHECKING:
     import torch
 
+    from ..optimizer_traits import Traits
     from ..state_formats import StateFormat
-    from .trial import Habits
 
 _IN_MEMORY = 16  # bundles that the cap holds: of those in use, read ahead and written back, each is a small part
 _LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
@@ -22,9 +22,9 @@ _PAGE = 4096
 _BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the bundles
 
 
-def beside_bytes(state_format: StateFormat, habits: Habits, dtype: torch.dtype) -> int:
+def beside_bytes(state_format: StateFormat, traits: Traits, dtype: torch.dtype) -> int:
     """Bytes for each element of a bundle that an update takes beside the bundle's value: widened gradients, what is no view, and new states."""
-    states = sum(state.itemsize for state in habits.states.values())
+    states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if dtype.itemsize == 2 else 0
     return widened + (widened if state_format.splits_master else 0) + (3 * states if state_format.eight_bit else states)
 

@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 
+from ..optimizer_traits import UNIT, Traits
 from ..state_formats import Layout
-from .trial import Habits
-
-_UNIT = 1024  # elements that a piece of a parameter consists of: whole vectors and whole blocks of every format
 
 
 @dataclasses.dataclass(eq=False)
 class Weight:
     """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next.
 
-    *habits*: of the optimizer's class with parameters like this one.
+    *traits*: of the optimizer's class with parameters like this one.
     """
 
     parameter: torch.Tensor
-    habits: Habits
+    traits: Traits
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     seen: tuple[int, int] | None = None
     changes: int = 0
@@ -57,7 +55,7 @@ class Weight:
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle.
+    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle. *group*: the parameter's.
 
     *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it; what travels is only there while the bundle is
     bound, and *keys* says of which of the bundle's states this piece has a part. *stepped*: it has had a gradient, so that its master is its own.
@@ -65,6 +63,7 @@ class Piece:
 
     weight: Weight
     bundle: Bundle
+    group: int
     start: int
     stop: int
     place: int
@@ -110,14 +109,16 @@ class Piece:
 
 @dataclasses.dataclass(eq=False)
 class Bundle:
-    """*pieces*, of one parameter group and one *dtype* on one *device*. *layout*: of the value *name*, None while there is none."""
+    """*pieces* of one *dtype* on one *device*, of one parameter group or, where all parameters are updated together, of several.
+
+    *layout*: of the value *name*, None while there is none.
+    """
 
     name: str
     number: int
-    group: int
     dtype: torch.dtype
     device: torch.device
-    habits: Habits
+    traits: Traits
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     inner: torch.optim.Optimizer | None = None
     layout: Layout | None = None
@@ -127,12 +128,23 @@ class Bundle:
         """Elements of all pieces."""
         return sum(piece.numel for piece in self.pieces)
 
-    def add(self, weight: Weight, start: int, stop: int) -> None:
-        """Take in a part of *weight*."""
+    @property
+    def groups(self) -> list[int]:
+        """The parameter groups that the pieces are of, in order."""
+        return sorted({piece.group for piece in self.pieces})
+
+    def join(self, other: Bundle) -> None:
+        """Take in the pieces of *other*, of which nothing is stored yet."""
+        for piece in other.pieces:
+            piece.bundle, piece.place = self, self.numel
+            self.pieces.append(piece)
+
+    def add(self, weight: Weight, group: int, start: int, stop: int) -> None:
+        """Take in a part of *weight*, which is of *group*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
         shadow = torch.empty(0, dtype=master_dtype(self.dtype), device=self.device)  # its data is put there for the time of each step
-        piece = Piece(weight, self, start, stop, self.numel, shape, shadow)
+        piece = Piece(weight, self, group, start, stop, self.numel, shape, shadow)
         self.pieces.append(piece)
         weight.pieces.append(piece)
 
@@ -200,9 +212,9 @@ def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool]) -> list[list
 
 def _parts(size: int, most: int, room: int) -> Iterator[tuple[int, int]]:
     """The bounds of parts of *size* elements: the first fills *room*, the others have at most *most*."""
-    start, count = 0, room // _UNIT * _UNIT
+    start, count = 0, room // UNIT * UNIT
     while start < size:
         if count:
             yield start, min(start + count, size)
             start += count
-        count = most // _UNIT * _UNIT
+        count = most // UNIT * UNIT

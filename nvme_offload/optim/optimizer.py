@@ -49,6 +49,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
     last backward() under `no_sync`. With several processes it takes the DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and
     is the caller's word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by hand.
 
+    Parameters are updated in bundles, and large ones in parts, where that gives the same bits. torch's own classes are known; any other is tried when the
+    optimizer is made, and a line of the log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all of its states in
+    *host_memory* together. *elementwise* is the caller's word that every element is updated by itself, where the trial cannot see it.
+
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
     `state` has what is small, and stand-ins for the rest; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
     which 16-bit parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
@@ -58,7 +62,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     gone, go back to a checkpoint; a step after it is refused.
 
     Lifetime: the memory and the room on the drive are given back by `close`, at the end of a `with`, or when the optimizer is garbage.
-    Raises: UsageError; UnsupportedError for optimizers that do not update parameters one by one by dense gradients; NoSpaceError; as `Tier`.
+    Raises: UsageError; UnsupportedError for optimizers that do not step by dense gradients alone; NoSpaceError; as `Tier`.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         host_memory: int | str = "auto",
         state_format: Literal["exact", "split", "compact"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
+        elementwise: bool = False,
         aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
@@ -104,7 +109,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             make = functools.partial(_make, optimizer_class, kwargs)
             self._updater = Updater(self._tier, self._format, make, self._class_name)
             self._budget = Budget(self._tier.cap_bytes)
-            self._admission = Admission(self._class_name, make, self._format, self._budget, f"optimizer{next(_serial)}")
+            self._admission = Admission(self._class_name, make, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -129,6 +134,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 for weight in self._weights:
                     weight.settle_gradient()
                 due = [bundle for bundle in self._bundles if bundle not in self._updated and bundle.has_gradient]
+                self._admission.check(due)
                 for weight in {piece.weight for bundle in due for piece in bundle.pieces}:
                     _check_gradient(weight)
                 self._tier.swapper.prefetch(bundle.name for bundle in due)
@@ -279,6 +285,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             made = self._admission.admit(index, group["params"], self._options.of(index, group), len(self._bundles) + len(bundles))
             weights += made[0]
             bundles += made[1]
+        bundles = self._admission.joined(bundles, alone=not self._bundles)
         trained = [bundle for bundle in bundles if bundle.trained]
         nbytes = self._admission.required_bytes(trained)
         self._tier.cap_bytes = self._budget.values_bytes
@@ -287,8 +294,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.require(nbytes)
         with torch.no_grad():
             for bundle in trained:
-                if bundle.habits.eager:
-                    self._updater.start(bundle, self._updater.open(bundle), self._options.of(bundle.group, self.param_groups[bundle.group]))
+                if bundle.traits.eager:
+                    self._updater.start(bundle, self._updater.open(bundle), self._options_of(bundle))
                     self._show(bundle)
         self._updater.drain()
         self._options.forget()
@@ -297,14 +304,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._backward is not None:
             self._backward.watch(weights)
 
+    def _options_of(self, bundle: Bundle) -> dict[int, dict[str, Any]]:
+        return {index: self._options.of(index, self.param_groups[index]) for index in bundle.groups}
+
     def _update(self, bundle: Bundle) -> None:
         memory = self._updater.open(bundle)  # what this raises leaves everything as it was
         try:
             for piece in bundle.pieces:
                 piece.weight.look()
             seed = self._steps * _SEEDS + bundle.number
-            options = self._options.of(bundle.group, self.param_groups[bundle.group])
-            self._options.left(bundle.group, self._updater.step(bundle, memory, options, seed))
+            for index, options in self._updater.step(bundle, memory, self._options_of(bundle), seed).items():
+                self._options.left(index, options)
         except BaseException as error:
             self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
             self._updater.fail(bundle)
@@ -354,7 +364,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self.state.pop(weight.parameter, None)
         for bundle in self._bundles:
             if any(piece.weight in given for piece in bundle.pieces):
-                saved.restore(self._updater, bundle, given, self.param_groups[bundle.group])
+                saved.restore(self._updater, bundle, given, self.param_groups)
                 self._show(bundle)
         self._broken = ""
 

@@ -73,7 +73,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
     return [collected[weight] for weight in weights]
 
 
-def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], group: Mapping[str, Any]) -> None:
+def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], groups: Sequence[Mapping[str, Any]]) -> None:
     """Give *bundle* the states *given*, whose tensors may be mapped from a file.
 
     A weight that is not among them keeps its own states, and one that is, those that the drive has already.
@@ -93,12 +93,12 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
             state = given[piece.weight]
             parts = {key: value for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
             sources[piece] = {key: kept[piece][key] if is_on_drive(value) else piece.of(local(value)) for key, value in parts.items()}
-            piece.states = {key: _small(key, value, piece, group) for key, value in state.items() if key not in parts}
+            piece.states = {key: _small(key, value, piece, groups[piece.group]) for key, value in state.items() if key not in parts}
             piece.keys = parts.keys() - {MASTER}
             piece.stepped = bool(state)
         for key, value in sources[piece].items():
             if key != MASTER:
-                dtypes[key] = bundle.habits.states.get(key, piece.shadow.dtype if value.is_floating_point() else value.dtype)
+                dtypes[key] = bundle.traits.states.get(key, piece.shadow.dtype if value.is_floating_point() else value.dtype)
     bundle.inner = None
     if not any(sources.values()):
         bundle.layout = None  # the first update makes it
@@ -127,7 +127,7 @@ def check(state: Any, weight: Weight) -> None:
         if stand_in.weight is not weight or stand_in.key not in weight.pieces[0].keys | {MASTER}:
             raise UsageError("a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()")
     for key, value in state.items():
-        if (key == MASTER or key in weight.habits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
+        if (key == MASTER or key in weight.traits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
             shape = list(local(value).shape) if torch.is_tensor(value) else type(value).__name__
             raise UsageError(
                 f"the loaded {key!r} has the shape {shape} where the parameter has {list(own)} on this rank: load what the same model saved, "

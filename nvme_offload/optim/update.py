@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from ..optimizer_traits import has_a_value_for_each, raw_step
 from ..state_formats import Layout, StateFormat
 from ..tier import Tier
 from .bundles import Bundle, Piece
 from .lanes import DeviceLane, HostLane, Lane
-from .trial import has_a_value_for_each, raw_step
 
 MASTER = "master"  # the key that the fp32 weights have in a state dict
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Options = Mapping[int, Mapping[str, Any]]  # of each parameter group that a bundle has parts of
 
 
 class Updater:
@@ -43,7 +44,7 @@ class Updater:
         lane = self._lane(bundle)
         if bundle.layout is not None:
             return lane.fetch(bundle.name, bundle.layout.nbytes) if bundle.layout.nbytes else _nothing(bundle)
-        layout = self._format.layout(bundle.numel, bundle.habits.states, bundle.dtype, self._name)
+        layout = self._format.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name)
         memory = lane.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bundle)
         bundle.layout = layout
         for piece in bundle.pieces:
@@ -52,8 +53,8 @@ class Updater:
             piece.changes = -1  # so that the master is made from the weight
         return memory
 
-    def step(self, bundle: Bundle, memory: torch.Tensor, options: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
-        """Update the parameters of the opened *bundle* by their gradients; what the inner optimizer has made of the *options* of its group."""
+    def step(self, bundle: Bundle, memory: torch.Tensor, options: Options, seed: int) -> Options:
+        """Update the parameters of the opened *bundle* by their gradients; what the inner optimizer has made of the *options*."""
         first = bundle.inner is None
         inner, memory = self._bound(bundle, memory, options, seed, raw_step)
         self._give_back(bundle, changed=True)
@@ -62,9 +63,9 @@ class Updater:
         for piece in bundle.pieces:
             piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
-        return inner.param_groups[0]
+        return dict(zip(bundle.groups, inner.param_groups, strict=True))
 
-    def start(self, bundle: Bundle, memory: torch.Tensor, options: Mapping[str, Any]) -> None:
+    def start(self, bundle: Bundle, memory: torch.Tensor, options: Options) -> None:
         """Keep what the inner optimizer has before its first step, for one that has something by then."""
         self._bound(bundle, memory, options, 0, lambda inner: lambda _: None)
         self._give_back(bundle, changed=True)
@@ -121,7 +122,7 @@ class Updater:
         self,
         bundle: Bundle,
         memory: torch.Tensor,
-        options: Mapping[str, Any],
+        options: Options,
         seed: int,
         act: Callable[[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Any]],
     ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
@@ -173,15 +174,17 @@ class Updater:
             master.copy_(torch.where(new, weight.to(master.dtype), master))
         piece.changes = piece.weight.changes
 
-    def _inner(self, bundle: Bundle, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        given = copy.deepcopy(dict(options))
+    def _inner(self, bundle: Bundle, options: Options) -> torch.optim.Optimizer:
+        given = {index: copy.deepcopy(dict(options[index])) for index in bundle.groups}
         if bundle.inner is None:
-            bundle.inner = self.make([{**given, "params": [piece.shadow for piece in bundle.pieces]}])
+            shadows = {index: [piece.shadow for piece in bundle.pieces if piece.group == index] for index in given}
+            bundle.inner = self.make([{**given[index], "params": shadows[index]} for index in given])
             loaded = {piece.shadow: piece.states for piece in bundle.pieces if piece.states}
             if loaded:  # by an earlier version of the class, perhaps, so that it must look at them as it does when it loads by itself
                 bundle.inner.state.update(loaded)
                 bundle.inner.__setstate__({"state": bundle.inner.state, "param_groups": bundle.inner.param_groups})
-        bundle.inner.param_groups[0].update(given)
+        for group, new in zip(bundle.inner.param_groups, given.values(), strict=True):
+            group.update(new)
         return bundle.inner
 
     def _collected(

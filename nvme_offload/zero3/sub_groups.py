@@ -1,9 +1,11 @@
-"""How ZeRO-3's sub-groups are cut so that a budget of host memory can hold them. Pure."""
+"""How ZeRO-3's sub-groups are cut so that a budget of host memory can hold them."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 _IN_MEMORY = 16
 _LARGEST_SUB_GROUP = 1 << 26  # elements; more at a time gains nothing and makes the first read and the last write of a step longer
 _SLACK_BYTES = 1 << 16  # of a sub-group's place for its rounding to pages, and of a few small parameters beside it
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +61,26 @@ class Footprint:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether *optimizer* is known to update every element by itself, so that it does not matter which are in a tensor together."""
-    kind = type(optimizer)
-    known = kind.__module__.startswith(("torch.optim.", "deepspeed.ops.adam.", "deepspeed.ops.lion.", "deepspeed.ops.adagrad."))
-    return known and kind.__name__ not in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+    """Whether *optimizer* updates every element of flat parameters by itself, so that it does not matter which are in a tensor together.
+
+    It is known, or is tried with another one of its class, made from its defaults; where that fails it is taken not to.
+    """
+    import torch
+
+    from ..optimizer_traits import examine, known
+
+    decided = known(optimizer)
+    if decided is not None:
+        return decided
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters  # some keep more among their defaults than they can be made with
+    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    try:
+        traits = examine(kind.__name__, lambda samples: kind(list(samples), **options), [1], torch.float32, torch.device("cpu"))
+    except Exception:  # the constructor of an optimizer may want anything, and raise anything
+        return False
+    _log.info("%s updates %s (%s)", kind.__name__, "every element by itself" if traits.elementwise else "sub-groups whole", traits.why)
+    return traits.elementwise
 
 
 def cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:

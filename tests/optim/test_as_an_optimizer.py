@@ -334,7 +334,7 @@ class TogetherOptimizer(torch.optim.SGD):
         (lambda at: NVMeOptimizer(parameters(), paths=at, differentiable=True), UnsupportedError, "differentiable=True"),
         (lambda at: NVMeOptimizer(parameters(), torch.optim.LBFGS, paths=at), UnsupportedError, "LBFGS cannot be used"),
         (lambda at: NVMeOptimizer(parameters(), torch.optim.SparseAdam, paths=at), UnsupportedError, "SparseAdam cannot be used"),
-        (lambda at: NVMeOptimizer(parameters(), TogetherOptimizer, lr=0.0, paths=at), UnsupportedError, "all of them at once"),
+        (lambda at: NVMeOptimizer([*parameters(), *parameters(torch.float64)], TogetherOptimizer, lr=0.0, paths=at), UnsupportedError, "at once"),
         (lambda at: NVMeOptimizer([torch.nn.Parameter(torch.ones(3, device="meta"))], paths=at), UnsupportedError, "move the model before"),
     ],
 )

@@ -31,9 +31,10 @@ MAY_IMPORT = {
     "swapper": PURE | {"pool", "store"},
     "tier": PURE | {"pool", "store", "swapper"},
     "state_formats": PURE | {"_aio"},
-    "optim": PURE | {"state_formats", "swapper", "tier"},
+    "optimizer_traits": PURE,
+    "optim": PURE | {"optimizer_traits", "state_formats", "swapper", "tier"},
     "activations": PURE | {"swapper", "tier"},
-    "zero3": PURE | {"engine", "pool", "state_formats", "store", "swapper", "tier"},
+    "zero3": PURE | {"engine", "optimizer_traits", "pool", "state_formats", "store", "swapper", "tier"},
     "report": PURE,
     "commands": PURE | {"engine", "pool", "zero3"},
     "sweep": PURE | {"engine", "report"},
@@ -55,7 +56,7 @@ _ZERO3 = (
     "states",
     "working_weights",
 )
-ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")}
+ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")} | {"optimizer_traits.py"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,282 @@
+"""`examine`: what an optimizer keeps for a parameter, and whether its parameters and their elements may be updated apart.
+
+`NVMeOptimizer` and ZeRO-3 both ask here. torch's and DeepSpeed's own classes are known. Any other is tried: the same steps are made with all parameters
+together, one after another, and in parts, as the bundles of `NVMeOptimizer` are. What is the same to the last bit at every step may be done apart, and what
+is not is never done.
+
+The trial has the user's own arguments, random gradients, gradients orthogonal to the weights and along them, gradients whose scale varies over parameters,
+elements and steps, steps without a gradient, and a learning rate that moves; it is long enough for the usual warm-ups, and its samples are large enough for
+the usual least sizes. Random numbers are the same each time, so that an optimizer that draws some is judged as any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import UnsupportedError
+
+UNIT = 1024  # elements: parameters are cut at multiples of it, in the trial as in training, since vector code rounds the last elements otherwise
+
+_STEPS = 40  # more than the warm-up of RAdam, the periods of Lookahead and of SOAP, the history of AdaShift
+_FEWEST_STEPS = 12  # of a trial that ends early, because weights are no longer finite
+_KNOWN_STEPS = 3  # of a class that is known: for its states alone
+_RATE = 1e-3  # in place of a learning rate of zero, which would show nothing
+_RATES = (1.0, 0.5, 2.0, 1.0, 0.1)
+_SCALES = (1.0, 1e-3, 10.0, 1e-6, 0.1)
+_IN_MEMORY = ("step", "master")  # whatever their shapes: the one is a count, and the other is not the optimizer's
+
+# Classes whose sources were read, by where they are defined: whether no element's update depends on another element.
+_KNOWN = {
+    "torch.optim.adadelta.Adadelta": True,
+    "torch.optim.adagrad.Adagrad": True,
+    "torch.optim.adam.Adam": True,
+    "torch.optim.adamax.Adamax": True,
+    "torch.optim.adamw.AdamW": True,
+    "torch.optim.asgd.ASGD": True,
+    "torch.optim.nadam.NAdam": True,
+    "torch.optim.radam.RAdam": True,
+    "torch.optim.rmsprop.RMSprop": True,
+    "torch.optim.rprop.Rprop": True,
+    "torch.optim.sgd.SGD": True,
+    "torch.optim.Adafactor": False,  # rows, columns, and the root mean square of each parameter
+    "torch.optim.Muon": False,  # each matrix
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": True,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": True,
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": True,
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": True,
+    "deepspeed.ops.lion.fused_lion.FusedLion": True,
+}
+
+Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+_Part = tuple[int, int, int]  # which sample, start, stop
+
+
+class Traits(NamedTuple):
+    """states: those that have a value for every element, by key. eager: there are such before the first step.
+
+    separable: no parameter's update depends on another parameter. elementwise: and no element's on another element.
+    why: how that is known, for messages.
+    """
+
+    states: Mapping[str, torch.dtype]
+    eager: bool
+    separable: bool
+    elementwise: bool
+    why: str
+
+
+def known(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether the class of *optimizer* is known to update every element by itself; None where it is not known. A subclass may do anything."""
+    kind = type(optimizer)
+    return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype, device: torch.device, *, declared: bool = False) -> Traits:
+    """Learn how the optimizers called *name* that *make* makes treat parameters of so many *dimensions*.
+
+    *declared*: it is the caller's word that every element is updated by itself.
+    Raises: UnsupportedError when they cannot step by gradients alone.
+    """
+    samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shape for count in dimensions for shape in _shapes(count))]
+    fresh = make([sample.clone() for sample in samples])
+    eager = any(len(state) > 0 for state in fresh.state.values())
+    elementwise = True if declared else known(fresh)
+    together = _recorded(name, make, samples, _KNOWN_STEPS if elementwise is not None else _STEPS)
+    if elementwise is not None:
+        return Traits(together.states, eager, True, elementwise, "declared" if declared else "known")
+    separable = together.same([[(index, 0, sample.numel())] for index, sample in enumerate(samples)])
+    elementwise = separable and together.same([[part] for index, sample in enumerate(samples) for part in _parts(index, sample.numel())])
+    return Traits(together.states, eager, separable, elementwise, "tried")
+
+
+def has_a_value_for_each(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether the state *value*, called *key*, has an element for each of *parameter*."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device and key not in _IN_MEMORY
+
+
+def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """`step` of *optimizer* without the hooks that torch calls around every optimizer's: those are for the steps that a user makes."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int) -> _Trial:
+    try:
+        try:
+            trial = _Trial(make, samples, steps, with_missing=True)
+            trial.record()
+        except Exception:  # there are optimizers that want all gradients, and they may raise anything
+            trial = _Trial(make, samples, steps, with_missing=False)
+            trial.record()
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {reason}") from error
+    return trial
+
+
+class _Trial:
+    """Some *steps* over *samples*, made by the optimizers that *make* makes: first together, then apart, and compared.
+
+    *with_missing*: some steps leave out the gradient of a sample.
+    """
+
+    def __init__(self, make: Make, samples: Sequence[torch.Tensor], steps: int, *, with_missing: bool) -> None:
+        self._make = make
+        self._samples = samples
+        self._steps = steps
+        self._with_missing = with_missing
+        self._gradients: list[list[torch.Tensor | None]] = []
+        self._weights: list[list[torch.Tensor]] = []
+        self.states: dict[str, torch.dtype] = {}
+
+    def record(self) -> None:
+        """Train all samples together."""
+        whole = [(index, 0, sample.numel()) for index, sample in enumerate(self._samples)]
+        with _same_random_numbers(self._samples[0].device):
+            for weights in self._train([whole]):
+                if not all(bool(weight.isfinite().all()) for weight in weights):
+                    break
+                self._weights.append([weight.clone() for weight in weights])
+
+    def same(self, bundles: Sequence[Sequence[_Part]]) -> bool:
+        """Whether the same comes of the samples where each of *bundles* has an optimizer of its own."""
+        if len(self._weights) < _FEWEST_STEPS:
+            return False
+        with _same_random_numbers(self._samples[0].device):
+            try:
+                return all(all(map(_same_bits, weights, expected)) for weights, expected in zip(self._train(bundles), self._weights, strict=False))
+            except Exception:  # such as those of optimizers that take nothing but matrices
+                return False
+
+    def _train(self, bundles: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
+        """The weights after each step, in which the bundles are updated one after another, as `NVMeOptimizer` does it."""
+        weights = [sample.clone() for sample in self._samples]
+        parts = [[_view(weights[index], start, stop) for index, start, stop in bundle] for bundle in bundles]
+        optimizers = [self._make(bundle) for bundle in parts]
+        for optimizer in optimizers:
+            _switch(optimizer, "train")
+        options = _options(optimizers[-1])
+        rate = options.get("lr")
+        moves = isinstance(rate, int | float) and not isinstance(rate, bool)
+        for number in range(self._steps):
+            if number == self._steps // 2:  # as those do that keep other weights for evaluation
+                for optimizer in optimizers:
+                    _switch(optimizer, "eval")
+                    _switch(optimizer, "train")
+                options = _options(optimizers[-1])
+            if moves:
+                options["lr"] = type(rate)((rate or _RATE) * _RATES[number % len(_RATES)]) or rate
+            if len(self._gradients) <= number:
+                self._gradients.append(self._directions(number, weights))
+            left = options
+            for optimizer, bundle, places in zip(optimizers, parts, bundles, strict=True):
+                for part, (index, start, stop) in zip(bundle, places, strict=True):
+                    gradient = self._gradients[number][index]
+                    part.grad = None if gradient is None else _view(gradient.clone(), start, stop)
+                if any(part.grad is not None for part in bundle):
+                    optimizer.param_groups[0].update(copy.deepcopy(options))
+                    raw_step(optimizer)(optimizer)
+                    left = _options(optimizer)
+            options = dict(left)
+            if len(bundles) == 1:
+                self._learn(optimizers[0], parts[0])
+            yield weights
+
+    def _learn(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {})
+            self.states.update({key: value.dtype for key, value in state.items() if has_a_value_for_each(key, value, parameter)})
+
+    def _directions(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of step *number*."""
+        gradients: list[torch.Tensor | None] = []
+        for index, weight in enumerate(weights):
+            if self._with_missing and number % 7 == 6 and (number // 7 + index) % len(weights) == 0:
+                gradients.append(None)
+                continue
+            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1000 * number + index), dtype=torch.float64)
+            wide = torch.complex128 if weight.is_complex() else torch.float64
+            direction, own = drawn.to(weight.device, wide), weight.to(wide)
+            match (number + index) % 4:
+                case 1:  # orthogonal to the weights, by rows and in all, as behind a normalization
+                    for shape in ((len(own), -1), (1, -1)):
+                        rows, along = own.reshape(shape), direction.reshape(shape)
+                        share = (along * rows.conj()).sum(1, keepdim=True) / (rows * rows.conj()).sum(1, keepdim=True)
+                        direction = (along - share * rows).view(weight.shape)
+                case 2:  # along the weights
+                    direction = own + 0.1 * direction
+                case 3:  # large here, and zero there
+                    flat = direction.view(-1)
+                    flat[: flat.numel() // 2] *= 1e3
+                    flat[flat.numel() // 4 : flat.numel() // 3] = 0
+            gradients.append((direction * _SCALES[(3 * number + index) % len(_SCALES)]).to(weight.dtype))
+        return gradients
+
+
+class _same_random_numbers:
+    """Let torch, Python and numpy draw the same numbers in each context, and go on behind it as if there had been none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+    def __enter__(self) -> None:
+        import numpy as np
+
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._fork.__enter__()
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    def __exit__(self, *error: Any) -> None:
+        import numpy as np
+
+        self._fork.__exit__(*error)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+def _shapes(dimensions: int) -> list[tuple[int, ...]]:
+    """Of two samples: one above the least sizes from which optimizers factor matrices or pack states, one below; neither of whole units."""
+    if dimensions == 1:
+        return [(5003,), (67,)]
+    rest = (3, 2, *(1,) * dimensions)[: dimensions - 2]
+    return [(130, 132, *rest), (9, 14, *rest)]
+
+
+def _parts(index: int, size: int) -> list[_Part]:
+    """A sample, cut where a parameter may be."""
+    edges = [edge for edge in (0, UNIT, 4 * UNIT) if edge < size] + [size]
+    return [(index, start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _sample(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: int) -> torch.Tensor:
+    """Weights as they are drawn when a model is made."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return (drawn / math.sqrt(shape[-1])).to(dtype).to(device)
+
+
+def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A part of *whole*, which lies as it is in a bundle: flat, unless it is all of it. A leaf, as parameters are."""
+    return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def _switch(optimizer: torch.optim.Optimizer, name: str) -> None:
+    method = getattr(optimizer, name, None)
+    if callable(method):
+        method()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
