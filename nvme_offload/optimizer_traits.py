@@ -164,15 +164,15 @@ class _Trial:
             _switch(optimizer, "train")
         options = _options(optimizers[-1])
         rate = options.get("lr")
-        moves = isinstance(rate, int | float) and not isinstance(rate, bool)
+        base = float(rate) if isinstance(rate, int | float) else None
         for number in range(self._steps):
             if number == self._steps // 2:  # as those do that keep other weights for evaluation
                 for optimizer in optimizers:
                     _switch(optimizer, "eval")
                     _switch(optimizer, "train")
                 options = _options(optimizers[-1])
-            if moves:
-                options["lr"] = type(rate)((rate or _RATE) * _RATES[number % len(_RATES)]) or rate
+            if base is not None:
+                options["lr"] = (base or _RATE) * _RATES[number % len(_RATES)]
             if len(self._gradients) <= number:
                 self._gradients.append(self._directions(number, weights))
             left = options

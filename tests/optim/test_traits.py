@@ -214,9 +214,7 @@ def test_what_looks_at_all_parameters_has_all_its_groups_together(tmp_path, capl
 
 def test_what_looks_at_all_parameters_is_refused_where_it_cannot_be(tmp_path):
     params = parameters(shapes=SHAPES)
-    with pytest.raises(
-        UsageError, match="Distance looks at all parameters at once, so that host_memory has to hold all of its states"
-    ):
+    with pytest.raises(UsageError, match="Distance looks at all parameters at once, so that host_memory has to hold all of its states"):
         NVMeOptimizer(params, Distance, paths=tmp_path, host_memory=200_000)
     with pytest.raises(UnsupportedError, match="Distance looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype"):
         NVMeOptimizer([*params, *parameters(torch.float64)], Distance, paths=tmp_path)
