@@ -4,9 +4,9 @@
 together, one after another, and in parts, as the bundles of `NVMeOptimizer` are. What is the same to the last bit at every step may be done apart, and what
 is not is never done.
 
-The trial has the user's own arguments, random gradients, gradients orthogonal to the weights and along them, gradients whose scale varies over parameters,
-elements and steps, steps without a gradient, and a learning rate that moves; it is long enough for the usual warm-ups, and its samples are large enough for
-the usual least sizes. Random numbers are the same each time, so that an optimizer that draws some is judged as any other.
+The trial has the user's own arguments and a learning rate that moves. Its gradients go down a slope, are random, orthogonal to the weights and along them, of
+several scales, and absent at times. It is long enough for the usual warm-ups, and its samples are large enough for the usual least sizes. Random numbers are
+the same each time, so that an optimizer that draws some is judged as any other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .errors import UnsupportedError
 UNIT = 1024  # elements: parameters are cut at multiples of it, in the trial as in training, since vector code rounds the last elements otherwise
 
 _STEPS = 40  # more than the warm-up of RAdam, the periods of Lookahead and of SOAP, the history of AdaShift
+_DESCENT = 16  # of these go down a slope, as only then those that measure the way take notice; the others go all ways
 _FEWEST_STEPS = 12  # of a trial that ends early, because weights are no longer finite
 _KNOWN_STEPS = 3  # of a class that is known: for its states alone
 _RATE = 1e-3  # in place of a learning rate of zero, which would show nothing
@@ -86,9 +87,13 @@ def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype
     """
     samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shape for count in dimensions for shape in _shapes(count))]
     fresh = make([sample.clone() for sample in samples])
-    eager = any(len(state) > 0 for state in fresh.state.values())
+    eager = any(isinstance(state, dict) and len(state) > 0 for state in fresh.state.values())
     elementwise = True if declared else known(fresh)
     together = _recorded(name, make, samples, _KNOWN_STEPS if elementwise is not None else _STEPS)
+    if together.shared:
+        raise UnsupportedError(
+            f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which is of no parameter, so that no checkpoint of torch has it"
+        )
     if elementwise is not None:
         return Traits(together.states, eager, True, elementwise, "declared" if declared else "known")
     separable = together.same([[(index, 0, sample.numel())] for index, sample in enumerate(samples)])
@@ -135,6 +140,7 @@ class _Trial:
         self._gradients: list[list[torch.Tensor | None]] = []
         self._weights: list[list[torch.Tensor]] = []
         self.states: dict[str, torch.dtype] = {}
+        self.shared: str = ""  # a key of the state that is no parameter
 
     def record(self) -> None:
         """Train all samples together."""
@@ -190,6 +196,7 @@ class _Trial:
             yield weights
 
     def _learn(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        self.shared = next((str(key) for key in optimizer.state if not torch.is_tensor(key)), "")
         for parameter in parameters:
             state = optimizer.state.get(parameter, {})
             self.states.update({key: value.dtype for key, value in state.items() if has_a_value_for_each(key, value, parameter)})
@@ -204,6 +211,9 @@ class _Trial:
             drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1000 * number + index), dtype=torch.float64)
             wide = torch.complex128 if weight.is_complex() else torch.float64
             direction, own = drawn.to(weight.device, wide), weight.to(wide)
+            if number < _DESCENT:
+                gradients.append((own + 0.1 * direction).to(weight.dtype))
+                continue
             match (number + index) % 4:
                 case 1:  # orthogonal to the weights, by rows and in all, as behind a normalization
                     for shape in ((len(own), -1), (1, -1)):

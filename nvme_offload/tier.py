@@ -40,7 +40,7 @@ class Tier:
 
     Attributes: *cap_bytes*, the most host memory that this rank may hold.
     Lifetime: closed by `close`, when the last object that uses it is gone, or when the process ends.
-    Raises: UsageError; IOFailure or UnsupportedError when a directory cannot be used.
+    Raises: UsageError where a directory is missing; IOFailure or UnsupportedError where one cannot be used.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Tier:
         self.aio = aio
         self.paths = tuple(paths)
         for path in paths:
-            _make_directory(path)
+            _check_directory(path)
         self.store = TensorStore(list(paths), aio, weights=list(weights) or None, checksum=checksum)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.store.close)
@@ -208,14 +208,16 @@ def memory_size(value: object) -> int | Literal["auto"]:
     return nbytes
 
 
-def _make_directory(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        drive = describe(path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be used: {error.strerror}; name a directory on the drive, that there is or that can be made") from None
+def _check_directory(path: str) -> None:
+    """See that *path* is there. It is not made: below an unmounted drive, or with a typing error, that would be on another one."""
+    if not Path(path).is_dir():
+        what = "is not a directory" if Path(path).exists() else "does not exist"
+        raise UsageError(f"{path} {what}, and none is made: mount the drive, or make the directory on it with mkdir -p, or correct the path")
+    drive = describe(path)
     if drive.is_memory:
         _log.warning('%s is held in memory (%s): what goes there takes host memory beside "host_memory"', path, drive.filesystem)
+    elif Path(path).stat().st_dev == Path("/").stat().st_dev:
+        _log.warning("%s is on the root filesystem: see that the drive is mounted, unless this is where the states should go", path)
 
 
 def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:

@@ -12,6 +12,8 @@ import torch
 from ..optimizer_traits import UNIT, Traits
 from ..state_formats import Layout
 
+_ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
+
 
 @dataclasses.dataclass(eq=False)
 class Weight:
@@ -43,9 +45,9 @@ class Weight:
         if parameter.grad is not None and is_distributed(parameter.grad) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    def updated(self) -> None:
-        """An update has changed the parameter, which autograd is told as of every other change in place."""
-        if self.parameter.grad is not None:
+    def updated(self, *, always: bool = False) -> None:
+        """An update has changed the parameter, which autograd is told as of every other change in place; without a gradient only where it does *always*."""
+        if always or self.parameter.grad is not None:
             torch.autograd.graph.increment_version(self.parameter)
         self.seen = self._now()
 
@@ -58,7 +60,8 @@ class Piece:
     """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle. *group*: the parameter's.
 
     *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it; what travels is only there while the bundle is
-    bound, and *keys* says of which of the bundle's states this piece has a part. *stepped*: it has had a gradient, so that its master is its own.
+    bound, and *keys* says of which of the bundle's states this piece has a part, and with which strides. *strides*: of the shadow.
+    *stepped*: it has had a gradient, so that its master is its own.
     """
 
     weight: Weight
@@ -70,7 +73,8 @@ class Piece:
     shape: torch.Size
     shadow: torch.Tensor
     states: dict[str, Any] = dataclasses.field(default_factory=dict)
-    keys: set[str] = dataclasses.field(default_factory=set)
+    keys: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    strides: tuple[int, ...] = ()
     stepped: bool = False
     changes: int = 0
 
@@ -93,9 +97,23 @@ class Piece:
         """The part of *whole*, which is shaped like the parameter; where it has to be, a copy."""
         return whole if self.is_whole else whole.reshape(-1)[self.start : self.stop]
 
-    def within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of *flat*, which has a value for each element of the bundle."""
-        return flat[self.place : self.place + self.numel].view(self.shape)
+    def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of *flat*, which has a value for each element of the bundle, in the order of memory."""
+        return flat[self.place : self.place + self.numel]
+
+    def within(self, flat: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The same, with the shape and the strides of the parameter, or other *strides* without gaps."""
+        return flat.as_strided(self.shape, self.strides if strides is None else strides, flat.storage_offset() + self.place)
+
+    def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
+        """*weight*, flat: a view where it has the strides of this piece, and a copy elsewhere."""
+        if weight.stride() != self.strides:
+            weight = torch.empty_strided(self.shape, self.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
+        return weight.as_strided((self.numel,), (1,))
+
+    def look_at_strides(self) -> None:
+        """Take the strides that states are made with: the parameter's, as far as there are no gaps between its elements."""
+        self.strides = dense_strides(self.of_weight())
 
     def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
         """What the shadow is to be given; put into *widened*, which has a place for each element of the bundle, or none, where it has other bits."""
@@ -125,8 +143,23 @@ class Bundle:
 
     @property
     def numel(self) -> int:
-        """Elements of all pieces."""
-        return sum(piece.numel for piece in self.pieces)
+        """Elements of all pieces, and of the gaps between them."""
+        return self.pieces[-1].place + self.pieces[-1].numel if self.pieces else 0
+
+    def with_gaps(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """*flats*, one of each piece, with what is between them."""
+        filled: list[torch.Tensor] = []
+        end = 0
+        for piece, flat in zip(self.pieces, flats, strict=True):
+            if piece.place > end:
+                filled.append(flat.new_zeros(piece.place - end))
+            filled.append(flat)
+            end = piece.place + piece.numel
+        return filled
+
+    @property
+    def _next_place(self) -> int:
+        return self.numel if self.traits.elementwise else -(-self.numel // _ALIGNED) * _ALIGNED
 
     @property
     def groups(self) -> list[int]:
@@ -136,7 +169,7 @@ class Bundle:
     def join(self, other: Bundle) -> None:
         """Take in the pieces of *other*, of which nothing is stored yet."""
         for piece in other.pieces:
-            piece.bundle, piece.place = self, self.numel
+            piece.bundle, piece.place = self, self._next_place
             self.pieces.append(piece)
 
     def add(self, weight: Weight, group: int, start: int, stop: int) -> None:
@@ -144,9 +177,10 @@ class Bundle:
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
         shadow = torch.empty(0, dtype=master_dtype(self.dtype), device=self.device)  # its data is put there for the time of each step
-        piece = Piece(weight, self, group, start, stop, self.numel, shape, shadow)
+        piece = Piece(weight, self, group, start, stop, self._next_place, shape, shadow)
         self.pieces.append(piece)
         weight.pieces.append(piece)
+        piece.look_at_strides()
 
     @property
     def trained(self) -> bool:
@@ -186,6 +220,11 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     kind: Any = type(parameter.detach())
     whole: torch.Tensor = kind(part, type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)), requires_grad=False)
     return whole
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between its elements, and no two in one place."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

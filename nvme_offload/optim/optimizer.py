@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from .admission import Admission
 from .backward import BackwardUpdates, await_copy, clear_spent
 from .budget import Budget
 from .bundles import Bundle, Weight, like, local
-from .options import StepOptions, first_tensor, materialised
+from .options import StepOptions, first_tensor, materialised, same
 from .stand_ins import StateOnDrive
 from .stats import UpdateClock, UpdateStats
 from .update import Updater
@@ -52,6 +53,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     Parameters are updated in bundles, and large ones in parts, where that gives the same bits. torch's own classes are known; any other is tried when the
     optimizer is made, and a line of the log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all of its states in
     *host_memory* together. *elementwise* is the caller's word that every element is updated by itself, where the trial cannot see it.
+
+    Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are reached here.
 
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
     `state` has what is small, and stand-ins for the rest; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
@@ -115,6 +118,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._tier.close()
             raise
+        self._template = template
         self._ready = True
 
     # A torch.optim.Optimizer.
@@ -270,6 +274,62 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError("an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()")
+
+    # What the optimizer class has beyond a `torch.optim.Optimizer`.
+
+    def __getattr__(self, name: str) -> Any:
+        """What is missing here is *optimizer_class*'s: a method works on all parameters, with their states, as it does in memory."""
+        template = self.__dict__.get("_template")
+        if template is None or name.startswith("_") or not hasattr(template, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the optimizer that it was given")
+        if inspect.isroutine(getattr(template, name)):
+            return functools.partial(self._call, name)
+        made = [bundle.inner for bundle in self._bundles if bundle.inner is not None]
+        return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that *optimizer_class* has, and this has not, is set there."""
+        template = self.__dict__.get("_template")
+        if template is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or not hasattr(template, name):
+            super().__setattr__(name, value)
+            return
+        for optimizer in [template, *(bundle.inner for bundle in self._bundles if bundle.inner is not None)]:
+            setattr(optimizer, name, value)
+        self._updater.attributes[name] = value
+
+    @torch.no_grad()
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self._check_usable()
+            self._check_parameters()
+            self._take_up_states()
+            if self._updated:
+                raise UsageError(f"{name}() cannot be called in the midst of a step: call step() or zero_grad() first")
+            results: list[Any] = []
+            for bundle in self._bundles:
+                if bundle.trained:
+                    memory = self._updater.open(bundle)
+                    try:
+                        for piece in bundle.pieces:
+                            piece.weight.look()
+                        left = self._updater.call(bundle, memory, self._options_of(bundle), lambda one: results.append(getattr(one, name)(*args, **kwargs)))
+                    except BaseException as error:
+                        if results:
+                            self._broken = f"{name}() failed for some parameters ({type(error).__name__}: {error})"
+                        self._updater.fail(bundle)
+                        self._options.forget()
+                        raise
+                    for index, options in left.items():
+                        self._options.left(index, options)
+                    self._show(bundle)
+            self._updater.drain()
+            self._options.end(self.param_groups)
+            return self._agreed(f"{name}()", results or [None])
+
+    def _agreed(self, name: str, values: Sequence[Any]) -> Any:
+        if not all(same(value, values[0]) for value in values[1:]):
+            raise UsageError(f"{name} of {self._class_name} has another value for each bundle of parameters, so that there is no one value to give")
+        return values[0]
 
     # Inside.
 

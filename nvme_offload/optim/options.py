@@ -41,7 +41,7 @@ class StepOptions:
         for index, options in self._after.items():
             before = self._before[index]
             for key, value in options.items():
-                if key not in _NOT_OPTIONS and not (key in before and _same(before[key], value)):
+                if key not in _NOT_OPTIONS and not (key in before and same(before[key], value)):
                     groups[index][key] = value
         self.forget()
 
@@ -73,7 +73,8 @@ def first_tensor(params: Any) -> torch.Tensor:
     return torch.zeros(1)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are equal, tensors or not."""
     if torch.is_tensor(one) or torch.is_tensor(other):
         return torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape and torch.equal(one, other)
     return bool(one == other)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import NoSpaceError, UsageError
-from .bundles import Bundle, Piece, Weight, like, local, master_dtype
+from .bundles import Bundle, Piece, Weight, dense_strides, like, local, master_dtype
 from .stand_ins import StateOnDrive, is_on_drive
 from .update import MASTER, Updater
 
@@ -48,7 +48,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
                             flat = master if key == MASTER else states[key]
                             assert flat is not None
                             file.seek(places[piece.weight, key][0] + piece.start * dtype.itemsize)
-                            content: Any = piece.within(flat).reshape(-1).view(torch.uint8).numpy()
+                            content: Any = piece.flat_within(flat).view(torch.uint8).numpy()
                             file.write(content)
             file.flush()
         except OSError as error:
@@ -63,7 +63,9 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
         offset, dtype = places[weight, key]
         shape = local(weight.parameter).shape
         flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset) if shape.numel() else torch.empty(0, dtype=dtype)
-        return like(weight.parameter, flat.view(shape))
+        whole = weight.pieces[0].is_whole
+        strides = weight.pieces[0].keys.get(key, weight.pieces[0].strides)
+        return like(weight.parameter, flat.as_strided(shape, strides) if whole else flat.view(shape))
 
     collected: dict[Weight, State] = {weight: {} for weight in weights}
     for weight in weights:
@@ -84,8 +86,9 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
     if bundle.layout is not None and keeping:
         with updater.reading(bundle) as (master, states):
             for piece in keeping:
-                flats = {key: states[key] for key in piece.keys} | ({} if master is None else {MASTER: master})
-                kept[piece] = {key: piece.within(flat).clone() for key, flat in flats.items()}
+                kept[piece] = {key: piece.within(states[key], strides).clone() for key, strides in piece.keys.items()}
+                if master is not None:
+                    kept[piece][MASTER] = piece.within(master).clone()
     dtypes: dict[str, torch.dtype] = {}
     for piece in bundle.pieces:
         sources[piece] = kept.get(piece, {})
@@ -94,7 +97,7 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
             parts = {key: value for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
             sources[piece] = {key: kept[piece][key] if is_on_drive(value) else piece.of(local(value)) for key, value in parts.items()}
             piece.states = {key: _small(key, value, piece, groups[piece.group]) for key, value in state.items() if key not in parts}
-            piece.keys = parts.keys() - {MASTER}
+            piece.keys = {key: dense_strides(value) for key, value in sources[piece].items() if key != MASTER}
             piece.stepped = bool(state)
         for key, value in sources[piece].items():
             if key != MASTER:
@@ -107,9 +110,10 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
     def fill(master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
         for piece, source in sources.items():
             for key, value in source.items():
-                target = master if key == MASTER else states[key]
-                if target is not None:
-                    piece.within(target).copy_(value)
+                if key != MASTER:
+                    piece.within(states[key], piece.keys[key]).copy_(value)
+                elif master is not None:
+                    piece.within(master).copy_(value)
 
     updater.store(bundle, dtypes, fill)
     for piece in bundle.pieces:

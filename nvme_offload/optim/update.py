@@ -13,7 +13,7 @@ import torch
 from ..optimizer_traits import has_a_value_for_each, raw_step
 from ..state_formats import Layout, StateFormat
 from ..tier import Tier
-from .bundles import Bundle, Piece
+from .bundles import Bundle, Piece, dense_strides
 from .lanes import DeviceLane, HostLane, Lane
 
 MASTER = "master"  # the key that the fp32 weights have in a state dict
@@ -30,6 +30,7 @@ class Updater:
         self._format = state_format
         self.make = make
         self._name = name
+        self.attributes: dict[str, Any] = {}  # that were set, for inner optimizers to come
         self._host = HostLane(tier)
         self._scratch = torch.empty(0)
         self._lanes: dict[torch.device, Lane] = {}
@@ -49,6 +50,7 @@ class Updater:
         bundle.layout = layout
         for piece in bundle.pieces:
             piece.keys.clear()
+            piece.look_at_strides()
             piece.stepped = False
             piece.changes = -1  # so that the master is made from the weight
         return memory
@@ -63,6 +65,14 @@ class Updater:
         for piece in bundle.pieces:
             piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
+        return dict(zip(bundle.groups, inner.param_groups, strict=True))
+
+    def call(self, bundle: Bundle, memory: torch.Tensor, options: Options, method: Callable[[torch.optim.Optimizer], Any]) -> Options:
+        """Let the inner optimizer of the opened *bundle* do what *method* does, which may change parameters and states; as `step`."""
+        inner, _ = self._bound(bundle, memory, options, 0, lambda _: method)
+        self._give_back(bundle, changed=True)
+        for piece in bundle.pieces:
+            piece.weight.updated(always=True)
         return dict(zip(bundle.groups, inner.param_groups, strict=True))
 
     def start(self, bundle: Bundle, memory: torch.Tensor, options: Options) -> None:
@@ -84,7 +94,7 @@ class Updater:
         assert layout is not None
         memory = self._host.fetch(bundle.name, layout.nbytes) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
-            yield self._format.unpack(layout, memory, _host_copies(bundle), self._scratch_of(self._format.unpacked_elements(layout)))
+            yield self._format.unpack(layout, memory, bundle.with_gaps(_host_copies(bundle)), self._scratch_of(self._format.unpacked_elements(layout)))
         finally:
             if layout.nbytes:
                 self._host.give_back(changed=False)
@@ -94,11 +104,12 @@ class Updater:
         layout = self._format.layout(bundle.numel, dtypes, bundle.dtype, self._name)
         memory = self._host.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
-            working = _host_copies(bundle)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
+            flats = _host_copies(bundle)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
+            working = bundle.with_gaps(flats)
             master, states = self._format.unpack(layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout)))
             if master is not None:
-                for piece, weight in zip(bundle.pieces, working, strict=True):
-                    piece.within(master).copy_(weight)
+                for piece, flat in zip(bundle.pieces, flats, strict=True):
+                    piece.flat_within(master).copy_(flat)
             fill(master, states)
             self._format.pack(layout, memory, working, master, states)
             bundle.layout = layout
@@ -129,7 +140,8 @@ class Updater:
         """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
         assert bundle.layout is not None
         weights = bundle.weights()
-        working = [weight.contiguous() for weight in weights]
+        flats = [piece.in_memory_order(weight) for piece, weight in zip(bundle.pieces, weights, strict=True)]
+        working = bundle.with_gaps(flats)
         widened, unpacked = self._room_beside(bundle, bundle.layout)
         master, states = self._format.unpack(bundle.layout, memory, working, unpacked)
         for piece, weight in zip(bundle.pieces, weights, strict=True):
@@ -137,15 +149,15 @@ class Updater:
                 self._follow(piece, weight, piece.within(master))
             piece.shadow.data = weight if master is None else piece.within(master)
             piece.shadow.grad = piece.gradient(widened)
-            piece.states.update({key: piece.within(states[key]) for key in piece.keys})
+            piece.states.update({key: piece.within(states[key], strides) for key, strides in piece.keys.items()})
         inner = self._inner(bundle, options)
         act(inner)(inner)
         memory, master, states = self._collected(bundle, memory, working, master, states)
         self._format.pack(bundle.layout, memory, working, master, states, seed)
         if master is not None:
-            for weight, contiguous in zip(weights, working, strict=True):
-                if weight.data_ptr() != contiguous.data_ptr():
-                    weight.copy_(contiguous)
+            for piece, weight, flat in zip(bundle.pieces, weights, flats, strict=True):
+                if weight.data_ptr() != flat.data_ptr():
+                    weight.copy_(flat.as_strided(piece.shape, piece.strides))
         self._unbind(bundle)
         return inner, memory
 
@@ -179,6 +191,8 @@ class Updater:
         if bundle.inner is None:
             shadows = {index: [piece.shadow for piece in bundle.pieces if piece.group == index] for index in given}
             bundle.inner = self.make([{**given[index], "params": shadows[index]} for index in given])
+            for name, value in self.attributes.items():
+                setattr(bundle.inner, name, value)
             loaded = {piece.shadow: piece.states for piece in bundle.pieces if piece.states}
             if loaded:  # by an earlier version of the class, perhaps, so that it must look at them as it does when it loads by itself
                 bundle.inner.state.update(loaded)
@@ -197,7 +211,7 @@ class Updater:
         for piece in bundle.pieces:
             if bundle.inner is not None and piece.shadow in bundle.inner.state:
                 piece.states = bundle.inner.state[piece.shadow]
-            piece.keys = {key for key, value in piece.states.items() if has_a_value_for_each(key, value, piece.shadow)}
+            piece.keys = {key: dense_strides(value) for key, value in piece.states.items() if has_a_value_for_each(key, value, piece.shadow)}
             found.update({key: piece.states[key].dtype for key in piece.keys})
         kept = {key: slot.dtype for key, slot in layout.states.items()}
         if {**kept, **found} != kept:
@@ -210,8 +224,8 @@ class Updater:
             if master is not None and copied is not None:
                 master.copy_(copied)
         for piece in bundle.pieces:
-            for key in piece.keys:
-                place = piece.within(states[key])
+            for key, strides in piece.keys.items():
+                place = piece.within(states[key], strides)
                 if place.data_ptr() != piece.states[key].data_ptr():
                     place.copy_(piece.states[key])
         return memory, master, states
@@ -237,4 +251,4 @@ def _nothing(bundle: Bundle) -> torch.Tensor:
 
 
 def _host_copies(bundle: Bundle) -> list[torch.Tensor]:
-    return [torch.empty(weight.shape, dtype=weight.dtype).copy_(weight) for weight in bundle.weights()]
+    return [piece.in_memory_order(piece.of_weight()).to("cpu", copy=True) for piece in bundle.pieces]

@@ -90,8 +90,11 @@ def test_a_full_filesystem(mounted: Callable[[str], Path]) -> None:
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be used: Not a directory"):
-        save_on_nvme(tmp_path / "file" / "below")
+    with pytest.raises(UsageError, match="file is not a directory, and none is made"):
+        save_on_nvme(tmp_path / "file")
+    with pytest.raises(UsageError, match="missing/below does not exist, and none is made: mount the drive, or make the directory"):
+        save_on_nvme(tmp_path / "missing" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,14 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
+def place_with_drives(tmp_path_factory: Any) -> Path:
+    """A directory for a module's tests, with those in it that stand for drives: none is made by the package."""
+    place: Path = tmp_path_factory.mktemp("doors")
+    for name in ("drive", "drive0", "drive1"):
+        (place / name).mkdir()
+    return place
+
+
 def configuration(name: str, drive: Path, to: Path, **section: Any) -> Path:
     """The file *name* of the examples with *drive* in the place of /local_nvme and *section* for "nvme_offload", edited as the sweep does."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from doors import DEEPSPEED, TORCHRUN, configuration, free_port, moved, needs, run, run_well
+from doors import DEEPSPEED, TORCHRUN, configuration, free_port, moved, needs, place_with_drives, run, run_well
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed")]
 
@@ -14,7 +14,7 @@ SMALL = 6_000_000  # bytes of host memory a rank: less than half of what the mod
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("doors")
+    return place_with_drives(tmp_path_factory)
 
 
 def script(config, steps, *options):

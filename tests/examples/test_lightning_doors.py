@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doors import configuration, needs, run_well
+from doors import configuration, needs, place_with_drives, run_well
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "lightning")]
 
@@ -20,7 +20,7 @@ SMALL = 2_000_000  # bytes of host memory: less than half of what the model has
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("doors")
+    return place_with_drives(tmp_path_factory)
 
 
 def logged(out, version):

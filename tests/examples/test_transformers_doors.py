@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from doors import ACCELERATE, DEEPSPEED, EXAMPLES, TORCHRUN, configuration, free_port, moved, needs, run_well
+from doors import ACCELERATE, DEEPSPEED, EXAMPLES, TORCHRUN, configuration, free_port, moved, needs, place_with_drives, run_well
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "transformers", "accelerate")]
 
@@ -17,7 +17,7 @@ PROGRESS = {"nvme_wait_share", "nvme_gb_per_s", "nvme_read_gb", "nvme_written_gb
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("doors")
+    return place_with_drives(tmp_path_factory)
 
 
 def trainer(place, *options, ranks, accelerator):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from doors import DEEPSPEED, TORCHRUN, configuration, free_port, moved, needs, run_well
+from doors import DEEPSPEED, TORCHRUN, configuration, free_port, moved, needs, place_with_drives, run_well
 from test_deepspeed_doors import assert_same_losses
 from test_lightning_doors import assert_trained, assert_weights_predict
 from test_transformers_doors import assert_accelerate_trains, assert_generates_from_the_drive, assert_the_trainer_resumes_and_shows_progress
@@ -28,7 +28,7 @@ ON_GPU = {"accelerator": "cuda"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("doors")
+    return place_with_drives(tmp_path_factory)
 
 
 def script(config, steps, *options):

@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -433,6 +434,8 @@ def test_several_drives(tmp_path):
     plain, ours = parameters(), parameters()
     train(plain, torch.optim.AdamW(plain))
     places = [tmp_path / "one", str(tmp_path / "two")]
+    for place in places:
+        Path(place).mkdir()
     with smallest(lambda cap: NVMeOptimizer(ours, paths=places, host_memory=cap)) as optimizer:
         train(ours, optimizer)
         assert all(optimizer._tier.store.bytes_on(str(place)) > 0 for place in places)

@@ -125,6 +125,54 @@ def test_memory_formats_and_views(tmp_path, dtype):
     assert differing(ours, plain) == []
 
 
+FUSED = {
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "adam": functools.partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, fused=True),
+    "adamw-loop": functools.partial(torch.optim.AdamW, foreach=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_states_have_the_memory_format_of_the_weight(tmp_path, name, dtype):
+    """Fused kernels go by the order of memory, in the weights and in the states."""
+
+    def images():
+        shapes = ((16, 3, 5, 5), (7,), (8, 16, 3, 3))
+        made = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in shapes]
+        return [torch.nn.Parameter(one.to(memory_format=torch.channels_last) if one.dim() == 4 else one) for one in made]
+
+    def train_images(params, optimizer, first):
+        for step in range(first, first + 3):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in params:  # with the strides that autograd gives them
+                parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+            optimizer.step()
+
+    plain, ours = images(), images()
+    reference = Reference(plain, FUSED[name])
+    train_images(plain, reference, 0)
+    with NVMeOptimizer(ours, FUSED[name], paths=tmp_path) as optimizer:
+        train_images(ours, optimizer, 0)
+        assert differing(ours, plain) == []
+        state = optimizer.state_dict()
+        for index, expected in reference.optimizer.state_dict()["state"].items():
+            for key, value in expected.items():
+                found = state["state"][index][key]
+                assert (found.stride(), differing([found], [value])) == (value.stride(), []), key
+        train_images(plain, reference, 3)
+        resumed = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+        if dtype == torch.float32:
+            again = FUSED[name](resumed)
+            again.load_state_dict(state)
+            train_images(resumed, again, 3)
+            assert differing(resumed, plain) == []
+        train_images(ours, optimizer, 3)
+    assert differing(ours, plain) == []
+
+
 def test_gradients_that_are_views(tmp_path):
     plain, ours = parameters(torch.float32, shapes=[(64, 32), (50, 1000)]), parameters(torch.float32, shapes=[(64, 32), (50, 1000)])
     reference = torch.optim.AdamW(plain)

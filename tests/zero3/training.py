@@ -42,6 +42,7 @@ def main(request: dict[str, Any]) -> None:
         watch.enable(request.get("faults", []) if faulty else [])
     for number, fields in enumerate(request["cases"]):
         place = str(Path(request["directory"], str(number)))  # so that no case finds the tier of another
+        Path(place).mkdir(exist_ok=True)
         began = time.monotonic()
         case = Case(**fields)
         try:
