@@ -21,7 +21,7 @@ from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
 from nvme_offload.machine import Precisions, available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes
-from nvme_offload.zero3 import OLDEST_DEEPSPEED, is_too_old
+from nvme_offload.zero3 import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, is_too_new, is_too_old
 
 Status = Literal["ok", "note", "warning", "problem"]
 
@@ -182,12 +182,11 @@ def deepspeed_version(version: str | None) -> Finding:
     """Whether DeepSpeed is one that `zero3` is written for."""
     if version is None:
         return Finding("DeepSpeed", "note", "not installed; everything but zero3 works without", 'pip install "nvme-offload[deepspeed]"')
-    remedy = f"pip install deepspeed=={OLDEST_DEEPSPEED}"
+    remedy = f"pip install deepspeed=={NEWEST_DEEPSPEED}"
     if is_too_old(version):
         return Finding("DeepSpeed", "warning", f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer", remedy)
-    series = OLDEST_DEEPSPEED.rpartition(".")[0]
-    if not version.startswith(f"{series}."):
-        return Finding("DeepSpeed", "warning", f"{version}; zero3 is written for {series}, and says at enable() what another lacks", remedy)
+    if is_too_new(version):
+        return Finding("DeepSpeed", "warning", f"{version}; zero3 was tried up to {NEWEST_DEEPSPEED}, and says at enable() what another lacks", remedy)
     return Finding("DeepSpeed", "ok", version)
 
 

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.utils import is_optimized_parameter
 
 from .. import engine as io
 from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
-from . import archive, states
+from . import archive, compat, states
 from .param_swapper import ParameterSwapper
 from .settings import refuse_what_wants_memory
 from .stage3 import Stage3
@@ -69,11 +67,18 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         _attempt(self, lambda: before["_save_checkpoint"](self, *args, **named))
 
     def _save_zero_checkpoint(self: Any, *args: Any, **named: Any) -> None:
-        _attempt(self, lambda: before["_save_zero_checkpoint"](self, *args, **named))
+        def save() -> None:
+            with _complete(self):
+                before["_save_zero_checkpoint"](self, *args, **named)
+
+        _attempt(self, save)
 
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
+        if isinstance(self.optimizer, Stage3) and self.optimizer.holds_states_away:
+            self.optimizer.begin_load()
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # the next micro-batch is the first of a step
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
@@ -146,7 +151,7 @@ class _Aside:
     def commit(self, info: Any) -> bool:
         """Let the files appear, if every rank has written all of its own. Raises: what went wrong."""
         if _any_rank(self.failure is not None, self._device):
-            raise self.failure or OffloadError(f"the checkpoint {info.tag} was not saved, because another rank could not: it says why")
+            raise self.failure or OffloadError(f"the checkpoint {compat.tag_of(info)} was not saved, because another rank could not: it says why")
         folders = set()
         for aside, final in self._files:
             aside.replace(final)
@@ -161,6 +166,22 @@ class _Aside:
         """Delete what did not appear."""
         for aside, _ in self._files:
             aside.unlink(missing_ok=True)
+
+
+class _Complete:
+    """Stands for *original*, any checkpoint engine of DeepSpeed's, while the states of *stage3* are saved: files that lack some are not written."""
+
+    def __init__(self, original: Any, stage3: Stage3) -> None:
+        self._original = original
+        self._stage3 = stage3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def save(self, state_dict: Any, path: str) -> Any:
+        """Write the file."""
+        states.require_complete(self._stage3, state_dict)
+        return self._original.save(state_dict, path)
 
 
 class _Reader:
@@ -228,6 +249,18 @@ def _attempt(engine: Any, save: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
+def _complete(engine: Any) -> Iterator[None]:
+    """Meanwhile nothing is saved that lacks states."""
+    original = engine.checkpoint_engine
+    if isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away:
+        engine.checkpoint_engine = _Complete(original, engine.optimizer)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = original
+
+
+@contextlib.contextmanager
 def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
     original = engine.checkpoint_engine
     engine.checkpoint_engine = _Reader(original, read)
@@ -242,7 +275,7 @@ def _streams(engine: Any) -> bool:
     if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away):
         return False
     checkpoint_engine = engine.checkpoint_engine
-    if type(checkpoint_engine) is TorchCheckpointEngine and checkpoint_engine.zipfile_serialization:
+    if compat.writes_archives(checkpoint_engine):
         return True
     if not getattr(engine, "told_of_checkpoint_memory", False):
         engine.told_of_checkpoint_memory = True
@@ -277,7 +310,7 @@ def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
 
 
 def _frozen(engine: Any) -> Iterator[Any]:
-    return (param for param in engine.module.parameters() if not is_optimized_parameter(param))
+    return (param for param in engine.module.parameters() if not compat.is_trained(param))
 
 
 def _loan(param: Any) -> archive.Loan:

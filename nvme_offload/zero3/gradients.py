@@ -6,11 +6,13 @@ are reduced in, as a rule of 16 bit, and widened for the optimizer a sub-group a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from ..errors import UsageError
 from ..tier import Tier
 
 _serial = itertools.count()
@@ -36,7 +38,8 @@ class Gradients:
         self._replacements = [f"{name}/replaced" for name in self._names]
         self._reduced: dict[int, Slices] = {}  # by sub-group: what was reduced since the last step
         self._replaced: dict[int, Slices] = {}  # likewise: what was reduced since all of it was replaced
-        self._open: tuple[int, torch.Tensor] | None = None  # the sub-group whose value is in use, and that
+        self._open: tuple[int, torch.Tensor] | None = None  # the sub-group whose value is added to, and that
+        self._taken: str | None = None  # the value that is in use, or was to be
         self._scratch = f"{prefix}/widened"
         tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
         tier.abandon_with(self, [*self._names, *self._replacements])
@@ -85,9 +88,14 @@ class Gradients:
         """Nothing more is added for now: what is in use can leave the memory."""
         if self._open is not None:
             self._settle()
-            index = self._open[0]
-            self._open = None
-            self._tier.swapper.release(self._names[index], changed=True)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Nothing is in use any more, also what a call that was cut short by an exception has left."""
+        name, self._open, self._taken = self._taken, None, None
+        if name is not None:
+            with contextlib.suppress(UsageError):  # it was not taken yet, or has been given back
+                self._tier.swapper.release(name, changed=True)
 
     # The optimizer, and fragments.
 
@@ -115,8 +123,10 @@ class Gradients:
         """What `widened` has handed out for sub-group *index* is its gradient, with all its bits."""
         name = self._replacements[index]
         room = self._tier.scratch(self._scratch).view(self._widened_dtype).narrow(0, 0, self._numels[index])
+        self.pause()
+        self._taken = name
         self._tier.swapper.create(name, room.nbytes).view(self._widened_dtype).copy_(room)
-        self._tier.swapper.release(name, changed=True)
+        self.give_back()
         self._replaced[index] = {}
 
     def forget(self) -> None:
@@ -128,13 +138,15 @@ class Gradients:
         """The gradient of sub-group *index*, in use; that of another one no longer is."""
         if self._open is None or self._open[0] != index:
             self.pause()
-            name, nbytes = self._names[index], self._numels[index] * self._dtype.itemsize
+            self._taken = name = self._names[index]
+            nbytes = self._numels[index] * self._dtype.itemsize
             value = self._tier.swapper.swap_in(name) if index in self._reduced else self._tier.swapper.create(name, nbytes)
             self._open = index, value.view(self._dtype)
         return self._open[1]
 
     def _fetch(self, name: str, dtype: torch.dtype, into: torch.Tensor, spans: Sequence[tuple[int, int]], last: bool) -> None:
         swapper = self._tier.swapper
+        self._taken = name
         value = swapper.swap_in(name).view(dtype)
         for start, end in spans:
             into[start:end].copy_(value[start:end])
@@ -142,6 +154,7 @@ class Gradients:
             swapper.discard(name)  # at once: what is let go might be written first
         else:
             swapper.release(name, changed=False)
+        self._taken = None
 
     def _forget(self, indexes: Sequence[int]) -> None:
         for index in indexes:

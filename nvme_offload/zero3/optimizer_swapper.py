@@ -6,6 +6,7 @@ business of it: see `gradients.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from ..state_formats import Layout
 from ..tier import Tier
 
@@ -57,7 +58,8 @@ class OptimizerSwapper:
     Whatever the optimizer's state holds for a sub-group that has the sub-group's shape travels with the master weights, and whatever else (step
     counts and the like) stays in memory. The state's tensors stay the same objects: they are empty while their bytes are away.
 
-    *optimizer* is asked for at every use: stage 3 replaces it.
+    *optimizer* is asked for at every use: stage 3 replaces it. One sub-group is in use at a time: when another is taken, what a call that was cut
+    short by an exception has left in use is given back.
     """
 
     def __init__(self, tier: Tier, optimizer: Callable[[], torch.optim.Optimizer], state_bytes: int) -> None:
@@ -68,6 +70,7 @@ class OptimizerSwapper:
         self._sub_groups: dict[int, SubGroup] = {}  # by the parameter's id, in the order of the step
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
+        self._taken: torch.Tensor | None = None  # the parameter whose sub-group is in use, or was to be
         tier.abandon_with(self, self._names)
 
     def close(self) -> None:
@@ -91,13 +94,14 @@ class OptimizerSwapper:
             numel = source.numel()
             sub_group = self._add(parameter, numel, numel * self._state_bytes + 4 * _SLOT_BYTES)
             sub_group.slots = {_MASTER: (0, parameter.dtype)}
+            self._take(parameter)
             sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
             sub_group.view(_MASTER).copy_(source)
             self._release(sub_group, changed=True)
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
         """Bring *parameter* and its optimizer states to memory."""
-        sub_group = self._sub_groups[id(parameter)]
+        sub_group = self._take(parameter)
         sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
         self._bind(parameter, sub_group)
 
@@ -110,6 +114,15 @@ class OptimizerSwapper:
         """Give back what `swap_in_optimizer_state` brought, unchanged."""
         self._give_back(parameter, changed=False)
 
+    def give_back(self) -> None:
+        """Give back what a call that was cut short has left in use, as it is by now; where there is no such, nothing is done."""
+        parameter, self._taken = self._taken, None
+        if parameter is not None:
+            self._empty(parameter)
+            self._sub_groups[id(parameter)].buffer = None
+            with contextlib.suppress(UsageError):  # it was not taken yet, or has been given back
+                self.tier.swapper.release(self._sub_groups[id(parameter)].name, changed=True)
+
     def states(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The optimizer states of *parameter* that travel with it, by key."""
         return {key: dtype for key, (_, dtype) in self._sub_groups[id(parameter)].slots.items() if key != _MASTER}
@@ -119,7 +132,7 @@ class OptimizerSwapper:
 
         What *parameter* had is forgotten without a look. It is in use, until `swap_out_optimizer_state`.
         """
-        sub_group = self._sub_groups[id(parameter)]
+        sub_group = self._take(parameter)
         sub_group.slots = self._layout(sub_group, states)
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.used_bytes)
         sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes)
@@ -157,6 +170,12 @@ class OptimizerSwapper:
         self._parameters.append(parameter)  # so that its id stays its own
         self._names.append(sub_group.name)
         return sub_group
+
+    def _take(self, parameter: torch.Tensor) -> SubGroup:
+        """The sub-group of *parameter*, which is about to be in use; noted first, so that no exception comes between."""
+        self.give_back()
+        self._taken = parameter
+        return self._sub_groups[id(parameter)]
 
     def _bind(self, parameter: torch.Tensor, sub_group: SubGroup) -> None:
         state = self._optimizer().state.get(parameter, {})
@@ -207,16 +226,21 @@ class OptimizerSwapper:
         sub_group = self._sub_groups[id(parameter)]
         if sub_group.buffer is None:
             return
+        self._empty(parameter)
+        self._release(sub_group, changed)
+
+    def _empty(self, parameter: torch.Tensor) -> None:
+        """Let nothing of *parameter* be in the memory of its sub-group."""
         state = self._optimizer().state.get(parameter, {})
         for tensor in (parameter, *(state.get(key) for key in self.states(parameter))):
             if torch.is_tensor(tensor):
                 tensor.data = torch.empty(0, dtype=tensor.dtype)
         parameter.grad = None
-        self._release(sub_group, changed)
 
     def _release(self, sub_group: SubGroup, changed: bool) -> None:
         sub_group.buffer = None
         self.tier.swapper.release(sub_group.name, changed=changed, nbytes=sub_group.used_bytes)
+        self._taken = None
 
 
 def states_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -64,12 +64,13 @@ class PackedOptimizerSwapper(OptimizerSwapper):
             numel = source.numel()
             sub_group = self._add(parameter, numel, self._layout_for(numel, self._expected).nbytes + _SPARE_BYTES)
             sub_group.layout = self._layout_for(numel, {})
+            self._take(parameter)
             sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes).zero_()
             self._release(sub_group, changed=True)
 
     def swap_in_optimizer_state(self, parameter: torch.Tensor, async_parameter: torch.Tensor | None = None) -> None:
         """Bring *parameter* and its optimizer states to memory."""
-        sub_group = self._sub_groups[id(parameter)]
+        sub_group = self._take(parameter)
         self._load_working(parameter, self._working(sub_group))  # before the states: so no two values need have room at once
         sub_group.buffer = self.tier.swapper.swap_in(sub_group.name)
         self._bind(parameter, sub_group)
@@ -90,8 +91,7 @@ class PackedOptimizerSwapper(OptimizerSwapper):
 
         What *parameter* had is forgotten without a look. It is in use, until `swap_out_optimizer_state`.
         """
-        sub_group = self._sub_groups[id(parameter)]
-        self._load_working(parameter, self._working(sub_group))
+        sub_group = self._take(parameter)
         sub_group.layout = self._layout_for(sub_group.numel, states)
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
         sub_group.buffer = self.tier.swapper.create(sub_group.name, sub_group.capacity_bytes).zero_()

@@ -41,6 +41,7 @@ class ParameterSwapper:
         self._prefix = f"parameter{next(_serial)}"
         self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
         self._names: set[str] = set()
+        self._taken: str | None = None  # the name that is in use, or was to be
         self.tier.abandon_with(self, self._names)
 
     # While parameters are partitioned for the first time, or have been changed by their owner.
@@ -61,7 +62,7 @@ class ParameterSwapper:
             if buffer is None:
                 buffer = self._create(param, param.ds_tensor.ds_numel)
                 buffer.copy_(param.ds_tensor.data.view(-1))
-            self.tier.swapper.release(self._name(param), changed=True)
+            self._release(param, changed=True)
         self.remove_partition_and_release_buffers(params)
 
     def convert(self, param: Any, dtype: torch.dtype) -> None:
@@ -109,7 +110,7 @@ class ParameterSwapper:
         """Take the new values of the partitions of *dst_fp16_params* from *src_fp32_params*, rounded to the parameters' type."""
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
             self._create(param, source.numel()).copy_(source)
-            self.tier.swapper.release(self._name(param), changed=True)
+            self._release(param, changed=True)
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Nothing to reserve: there is one budget."""
@@ -136,6 +137,24 @@ class ParameterSwapper:
 
     # Inside.
 
+    def give_back(self) -> None:
+        """Give back what a call that was cut short by an exception has left in use."""
+        name, self._taken = self._taken, None
+        if name is not None:
+            self._filling.clear()
+            with contextlib.suppress(UsageError):  # it was not taken yet, or has been given back
+                self.tier.swapper.release(name, changed=True)
+
+    def _take(self, param: Any) -> str:
+        """The name of *param*, which is about to be in use; noted first, so that no exception comes between."""
+        self.give_back()
+        self._taken = name = self._name(param)
+        return name
+
+    def _release(self, param: Any, changed: bool) -> None:
+        self.tier.swapper.release(self._name(param), changed=changed)
+        self._taken = None
+
     def _name(self, param: Any) -> str:
         return f"{self._prefix}/{param.ds_id}"
 
@@ -149,16 +168,15 @@ class ParameterSwapper:
                 )
             self._names.add(name)
             self.tier.require(nbytes)
-        return self.tier.swapper.create(name, numel * dtype.itemsize).view(dtype)
+        return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
-        name = self._name(param)
-        partition = self.tier.swapper.swap_in(name).view(_dtype(param))
+        partition = self.tier.swapper.swap_in(self._take(param)).view(_dtype(param))
         try:
             # Both wait until the bytes have arrived, so that the room can be given back.
             return torch.empty_like(partition, device=device).copy_(partition) if into is None else into.copy_(partition)
         finally:
-            self.tier.swapper.release(name, changed=False)
+            self._release(param, changed=False)
 
 
 def _dtype(param: Any) -> torch.dtype:

@@ -8,6 +8,7 @@ Results do not differ, by a bit: norms are summed in the sub-groups that the use
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import math
@@ -17,13 +18,12 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ..errors import UsageError
+from ..errors import OffloadError, UsageError
 from ..state_formats import FORMATS
 from ..tier import Tier
 from ..units import format_bytes
-from . import archive, heartbeat, states, working_weights
+from . import archive, compat, heartbeat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .optimizer_swapper import OptimizerSwapper, states_of
@@ -41,14 +41,16 @@ _HINTED = 4  # sub-groups read ahead in the first step, before the swapper has l
 _log = logging.getLogger(__name__)
 
 
-class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
+class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
 
     fp16_groups: list[list[Any]]
     tier: Tier  # where something is in one
 
-    def __init__(self, module: torch.nn.Module, init_optimizer: Any, param_names: Any, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._ds_config: Mapping[str, Any] = as_mapping(ds_config)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        given = inspect.signature(super().__init__).bind(*args, **named).arguments
+        module: torch.nn.Module = given["module"]
+        self._ds_config: Mapping[str, Any] = as_mapping(given["ds_config"])
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self._packs = self._format.name != "exact"
@@ -56,8 +58,9 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
         self.clock: StepClock | None = None  # where something is in a tier
+        self.partly_changed = False  # by a step or a load that has not ended, or was cut short by an exception
         return_to_device(module)
-        super().__init__(module, init_optimizer, param_names, timers, ds_config, *args, **kwargs)
+        super().__init__(*args, **named)
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
             self.tier, self.clock = tier, StepClock(tier)
@@ -200,6 +203,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         """As the base; but the gradients of sub-groups that are swapped go to the tier, and their norms are made of what is at hand."""
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
+        self.optimizer_swapper.give_back()
         swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
         others = []
         for param, partition in zip(params_to_release, grad_partitions, strict=True):
@@ -215,7 +219,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         for index in sorted(swapped, reverse=True):  # what the update needs first stays longest
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
-            if self.is_gradient_accumulation_boundary():
+            if compat.at_accumulation_boundary(self):
                 for (_, _, param), total in zip(swapped[index], totals, strict=True):
                     self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(total)
         return super().partition_grads([param for param, _ in others], [partition for _, partition in others])
@@ -252,6 +256,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
+        self.partly_changed = self.clock is not None
         if not self.swaps_natively or self.loss_scale != 1.0 or (self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0):
             super().unscale_and_clip_grads(sub_group_id, total_norm)
 
@@ -276,13 +281,23 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
     # The step.
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base does; and say at every steps_per_print'th step what it spent on the drive."""
+        """Update the parameters, as the base does; and say at every steps_per_print'th step what it spent on the drive.
+
+        Raises: OffloadError where the step or the load before this one was cut short when it had changed a part of the states: until a checkpoint
+        is loaded.
+        """
         if self.clock is None:
             super().step(closure)
             return
+        self.require_whole()
         self.clock.begin_update()
-        self._make_missing_norms()
-        super().step(closure)
+        try:
+            self._make_missing_norms()
+            super().step(closure)
+            self.partly_changed = False
+        except BaseException:
+            self.give_back()
+            raise
         if not self.overflow:
             self.tier.swapper.step()
             trained.add(self.tier)
@@ -290,6 +305,30 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         heartbeat.rest(self.tier)
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def require_whole(self) -> None:
+        """See that no step and no load was cut short in the midst. Raises: OffloadError."""
+        if self.partly_changed:
+            raise OffloadError(
+                "the last step was only partly applied, because an exception ended it: load_checkpoint() brings back the states of the last checkpoint"
+            )
+
+    def give_back(self) -> None:
+        """Give back all that a call that was cut short by an exception has left in use."""
+        self._clear_fp32_optimizer_param_groups()
+        if self.swaps_natively:
+            self._gradients.give_back()
+            self.optimizer_swapper.give_back()
+        for swapper in {getattr(param, "nvme_swapper", None) for param in itertools.chain.from_iterable(self.fp16_groups)}:
+            if isinstance(swapper, ParameterSwapper):
+                swapper.give_back()
+
+    def begin_load(self) -> None:
+        """Forget what a call that was cut short has left, and all gradients: they are of weights that are no more."""
+        self.give_back()
+        self.zero_grad()
+        if self.partly_changed and self.clock is not None:
+            self.tier.swapper.flush()  # or what could not be written would be told of in the midst of the load
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if not (self.swaps_natively and self._packs and self._swappable_optimizer_subgroup(sub_group_id)):  # there parameters follow as it is packed
@@ -312,6 +351,8 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
         parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
+        self.optimizer_swapper.give_back()
+        self.partly_changed |= steps
         if steps and not self.tier.swapper.learned:
             self.read_ahead(sub_group_id)
         gradient = self._gradients.widened(sub_group_id, last=steps)  # before the states: so no two values need have room at once
@@ -330,6 +371,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
             return
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         if write_opt_state:
+            self.partly_changed = True  # by Muon, ahead of its update
             self.optimizer_swapper.swap_out_optimizer_state(parameter)
         else:
             self.optimizer_swapper.release_swap_buffers(parameter)
@@ -342,6 +384,7 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+        self.optimizer_swapper.give_back()
         fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
 
@@ -350,11 +393,15 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
         parameter = self.fp32_partitioned_groups_flat[index]
-        self.optimizer_swapper.swap_in_optimizer_state(parameter)
-        fragment = (parameter if optim_state_key is None else self.optimizer.state[parameter][optim_state_key]).narrow(0, offset, numel)
-        if release_swap_buffers:
-            fragment = fragment.clone()
-            self._release_swap_buffers(index)
+        try:
+            self.optimizer_swapper.swap_in_optimizer_state(parameter)
+            fragment = (parameter if optim_state_key is None else self.optimizer.state[parameter][optim_state_key]).narrow(0, offset, numel)
+            if release_swap_buffers:
+                fragment = fragment.clone()
+                self._release_swap_buffers(index)
+        except BaseException:
+            self.optimizer_swapper.give_back()
+            raise
         return fragment, index
 
     # Checkpoints.
@@ -374,26 +421,31 @@ class Stage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # untyped
         if not self.holds_states_away:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
             return state_dict
+        self.require_whole()
+        self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
         return tree if self.leaves_states_away else archive.gather(tree)
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         if self.holds_states_away:
             states.load(self, state_dict, load_optimizer_states)
+            self.partly_changed = False
         else:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def _restore_from_bit16_weights(self) -> None:
         if self.holds_states_away:
             states.take_masters_from_parameters(self)
+            self.partly_changed = False
         else:
             super()._restore_from_bit16_weights()
 
-    def _load_universal_checkpoint(self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+    def _load_universal_checkpoint(self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool, *older: Any) -> None:
         if self.holds_states_away:
             states.load_universal(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+            self.partly_changed = False
         else:
-            super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+            super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, *older)
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:

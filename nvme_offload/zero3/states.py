@@ -20,8 +20,9 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
 from ..engine import Ticket
-from ..errors import UsageError
+from ..errors import OffloadError, UsageError
 from .archive import Loan, Part, away, fetch, wait_all, whole
+from .compat import lists_by_sub_group
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
@@ -37,8 +38,7 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
     shown = {
         "fp16_groups": [list(itertools.chain.from_iterable(stage3.fp16_groups[index] for index in group)) for group in groups],
         "sub_group_to_group_id": {number: stage3.sub_group_to_group_id[index] for number, index in enumerate(first)},
-        "sub_group_process_groups": [stage3.sub_group_process_groups[index] for index in first],
-        "sub_group_partition_counts": [stage3.sub_group_partition_counts[index] for index in first],
+        **{name: [getattr(stage3, name)[index] for index in first] for name in lists_by_sub_group(stage3)},
     }
     if masters is not None:
         shown["fp32_partitioned_groups_flat"] = masters
@@ -80,6 +80,22 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         stage3._clear_fp32_optimizer_param_groups()
 
 
+def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
+    """See that what is *saved* of *stage3* has a master weight and every state for each element of the model's. Raises: OffloadError."""
+    tree = saved.get(OPTIMIZER_STATE_DICT) or {}
+    masters = tree.get(FP32_FLAT_GROUPS, [])
+    kept = tree.get(OPTIMIZER_STATE_DICT, {}).get("state", {}).values()
+    sizes = {tuple(master.shape) for master in masters}
+    found = [value.numel() for state in kept for value in state.values() if torch.is_tensor(value) and tuple(value.shape) in sizes]
+    numels = stage3.fp16_partitioned_groups_flat_numel
+    wanted = sum(numel * len(_cut_states(stage3, index)) for index, numel in enumerate(numels))
+    if (sum(master.numel() for master in masters), sum(found)) != (sum(numels), wanted):
+        raise OffloadError(
+            f"the checkpoint would have {sum(master.numel() for master in masters)} of {sum(numels)} master weights and {sum(found)} of {wanted} "
+            "optimizer states, so it was not saved: this is a fault of nvme_offload with this release of DeepSpeed"
+        )
+
+
 def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> None:
     """Give *stage3* what *state_dict* has, whose tensors may still be in a file; its parameters follow.
 
@@ -118,6 +134,7 @@ def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: C
     """
     parameter = stage3.fp32_partitioned_groups_flat[index]
     swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
+    stage3.partly_changed = True
     cut: dict[str, torch.dtype] = {}
     if states is not None:
         cut = {key: value.dtype for key, value in states.items() if _stands_for_whole(value)}
@@ -154,12 +171,13 @@ def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, 
         for group in stage3.optimizer.param_groups:
             group.update(copy.deepcopy(hyperparameters))
         del shared
+    names = stage3.param_names
     for index, params in enumerate(stage3.fp16_groups):
 
         def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> list[Ticket]:
             offset = 0
             for param in params:
-                partition = stage3.load_hp_checkpoint_state(str(root / stage3.param_names[param]), key or "fp32", param=param)
+                partition = stage3.load_hp_checkpoint_state(str(root / names[param]), key or "fp32", param=param)
                 if not (load_optimizer_states or load_from_fp32_weights):
                     partition = partition.to(stage3.dtype)
                 into[offset : offset + partition.numel()].copy_(partition)

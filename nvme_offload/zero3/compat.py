@@ -1,0 +1,419 @@
+"""What this package uses of DeepSpeed: every name, signature and attribute, and how releases differ in them. Nothing else knows it.
+
+`check` compares the contract with the DeepSpeed that is installed, before `enable` replaces anything. A renamed private method would otherwise only
+show in what is missing: DeepSpeed goes on without our part, and writes checkpoints without states. What older releases lack, the functions behind
+the contract supply, so that the classes of this package are written for the newest alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import importlib
+import inspect
+import logging
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import UnsupportedError
+
+TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")  # releases, oldest first
+OLDEST, NEWEST = TESTED[0], TESTED[-1]
+
+_log = logging.getLogger(__name__)
+
+# By owner, "module:class" or a module, one name a line. With parameters it is a function that takes these, "..." for more that are handed on as they
+# come; without it is a constant, or an attribute that the owner's code sets. At the end, the releases that have it where not all do.
+CONTRACT: Mapping[str, str] = {
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
+        __init__(module, init_optimizer, param_names, timers, ds_config, ...) >=0.18
+        __init__(module, init_optimizer, timers, ds_config, ...) <0.18
+        _configure_offloading(offload_optimizer_config, offload_param_config)
+        _configure_tensor_swapping(offload_optimizer_config, aio_config)
+        _create_fp16_partitions_with_defragmentation(fp16_param_groups)
+        _create_fp16_sub_groups(params_group)
+        _finalize_offload_gradient_accumulation() >=0.19.5
+        _get_fp32_grad_state_partition(param, release_swap_buffers)
+        _get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
+        _get_norm_groups()
+        _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights) >=0.18
+        _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, param_shapes) <0.18
+        _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        _reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        _restore_from_bit16_weights()
+        _rigid_load_state_dict(state_dict, load_optimizer_states)
+        _rigid_state_dict()
+        _setup_for_real_optimizer()
+        _swappable_optimizer_subgroup(sub_group_id)
+        _writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
+        destroy()
+        has_overflow(partition_gradients)
+        independent_gradient_partition_epilogue()
+        initialize_optimizer_states()
+        partition_grads(params_to_release, grad_partitions)
+        reset_cpu_buffers()
+        set_local_grad_for_param(value, param)
+        set_local_hp_param(value, param, optim_state_key)
+        step(closure)
+        unscale_and_clip_grads(sub_group_id, total_norm)
+        zero_grad(set_to_none)
+        _clear_fp32_optimizer_param_groups()
+        _constant_buffered_norm2(input, ...)
+        _get_param_partition_rank(param) >=0.19
+        _load_global_state_stage3(sd)
+        _partition_all_parameters()
+        _release_swap_buffers(sub_group_id)
+        _swap_in_sub_group_to_flat_buffer(flat_buffer, sub_group_id)
+        _unflatten_partitioned_parameters(sub_group_id)
+        _zero3_partition_group_metadata() >=0.19
+        complete_grad_norm_calculation_for_cpu_offload(params)
+        get_param_id(param)
+        is_gradient_accumulation_boundary() >=0.19.5
+        is_gradient_accumulation_boundary <0.19.5
+        load_hp_checkpoint_state(folder, key, param) >=0.19
+        load_hp_checkpoint_state(folder, key) <0.19
+        clip_grad
+        dtype
+        dynamic_loss_scale
+        fp16_groups
+        fp16_partitioned_groups_flat
+        fp16_partitioned_groups_flat_numel
+        fp32_partitioned_groups_flat
+        grad_position
+        gradient_accumulation_dtype
+        inf_or_nan_tracker
+        loss_scale
+        loss_scaler
+        master_weights_and_grads_dtype >=0.18
+        max_params_in_cpu
+        micro_step_id
+        norm_for_param_grads
+        offload_optimizer_fast_init
+        optimizer
+        optimizer_swapper
+        overflow
+        param_names >=0.18
+        params_in_nvme_and_cpu
+        reduce_and_partition_stream
+        sub_group_partition_counts >=0.19
+        sub_group_process_groups >=0.19
+        sub_group_to_group_id
+        subgroup_to_device
+        swap_optimizer
+    """,
+    "deepspeed.runtime.engine:DeepSpeedEngine": """
+        _configure_optimizer(...)
+        _do_sanity_check()
+        _get_param_fragment_func(param)
+        _get_zero_param_shapes()
+        _load_checkpoint(...)
+        _load_zero_checkpoint(...)
+        _save_checkpoint(...)
+        _save_zero_checkpoint(...)
+        load_checkpoint(load_dir, tag, ...)
+        load_module_state_dict(checkpoint, ...)
+        load_universal_checkpoint()
+        save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        zero_nvme_offload_optimizer()
+        _config
+        checkpoint_engine
+        device
+        global_rank
+        global_steps
+        gradient_accumulation_steps()
+        micro_steps
+        optimizer
+        param_names
+    """,
+    "deepspeed.runtime.engine": "DeepSpeedZeRoOffload",
+    "deepspeed.runtime.config:DeepSpeedConfig": "_param_dict",
+    "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
+        __init__(module, timers, ds_config, ...)
+        forward_hooks
+    """,
+    "deepspeed.runtime.zero.partition_parameters": """
+        AsyncPartitionedParameterSwapper(ds_config, model_dtype)
+        ZeroParamStatus
+        ds_id
+        ds_numel
+        ds_status
+        ds_tensor
+        nvme_swapper
+        partition_numel
+        status
+    """,
+    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": """
+        AVAILABLE
+        INFLIGHT
+    """,
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper:PartitionedParamStatus": """
+        AVAILABLE
+        NOT_AVAILABLE
+    """,
+    "deepspeed.runtime.utils": "is_optimized_parameter(param) >=0.19.5",
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine": """
+        commit(info) >=0.17
+        commit(tag) <0.17
+        load(path, map_location)
+        save(state_dict, path)
+        zipfile_serialization >=0.17
+    """,
+    "deepspeed.checkpoint.constants": """
+        FP32_FLAT_GROUPS
+        FROZEN_PARAM_FRAGMENTS
+        LOSS_SCALER
+        OPTIMIZER_STATE_DICT
+    """,
+    "deepspeed.comm": """
+        ReduceOp
+        all_reduce(tensor, op, ...)
+        barrier(...)
+        get_rank(...)
+    """,
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
+        current_device_name()
+        current_stream(...)
+        is_synchronized_device()
+        resolves_data_dependency()
+    """,
+    "deepspeed.accelerator": "get_accelerator()",
+    "deepspeed.ops.op_builder:AsyncIOBuilder": """
+        NAME
+        _loaded_ops
+        is_compatible(...)
+    """,
+}
+
+# What DeepSpeed calls on a swapper that it holds under one of these names, and ours need not have, because ours are asked in another way before.
+_SWAPPERS = {
+    "nvme_swapper": {"get_path", "release_reserved_buffers", "reserve_available_buffers"},
+    "optimizer_swapper": {"initialize_from_swapped_fp16_params", "swap_out_gradients", "writeback_optimizer_state_and_gradients"},
+}
+_LINE = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?( (?P<bound><|>=)(?P<release>[\d.]+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One name of DeepSpeed that is used; *owner* has it. parameters: what it takes, of a function; "..." at the end for more."""
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
+
+
+def uses(version: str) -> Iterator[Use]:
+    """The contract as it is for the release *version*."""
+    for owner, lines in CONTRACT.items():
+        for line in filter(None, map(str.strip, lines.splitlines())):
+            found = _LINE.fullmatch(line)
+            assert found is not None, line
+            if found["release"] and (numbers(version) >= numbers(found["release"])) != (found["bound"] == ">="):
+                continue
+            parameters = None if found["parameters"] is None else tuple(filter(None, found["parameters"].split(", ")))
+            yield Use(owner, found["name"], parameters)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The release of *version*, to be compared."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a DeepSpeed of this *version* is older than any that was tried."""
+    return numbers(version) < numbers(OLDEST)
+
+
+def is_too_new(version: str) -> bool:
+    """Whether a DeepSpeed of this *version* is newer than any that was tried."""
+    return numbers(version) > numbers(NEWEST)
+
+
+def check() -> None:
+    """See that the DeepSpeed that is installed has all of the contract. A release newer than any that was tried is named in a warning.
+
+    Raises: UnsupportedError with the names that are missing, the release, and one that has them.
+    """
+    try:
+        version: str = importlib.import_module("deepspeed").__version__
+        importlib.import_module("deepspeed.runtime.engine")
+    except ImportError as error:
+        raise UnsupportedError(f"DeepSpeed is not installed here: {error}; pip install deepspeed") from None
+    if is_too_old(version):
+        raise UnsupportedError(f"zero3 needs DeepSpeed {OLDEST} or newer, and this is {version}: pip install --upgrade deepspeed")
+    _codes.cache_clear()
+    lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
+    if lacking:
+        more = f", and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise UnsupportedError(f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])}{more}: pip install deepspeed=={NEWEST}")
+    if is_too_new(version):
+        _log.warning("DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known", version, NEWEST)
+
+
+def _fault(use: Use) -> str:
+    """What is wrong with *use*, "" where nothing is."""
+    try:
+        owner = _owner(use.owner)
+    except (ImportError, AttributeError):
+        return f"{use.owner} is missing"
+    value = getattr(owner, use.name, None)
+    if use.parameters is None:
+        return "" if value is not None or _sets(owner, use.name) else f"{use} is missing"
+    if not callable(value):
+        return f"{use} is missing"
+    found = _parameters(value)
+    expected, rest = use.parameters, use.parameters[-1:] == ("...",)
+    if rest:
+        expected, found = expected[:-1], found[: len(expected) - 1]
+    if found != expected:
+        return f"{use} takes ({', '.join(found)}) and not ({', '.join(expected)})"
+    if inspect.isclass(owner) and use.name.startswith("_") and not use.name.startswith("__"):
+        module = importlib.import_module(use.owner.partition(":")[0])
+        if not any(use.name in code.co_names for code in _codes(module)):
+            return f"nothing calls {use}"
+    return ""
+
+
+def _unanswered() -> list[str]:
+    """What DeepSpeed calls on swappers and ours do not have."""
+    from .optimizer_swapper import OptimizerSwapper
+    from .param_swapper import ParameterSwapper
+
+    ours = {"nvme_swapper": ParameterSwapper, "optimizer_swapper": OptimizerSwapper}
+    places = ("engine", "zero.stage3", "zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.parameter_offload")
+    modules = [importlib.import_module(f"deepspeed.runtime.{place}") for place in places]
+    called = {(holder, name) for holder in ours for module in modules for name in _called_on(module, holder)}
+    lacking = [(holder, name) for holder, name in called if name not in _SWAPPERS[holder] and not hasattr(ours[holder], name)]
+    return [f"it calls {name} on {holder}" for holder, name in sorted(lacking)]
+
+
+def _owner(place: str) -> Any:
+    module, _, name = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    return functools.reduce(getattr, name.split("."), owner) if name else owner
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    if inspect.isclass(function):
+        function = function.__init__
+    return tuple(name for name in inspect.signature(_undecorated(function)).parameters if name != "self")
+
+
+def _undecorated(function: Any) -> Any:
+    """What decorators of DeepSpeed's and torch's stand around: not all of them say so."""
+    while True:
+        inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if isinstance(cell.cell_contents, types.FunctionType)]
+        if hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif len(inside) == 1 and tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
+            (function,) = inside
+        else:
+            return function
+
+
+@functools.lru_cache
+def _codes(owner: Any) -> tuple[types.CodeType, ...]:
+    """The code of all functions of *owner*, a class with those that it is made of, or a module with its classes."""
+    return tuple(_codes_of(owner))
+
+
+def _codes_of(owner: Any) -> Iterator[types.CodeType]:
+    values = [value for kind in owner.__mro__ for value in vars(kind).values()] if inspect.isclass(owner) else list(vars(owner).values())
+    for value in values:
+        if inspect.isclass(value):
+            if not inspect.isclass(owner) and value.__module__ == owner.__name__:
+                yield from _codes_of(value)
+            continue
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            yield from _nested(_undecorated(value).__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _sets(owner: Any, name: str) -> bool:
+    """Whether *owner*'s code sets the attribute *name* of anything."""
+    instructions = (found for code in _codes(owner) if name in code.co_names for found in dis.get_instructions(code))
+    return any(found.opname == "STORE_ATTR" and found.argval == name for found in instructions)
+
+
+def _called_on(owner: Any, holder: str) -> Iterator[str]:
+    """What *owner*'s code takes from attributes that are called *holder*."""
+    for code in _codes(owner):
+        before = None
+        for found in dis.get_instructions(code) if holder in code.co_names else ():
+            if found.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                if before == holder:
+                    yield found.argval
+                before = found.argval
+            elif found.opname != "CACHE":
+                before = None
+
+
+# What older releases lack, for the classes of this package, which are written for the newest.
+
+
+def stage3() -> Any:
+    """DeepSpeed's ZeRO-3 optimizer, to derive from."""
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as base
+
+    substitutes: dict[str, Any] = {
+        "_get_param_partition_rank": lambda self, param: dist.get_rank(group=self.dp_process_group),
+        "_zero3_partition_group_metadata": lambda self: None,
+        "master_weights_and_grads_dtype": torch.float32,
+        "param_names": _parameter_names,
+    }
+    missing = {name: value for name, value in substitutes.items() if not hasattr(base, name) and not _sets(base, name)}
+    if "param" not in _parameters(base.load_hp_checkpoint_state):
+        missing["load_hp_checkpoint_state"] = lambda self, folder, key, param=None: base.load_hp_checkpoint_state(self, folder, key)
+    return type(base.__name__, (base,), missing) if missing else base
+
+
+@property  # type: ignore[misc]  # a descriptor for a class that is made above
+def _parameter_names(self: Any) -> dict[Any, str]:
+    return {param: name for name, param in self.module.named_parameters()}
+
+
+def at_accumulation_boundary(stage3: Any) -> bool:
+    """Whether the micro-batch is the last of its step: once an attribute, now a method."""
+    told = stage3.is_gradient_accumulation_boundary
+    return bool(told() if callable(told) else told)
+
+
+def lists_by_sub_group(stage3: Any) -> list[str]:
+    """The attributes, not in all releases, that have an item for each sub-group."""
+    return [name for name in ("sub_group_process_groups", "sub_group_partition_counts") if hasattr(stage3, name)]
+
+
+def is_trained(param: Any) -> bool:
+    """Whether *param* is the optimizer's: newer releases leave out those without elements, too."""
+    asked = getattr(importlib.import_module("deepspeed.runtime.utils"), "is_optimized_parameter", None)
+    return bool(param.requires_grad if asked is None else asked(param))
+
+
+def writes_archives(checkpoint_engine: Any) -> bool:
+    """Whether *checkpoint_engine* is the one that uses plain torch.save and torch.load."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    return type(checkpoint_engine) is TorchCheckpointEngine and getattr(checkpoint_engine, "zipfile_serialization", True)
+
+
+def tag_of(commit_info: Any) -> str:
+    """The tag that is committed: once the argument itself, now in it."""
+    return str(getattr(commit_info, "tag", commit_info))

@@ -1,0 +1,220 @@
+"""Trains a small model through steps that are cut short, and prints one JSON object: what `test_recovery.py` asks for.
+
+The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for an exception at every
+"stride"th call of a step in turn,
+"write" for a drive that fails some writes, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment function with an unknown key.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launch import Case
+from torch.overrides import TorchFunctionMode
+from training import Training, Watch
+
+FIRST = 2  # the step before which the checkpoint is saved, and which is cut short
+CALLS = {
+    "TensorSwapper": ("create", "discard", "prefetch", "release", "step", "swap_in"),
+    "TensorStore": ("delete", "get", "put"),
+}
+
+
+class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
+    """Raises at one call while it is armed: the calls into swapper, store, optimizer and torch are counted, the first two also as they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.left = -1
+        self.where = ""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count("torch")
+        return function(*args, **(kwargs or {}))
+
+    def count(self, where: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.where = where
+            raise self.error()
+
+    def error(self) -> BaseException:
+        from nvme_offload import IOFailure
+
+        io = IOFailure(5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0)
+        return (io, KeyboardInterrupt(), RuntimeError("made up"))[self.number % 3]
+
+    def around(self, where: str, function: Callable[..., Any], twice: bool = True) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def counted(*args: Any, **named: Any) -> Any:
+            self.count(where)
+            result = function(*args, **named)
+            if twice:
+                self.count(f"{where} returns")
+            return result
+
+        return counted
+
+    @contextlib.contextmanager
+    def armed(self, number: int) -> Iterator[None]:
+        self.left = self.number = number
+        self.where = ""
+        try:
+            with self:
+                yield
+        finally:
+            self.left = -1
+
+
+def main(request: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import deepspeed
+
+    watch = Watch()
+    watch.enable(request.get("faults", []))
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    training = Training(Case(**request["case"]), request["directory"], True, watch)
+    place = str(Path(request["directory"], "checkpoint"))
+    at_every = functools.partial(at_calls, stride=request.get("stride", 1))
+    result = {"calls": at_every, "write": in_a_write, "interrupt": by_ctrl_c, "fragment": by_a_fragment}[request["cut"]](training, place)
+    print(json.dumps(result), file=answers, flush=True)
+    deepspeed.comm.destroy_process_group()
+
+
+def begin(training: Training, place: str) -> Any:
+    """An engine that has saved at FIRST."""
+    engine = training._engine(0)
+    for step in range(FIRST):
+        training._step(engine, step, 0)
+    engine.save_checkpoint(place, tag="tag")
+    return engine
+
+
+def finish(training: Training, engine: Any, last: int = FIRST + 2) -> dict[str, Any]:
+    """What training comes to from FIRST on."""
+    for step in range(FIRST, last):
+        training._step(engine, step, 0)
+    return training._final(engine)
+
+
+def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
+    """An exception at every *stride*th call of a step in turn."""
+    from nvme_offload import OffloadError, store, swapper
+
+    engine = begin(training, place)
+    whole = finish(training, engine, FIRST + 1)
+    cuts = Cuts()
+    for owner in (swapper.TensorSwapper, store.TensorStore):
+        for name in CALLS[owner.__name__]:
+            setattr(owner, name, cuts.around(f"{owner.__name__}.{name}", getattr(owner, name)))
+    inner = engine.optimizer.optimizer
+    inner.step = cuts.around("optimizer.step", inner.step)
+    step, number = engine.optimizer.step, 0
+
+    def cut(*args: Any, **named: Any) -> None:
+        with cuts.armed(number):
+            step(*args, **named)
+
+    seen, wrong = collections.Counter[str](), []
+    while True:
+        number += stride
+        engine.optimizer.step = cut
+        try:
+            training._step(engine, FIRST, 0)
+        except BaseException as error:
+            if not cuts.where:
+                raise
+            seen[cuts.where] += 1
+            failure = f"{number}: {cuts.where}: {type(error).__name__}"
+        else:
+            break  # there were fewer calls
+        finally:
+            del engine.optimizer.step
+        if engine.optimizer.partly_changed:
+            seen["partly"] += 1
+            for refused in (engine.optimizer.step, engine.optimizer.state_dict):
+                try:
+                    refused()
+                    wrong.append(f"{failure}: {refused.__name__} went on")
+                except OffloadError as refusal:
+                    if "only partly applied" not in str(refusal):
+                        wrong.append(f"{failure}: {refusal}")
+        try:
+            engine.load_checkpoint(place, tag="tag")
+            if finish(training, engine, FIRST + 1) != whole:
+                wrong.append(f"{failure}: other bits")
+        except Exception as error:
+            wrong.append(f"{failure}: then {type(error).__name__}: {error}")
+            traceback.print_exc()
+            break  # nor will anything after it
+    return {"seen": seen, "wrong": wrong}
+
+
+def in_a_write(training: Training, place: str) -> dict[str, Any]:
+    """The engines were made with faults: whatever fails is done again from the checkpoint."""
+    from nvme_offload import IOFailure
+
+    engine = begin(training, place)
+    raised = 0
+    while True:
+        try:
+            return {"raised": raised, "end": finish(training, engine)}
+        except IOFailure:
+            raised += 1
+            engine.load_checkpoint(place, tag="tag")
+
+
+def by_ctrl_c(training: Training, place: str) -> dict[str, Any]:
+    engine = begin(training, place)
+    inner = engine.optimizer.optimizer
+    inner.step = lambda: signal.raise_signal(signal.SIGINT)
+    try:
+        finish(training, engine)
+        raised = False
+    except KeyboardInterrupt:
+        raised = True
+    del inner.step
+    engine.load_checkpoint(place, tag="tag")
+    return {"raised": raised, "end": finish(training, engine)}
+
+
+def by_a_fragment(training: Training, place: str) -> dict[str, Any]:
+    """A logger asks for Adam's states of an optimizer that has others, between backward and step and after it."""
+    from deepspeed import utils
+
+    engine = begin(training, place)
+    raised = []
+    backward = engine.backward
+
+    def log(loss: Any) -> None:
+        backward(loss)
+        for parameter in engine.module.parameters():
+            for ask in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state):
+                try:
+                    ask(parameter, "exp_avg_squared")
+                except KeyError as error:
+                    raised.append(str(error))
+        try:
+            utils.safe_set_full_fp32_param(next(iter(engine.module.parameters())), next(iter(engine.module.parameters())).new_zeros(3))
+        except (AssertionError, RuntimeError) as error:
+            raised.append(str(error))
+
+    engine.backward = log
+    return {"raised": len(raised), "end": finish(training, engine)}
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

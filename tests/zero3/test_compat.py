@@ -1,0 +1,162 @@
+"""The contract with DeepSpeed: whatever name of it is missing is named by `enable`, which then replaces nothing; newer and older releases."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_offload import UnsupportedError, zero3
+from nvme_offload.zero3 import compat
+
+deepspeed = pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.deepspeed
+USES = list(compat.uses(deepspeed.__version__))
+ROOT = Path(__file__).parents[2]
+
+
+def functions(owner: Any) -> Iterator[types.FunctionType]:
+    """The functions of *owner*, a class with its bases or a module with its classes, without what decorators put around them."""
+    for value in [value for kind in owner.__mro__ for value in vars(kind).values()] if inspect.isclass(owner) else vars(owner).values():
+        if inspect.isclass(value) and not inspect.isclass(owner) and value.__module__ == owner.__name__:
+            yield from functions(value)
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType):
+            yield compat._undecorated(value)
+
+
+def renamed(code: types.CodeType, name: str) -> types.CodeType:
+    """*code* with another attribute where it has *name*."""
+    constants = tuple(renamed(value, name) if isinstance(value, types.CodeType) else value for value in code.co_consts)
+    return code.replace(co_names=tuple(f"{other}_x" if other == name else other for other in code.co_names), co_consts=constants)
+
+
+def remove(monkeypatch: pytest.MonkeyPatch, use: compat.Use) -> None:
+    """Take *use* away from the DeepSpeed that is loaded."""
+    owner = compat._owner(use.owner)
+    for holder in owner.__mro__ if inspect.isclass(owner) else (owner,):
+        if use.name in vars(holder) and holder is not object:
+            if isinstance(holder, enum.EnumMeta):
+                monkeypatch.setattr(compat, "_owner", lambda place: type("Status", (), {}) if place == use.owner else owner_of(place))
+            else:
+                monkeypatch.delattr(holder, use.name)
+    if use.parameters is None:
+        for function in set(functions(owner)):
+            if (changed := renamed(function.__code__, use.name)) != function.__code__:
+                monkeypatch.setattr(function, "__code__", changed)
+
+
+owner_of = compat._owner
+
+
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Sees that a refusal left DeepSpeed as it was."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    before = dict(OpBuilder._loaded_ops)
+    yield
+    assert zero3._replaced == []
+    assert before == OpBuilder._loaded_ops
+    assert logging.getLogger("nvme_offload").handlers == []
+
+
+def test_the_release_that_is_installed_has_all_of_it():
+    compat.check()
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("use", USES, ids=[f"{use}{'()' if use.parameters is not None else ''}" for use in USES])
+def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
+    remove(monkeypatch, use)
+    with pytest.raises(UnsupportedError) as refusal:
+        zero3.enable()
+    if use.name == "__init__":  # every class has one
+        assert f"{use} takes" in str(refusal.value)
+    else:
+        assert f"{use} is missing" in str(refusal.value)
+    assert f"DeepSpeed {deepspeed.__version__} is not as" in str(refusal.value)
+    assert f"pip install deepspeed=={compat.NEWEST}" in str(refusal.value)
+
+
+OVERRIDDEN = [use for use in USES if use.owner.endswith("_Stage3") and use.parameters is not None and "..." not in use.parameters]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("use", OVERRIDDEN, ids=str)
+def test_another_signature_is_named(use, monkeypatch):
+    def other(self: Any, something_else: Any) -> None: ...
+
+    monkeypatch.setattr(compat._owner(use.owner), use.name, other)
+    with pytest.raises(UnsupportedError, match=re.escape(f"{use} takes (something_else) and not (")):
+        zero3.enable()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_method_that_nothing_calls_any_more_is_named(monkeypatch):
+    module = compat._owner("deepspeed.runtime.zero.stage3")
+    for function in set(functions(module)):
+        if (changed := renamed(function.__code__, "_rigid_state_dict")) != function.__code__:
+            monkeypatch.setattr(function, "__code__", changed)
+    with pytest.raises(UnsupportedError, match=r"nothing calls DeepSpeedZeroOptimizer_Stage3\._rigid_state_dict"):
+        zero3.enable()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_what_is_called_on_a_swapper_and_ours_lacks_is_named(monkeypatch):
+    from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper
+
+    monkeypatch.delattr(OptimizerSwapper, "purge_state")
+    with pytest.raises(UnsupportedError, match="it calls purge_state on optimizer_swapper"):
+        zero3.enable()
+
+
+def test_a_newer_release_is_held_to_the_contract_and_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
+    if not compat.numbers(deepspeed.__version__) or any(compat._fault(use) for use in compat.uses("0.99.0")):
+        pytest.skip("the release that is installed is not as the newest that was tried")
+    compat.check()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tried" in record.message
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("version", ["0.16.8", "0.9.10", "0.15.4+abc"])
+def test_an_older_release_than_any_that_was_tried_is_refused(version, monkeypatch):
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with pytest.raises(UnsupportedError, match=rf"^zero3 needs DeepSpeed {re.escape(compat.OLDEST)} or newer, and this is {re.escape(version)}: "):
+        zero3.enable()
+
+
+def test_the_requirement_is_the_oldest_that_was_tried():
+    assert f'"deepspeed>={zero3.OLDEST_DEEPSPEED}"' in (ROOT / "pyproject.toml").read_text()
+    assert not zero3.is_too_old(zero3.OLDEST_DEEPSPEED)
+    assert not zero3.is_too_old("0.20.0.dev1")
+
+
+def test_every_override_is_in_the_contract():
+    from nvme_offload.zero3 import checkpoint, stage3
+
+    (engine,) = [owner for owner in compat.CONTRACT if owner.endswith(":DeepSpeedEngine")]
+    named = {use.name for use in USES if use.owner.endswith("_Stage3")}
+    base = stage3.Stage3.__mro__[1]
+    assert {name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)} - {"__module__", "__annotations__"} <= named
+    assert set(checkpoint.engine_methods(compat._owner(engine))) <= {use.name for use in USES if use.owner == engine}
+
+
+def test_deepspeed_is_imported_by_names_of_the_contract_alone():
+    known = {(use.owner.partition(":")[0], use.name) for version in compat.TESTED for use in compat.uses(version)}
+    known |= {tuple(owner.split(":")) for owner in compat.CONTRACT if ":" in owner}
+    known |= {("deepspeed", "comm")}
+    for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
+        for module, names in re.findall(r"^\s*from (deepspeed[\w.]*) import (.+)$", path.read_text(), re.MULTILINE):
+            for name in names.split("  #")[0].split(", "):
+                assert (module, name.split(" as ")[0]) in known, (path.name, module, name)

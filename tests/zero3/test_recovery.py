@@ -1,0 +1,67 @@
+"""Steps that are cut short, by a drive, by Ctrl-C or by anything that they call: a load on the same engine goes on bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Case, finish, start
+
+SCRIPT = Path(__file__).with_name("recovering.py")
+SMALLEST = {"host_memory": "smallest"}
+EIO = 5
+
+
+def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]:
+    with start([], directory, script=SCRIPT, case=dataclasses.asdict(case), cut=cut, **request) as (process,):
+        ended = finish(process, 500)
+    assert ended.status == 0, ended.complaints
+    (result,) = ended.results
+    return result
+
+
+CASES = {
+    "states": Case(model="odd", sub_group_size=700, accumulation=2, clipping=0.5, section=SMALLEST),
+    "both": Case(model="odd", sub_group_size=700, parameters="nvme", optimizer="momentum", section=SMALLEST),
+    "split": Case(model="odd", sub_group_size=700, parameters="nvme", section={"state_format": "split", "host_memory": "smallest"}),
+    "parameters": Case(model="odd", parameters="nvme", states="cpu", section=SMALLEST),
+}
+STRIDES = {"states": 23, "both": 29, "split": 41, "parameters": 19}  # of a step's hundreds of calls one in so many
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
+    result = run(tmp_path, CASES[name], "calls", stride=STRIDES[name])
+    assert result["wrong"] == []
+    seen = result["seen"]
+    assert seen["torch"] > 5, seen
+    assert seen["partly"] > 5, seen
+    assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
+
+
+STREAMED = Case(model="blocks", parameters="nvme", sub_group_size=9000, section=SMALLEST)
+
+
+def test_a_write_that_fails_in_a_step_is_undone_by_a_load(tmp_path):
+    # Of the transfers behind the checkpoint some fail, far enough from each other for a load and a step between them.
+    faults = [[at, 2, "FAIL", EIO] for at in range(700, 3000, 701)]
+    result = run(tmp_path / "", STREAMED, "write", faults=faults)
+    assert result["raised"] > 0
+    (tmp_path / "again").mkdir()
+    assert result["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
+
+
+def test_ctrl_c_in_a_step_is_undone_by_a_load(tmp_path):
+    interrupted = run(tmp_path, STREAMED, "interrupt")
+    assert interrupted["raised"]
+    (tmp_path / "again").mkdir()
+    assert interrupted["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
+
+
+def test_a_fragment_function_that_raises_leaves_nothing_in_use(tmp_path):
+    asked = run(tmp_path, STREAMED, "fragment")
+    assert asked["raised"] > 0
+    (tmp_path / "again").mkdir()
+    assert asked["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
