@@ -1,4 +1,4 @@
-"""What a machine has that training needs, beside drives: host memory and its speed, and GPUs. Nothing here needs CUDA."""
+"""What a machine has that training needs, beside drives: host memory and its speed, and GPUs. Nothing here needs torch or CUDA."""
 
 from __future__ import annotations
 
@@ -24,27 +24,6 @@ class Gpu(NamedTuple):
     name: str
     memory_bytes: int
     link_bytes_per_second: float | None = None
-
-
-class Precisions(NamedTuple):
-    """What the processor computes by instructions of its own; *vectors* are the widest that torch uses, such as "AVX2"."""
-
-    vectors: str
-    bf16: bool
-    fp16: bool
-
-
-def processor_precisions() -> Precisions | None:
-    """What torch finds of the processor, as DeepSpeed asks it; None without torch.
-
-    Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA lower the answer.
-    """
-    try:
-        import torch
-    except ImportError:
-        return None
-    mkldnn = torch.ops.mkldnn
-    return Precisions(torch.backends.cpu.get_cpu_capability(), mkldnn._is_mkldnn_bf16_supported(), mkldnn._is_mkldnn_fp16_supported())
 
 
 def gpus() -> list[Gpu]:

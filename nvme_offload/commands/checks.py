@@ -12,14 +12,14 @@ import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from nvme_offload import __version__, ds_config, machine, profile_shelf, sysfs
+from nvme_offload import __version__, ds_config, profile_shelf, sysfs
 from nvme_offload.config import AioConfig
 from nvme_offload.drive import describe
 from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import OffloadError, UnsupportedError
-from nvme_offload.machine import Precisions, available_bytes, gpu_count, gpus
+from nvme_offload.machine import available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes
 from nvme_offload.zero3 import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, is_too_new, is_too_old
 
@@ -42,6 +42,14 @@ class Finding:
     remedy: str = ""
 
 
+class Precisions(NamedTuple):
+    """What the processor computes by instructions of its own; *vectors* are the widest that torch uses, such as "AVX2"."""
+
+    vectors: str
+    bf16: bool
+    fp16: bool
+
+
 def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding]:
     """Every check, those of *paths* last; *config* is the DeepSpeed configuration to train with."""
     yield Finding("nvme_offload", "ok", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
@@ -53,7 +61,7 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
     yield gpu_registration()
     yield torch_version(_version("torch"))
-    yield processor(machine.processor_precisions(), gpu_count() > 0, "" if config is None else precision_of(ds_config.read(config)))
+    yield processor(precisions(), gpu_count() > 0, "" if config is None else precision_of(ds_config.read(config)))
     yield deepspeed_version(_version("deepspeed"))
     yield compilers(gpu_count() > 0)
     for path in paths:
@@ -155,6 +163,19 @@ def gpu_registration() -> Finding:
 def torch_version(version: str | None) -> Finding:
     """Whether torch is there."""
     return Finding("torch", "ok", version) if version else Finding("torch", "warning", "not installed; nvme-sweep works without", "pip install torch")
+
+
+def precisions() -> Precisions | None:
+    """What torch finds of the processor, as DeepSpeed asks it; None without torch.
+
+    Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA lower the answer.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    mkldnn = torch.ops.mkldnn
+    return Precisions(torch.backends.cpu.get_cpu_capability(), mkldnn._is_mkldnn_bf16_supported(), mkldnn._is_mkldnn_fp16_supported())
 
 
 def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:

@@ -21,7 +21,7 @@ from nvme_offload.drive import describe
 from nvme_offload.profile import PHASES, Best, Profile, Setting
 from nvme_offload.zero3.settings import Settings
 
-NARROW, WIDE = machines.Precisions("AVX2", False, False), machines.Precisions("AVX512", True, True)
+NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
 COMMAND = [sys.executable, "-m", "nvme_offload.commands"]
 SETTING = Setting(1 << 20, 8, 4)
 
@@ -276,7 +276,7 @@ def test_the_precision_of_a_config(config, precision):
 
 @pytest.mark.parametrize(("native", "status"), [(NARROW, 3), (WIDE, 0)])
 def test_a_config_of_fp16_is_a_problem_where_deepspeed_refuses_it(native, status, tmp_path, monkeypatch):
-    monkeypatch.setattr(machines, "processor_precisions", lambda: native)
+    monkeypatch.setattr(checks, "precisions", lambda: native)
     monkeypatch.setattr(checks, "gpu_count", lambda: 0)
     config = tmp_path / "ds.json"
     config.write_text('{"fp16": {"enabled": true}}  // with a comment')
