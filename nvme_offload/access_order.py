@@ -2,130 +2,194 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
-_LONGEST_PERIOD = 1 << 20  # uses: who never ends a period must not fill the memory with the record of it
+_LONGEST_PERIOD = 1 << 20  # uses: who never ends a period must not fill the memory with its record
+_RECENT = 32  # uses, by which it is judged whether the order is followed
 
 
 class Use(NamedTuple):
-    """One use of a value. *created*: the user brings the bytes, so that it takes room and no read."""
+    """One use of a value.
+
+    created: the user brings the bytes, so that it takes room and no read. changed: its bytes were
+    other ones at the end. dropped: it was discarded after it, so that nothing is left to keep.
+    """
 
     name: str
     nbytes: int
     created: bool
+    changed: bool
+    dropped: bool
+
+
+class Period:
+    """The uses of one period, in order, and at which places each name is used. Never changed."""
+
+    def __init__(self, uses: list[Use]) -> None:
+        self.uses = uses
+        self.names = [use.name for use in uses]
+        self.places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.names):
+            self.places.setdefault(name, []).append(place)
+        self._pairs: dict[tuple[str, str], list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.uses)
+
+    def pairs(self, first: str, second: str) -> list[int]:
+        """The places where *second* is used right after *first*."""
+        if self._pairs is None:  # first asked for when somebody leaves the order
+            self._pairs = {}
+            for place, name in enumerate(self.names):
+                self._pairs.setdefault((self.names[place - 1], name), []).append(place)
+        return self._pairs.get((first, second), [])
 
 
 class AccessOrder:
     """Learns the order of uses from one period to the next, and takes hints, which come first.
 
-    What is predicted is the period before, from where it seems to be now. A use that is not the predicted one is looked up there together with
-    the use before it (wherever in the period: an evaluation, say, runs through the forward pass once more), then alone, ahead; what is found
-    nowhere changes no prediction. A use takes O(log n).
+    The period before is walked by a cursor, *now*: the position of the use that is expected next.
+    Positions count on from period to period; position p is place p modulo the length. A use that is
+    not the expected one is looked up together with the use before it (wherever in the period: an
+    evaluation runs through the forward pass once more), then alone, ahead; the cursor goes behind
+    what is found. What is found nowhere moves nothing. A use costs O(log n).
     """
 
     def __init__(self) -> None:
-        self._uses: list[Use] = []  # of the period before
-        self._creates = False
-        self._places: dict[str, list[int]] = {}
-        self._pairs: dict[tuple[str, str], list[int]] = {}  # places of the second
-        self._next = 0
+        self.period = Period([])
+        self.now = 0
         self._record: list[Use] = []
+        self._last_at: dict[str, int] = {}  # name -> its last place in the record
         self._last = ""
-        self._hints: dict[str, tuple[int, int]] = {}  # name -> (number, period), in order
+        self._strayed = 0  # one bit for each of the last uses: it was not the expected one
+        self._had_extras = False
+        self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
         self._hint_number = 0
-        self._period = 0
+        self._periods = 0
 
     @property
     def learned(self) -> bool:
         """Whether a whole period has been seen."""
-        return bool(self._uses)
+        return bool(self.period.uses)
 
     @property
-    def creates(self) -> bool:
-        """Whether values are created in every period, as far as is known."""
-        return self._creates
+    def followed(self) -> bool:
+        """Whether an order is known, and at least half of the last uses were the expected ones."""
+        return bool(self.period.uses) and self._strayed.bit_count() <= _RECENT // 2
 
     @property
-    def round(self) -> list[Use]:
-        """The uses of a period in which every value is used once and none is created; none where it is not so."""
-        return self._uses if len(self._places) == len(self._uses) and not self._creates else []
+    def full(self) -> bool:
+        """Whether the record is so long that a period must end."""
+        return len(self._record) >= _LONGEST_PERIOD
 
-    def use(self, use: Use) -> None:
-        """*use* happens now."""
-        self._record.append(use)
-        if use.name in self._hints:  # those hinted before it were not needed
-            for name in list(self._hints):
-                del self._hints[name]
-                if name == use.name:
-                    break
-        if self._uses:
-            place = self._place_of(use.name)
-            if place is not None:
-                self._next = (place + 1) % len(self._uses)
-        self._last = use.name
-        if len(self._record) >= _LONGEST_PERIOD:
-            self.step()
+    def use(self, name: str, nbytes: int, created: bool) -> None:
+        """*name* is used now."""
+        self._last_at[name] = len(self._record)
+        self._record.append(Use(name, nbytes, created, created, False))
+        if name in self._hints:
+            while self._hints.popitem(last=False)[0] != name:
+                pass  # hinted before it, and not needed
+        names = self.period.names
+        if names:
+            now = self.now
+            if names[now % len(names)] == name:
+                self.now = now + 1
+                self._strayed = (self._strayed << 1) & 0xFFFFFFFF
+            else:
+                self._strayed = (self._strayed << 1 | 1) & 0xFFFFFFFF
+                found = self._position_of(name)
+                if found is not None:
+                    self.now = found + 1
+        self._last = name
 
-    def step(self) -> None:
-        """A period ends here. Hints of the period before, which nobody followed, are forgotten."""
-        if self._record:
-            self._uses, self._record, self._next = self._record, [], 0
-            self._creates = any(use.created for use in self._uses)
-            self._places, self._pairs = {}, {}
-            for place, use in enumerate(self._uses):
-                self._places.setdefault(use.name, []).append(place)
-                self._pairs.setdefault((self._uses[place - 1].name, use.name), []).append(place)
-        self._hints = {name: hint for name, hint in self._hints.items() if hint[1] == self._period}
-        self._period += 1
+    def changed(self, name: str) -> None:
+        """The last use of *name* has changed it."""
+        place = self._last_at.get(name)
+        if place is not None and not self._record[place].changed:
+            self._record[place] = self._record[place]._replace(changed=True)
 
-    def hint(self, names: Iterator[str]) -> None:
-        """*names* are used next, in this order, after what was hinted before and is not among them."""
+    def dropped(self, name: str) -> None:
+        """*name* was discarded after its last use."""
+        self.forget_hint(name)
+        place = self._last_at.get(name)
+        if place is not None:
+            self._record[place] = self._record[place]._replace(dropped=True)
+
+    def step(self) -> bool:
+        """A period ends here; whether another one is expected from now on.
+
+        A period that holds the expected one whole, and other uses between, is the same with an
+        evaluation or a checkpoint: the first of its kind teaches nothing. Hints of the period
+        before, which nobody followed, are forgotten.
+        """
+        for name in [name for name, hint in self._hints.items() if hint[1] != self._periods]:
+            del self._hints[name]
+        self._periods += 1
+        record, self._record, self._last_at = self._record, [], {}
+        if not record:
+            return False
+        known = self.period.uses
+        if record == known:
+            self._had_extras = False
+            adopt = False
+        else:
+            extras = len(record) > len(known) > 0 and _holds(record, known)
+            adopt = not extras or self._had_extras
+            self._had_extras = extras and not adopt
+        if adopt:
+            self.period = Period(record)
+            self._strayed = 0
+        self.now = -(-self.now // len(self.period)) * len(self.period)
+        return adopt
+
+    def hint(self, names: Iterable[str]) -> None:
+        """*names* are used next, in this order, after what was hinted before."""
         for name in names:
-            self.forget_hint(name)
-            self._hints[name] = (self._hint_number, self._period)
+            self._hints.pop(name, None)
+            self._hints[name] = (self._hint_number, self._periods)
             self._hint_number += 1
+
+    def hinted(self, name: str) -> int | None:
+        """The number of the hint of *name*, which grows from hint to hint; None where there is none."""
+        hint = self._hints.get(name)
+        return None if hint is None else hint[0]
 
     def forget_hint(self, name: str) -> None:
         """*name* is not used next after all."""
         self._hints.pop(name, None)
 
     def next_use(self, name: str) -> int | None:
-        """How far away the next use of *name* is: a number to compare with others, 0 for the very next; None when it is not known."""
-        first = next(iter(self._hints.values()), (self._hint_number, 0))[0]
-        hint = self._hints.get(name)
-        if hint is not None:
-            return hint[0] - first
-        places = self._places.get(name)
+        """The position of the next use of *name* in the learned order; None when it is not known."""
+        period = self.period
+        places = period.places.get(name)
         if places is None:
             return None
-        index = bisect_left(places, self._next)
-        place = places[index] if index < len(places) else places[0] + len(self._uses)
-        return self._hint_number - first + place - self._next
+        length = len(period.uses)
+        begin, place = divmod(self.now, length)
+        index = bisect_left(places, place)
+        return begin * length + (places[index] if index < len(places) else places[0] + length)
 
-    def upcoming(self) -> Iterator[tuple[int, Use]]:
-        """Every name that is known to be used again, with its distance, the nearest first. The size of a hinted name is not known here: 0."""
-        seen = set()
-        first = None
-        for name, (number, _) in self._hints.items():
-            first = number if first is None else first
-            seen.add(name)
-            yield number - first, Use(name, 0, False)
-        ahead = 0 if first is None else self._hint_number - first
-        for distance, use in enumerate(itertools.chain(itertools.islice(self._uses, self._next, None), itertools.islice(self._uses, self._next))):
-            if use.name not in seen:
-                seen.add(use.name)
-                yield ahead + distance, use
+    def at(self, position: int) -> Use:
+        """The use that is expected at *position*."""
+        return self.period.uses[position % len(self.period.uses)]
 
-    def _place_of(self, name: str) -> int | None:
-        if self._uses[self._next].name == name:
-            return self._next
-        pairs = self._pairs.get((self._last, name))
+    def _position_of(self, name: str) -> int | None:
+        period = self.period
+        begin, place = divmod(self.now, len(period))
+        pairs = period.pairs(self._last, name)
         if pairs:
-            index = bisect_left(pairs, self._next)
-            return pairs[index % len(pairs)]
-        places = self._places.get(name, [])
-        index = bisect_left(places, self._next)
-        return places[index] if index < len(places) else None
+            index = bisect_left(pairs, place)
+            found = pairs[index] if index < len(pairs) else pairs[0] + len(period)
+            return begin * len(period) + found
+        places = period.places.get(name, [])
+        index = bisect_left(places, place)
+        return begin * len(period) + places[index] if index < len(places) else None
+
+
+def _holds(record: list[Use], known: list[Use]) -> bool:
+    """Whether *known* can be read in *record* with other uses between."""
+    rest = iter(record)
+    return all(any(use == other for other in rest) for use in known)

@@ -3,74 +3,99 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from bisect import bisect_left
-from typing import NamedTuple
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from typing import TypeAlias
 
-from .access_order import AccessOrder, Use
+from . import residents
+from .access_order import AccessOrder
+from .arena import Arena, Block
 from .errors import UsageError
 from .units import format_bytes
+from .value_states import TABLE, Event, State
 
-# How soon an entry is used again, as a number: the higher, the better it leaves. Known distances are from 0 up.
-_STAYS = -3.0
-_LAST_RESORT = -2.0  # below every entry that can leave at all
-_WRITE_FAILED = -1.0
-_UNKNOWN = float(1 << 50)  # plus the time of the last use: see `Schedule._rank`
+# How late a value is used again, as a number: who is used last leaves first. Positions of the learned order lie between.
+_HINTED = -(1 << 62)  # plus the number of the hint
+_UNKNOWN = 1 << 62  # plus the time of the last use: where no order is known, what was used last leaves first
+_PLACES_A_CALL = 256  # that are looked ahead in one call of `plan`
+_VICTIMS_A_ROOM = 16  # that are tried for one room
+_GOOD_ENOUGH = 0.95  # of what could be saved: then those that stay are not chosen anew, since all would move
+_NEWS = 8  # a hint that is no farther away in the learned order than this and twice the hints is no news
+
+_IDLE = frozenset({State.CLEAN, State.DIRTY, State.STUCK, State.WRITING, State.REDIRTY})
+_IN_USE = frozenset({State.USED, State.USED_NEW, State.USED_WRITING, State.USED_OVER})
+_CAN_LEAVE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
-class Transfer(NamedTuple):
-    """What to move between memory and drive: the first *nbytes* of *name*, from *offset* bytes into the memory."""
+@dataclasses.dataclass(eq=False, slots=True)
+class Transfer:
+    """What to move between memory and drive: the first *nbytes* of *name*, from *offset* bytes into the memory.
+
+    room: bytes from *offset* on that are the value's. after: the writes that have to end well before
+    this may start. ended: it has. void: it must not start any more, since one of *after* has failed.
+    """
 
     writes: bool
     name: str
     offset: int
     nbytes: int
+    room: int
+    after: tuple[Transfer, ...] = ()
+    ended: bool = False
+    void: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Entry:
-    """A value. Where it has an offset it is in memory, or on its way there when *reading*; where it has none it is on the drive."""
+    """A value, or room that is kept for one."""
 
     name: str
     nbytes: int  # of the room that its user is given
     kept: int  # of these, from the first, are its value
     size: int  # that it takes of the memory
-    offset: int | None = None
-    in_use: bool = False
-    created: bool = True  # there are no bytes to read yet
-    dirty: bool = True  # the drive does not have its bytes, or will not once its user is done
-    reading: bool = False
-    writing: bool = False
-    leaving: bool = False  # chosen to make room
+    known: bool = True  # not only room that is kept for one
+    lowest: bool = False  # where it is to be placed
+    state: State = State.NOWHERE
+    block: Block[_Entry] | None = None
+    read: Transfer | None = None
+    write: Transfer | None = None  # under way, from its room or from one that it has given away
+    home: int | None = None  # the offset at which it stays
+    ahead: int | None = None  # read or reserved for the use at this position, or for a hint (-1), and not used since
     unused: bool = False  # read, and not used since
-    claimed: int = 0  # so many bytes of its place, from the first, are meant for something else
-    write_failed: bool = False
+    passes: bool = False  # it is in use, and does not stay
+    leaves: bool = False  # as soon as the write of its older version has ended
     read_failed: bool = False
     last_use: int = 0
-    lowest: bool = False  # where it is to be placed
+    stamp: int = 0  # of its place in a heap
 
-    @property
-    def holds_up(self) -> bool:
-        """Whether its memory cannot be taken at once."""
-        return self.dirty or self.writing or self.reading
+
+_Block: TypeAlias = Block[_Entry]
 
 
 class Schedule:
     """The plan of a budget of *nbytes* of memory: pure bookkeeping, told what users do and which transfers end, and asked what to start.
 
-    What is used again last leaves first (Belady), but never for something that is used later than itself. *lookahead_bytes* of what is used next
-    are read ahead, beside what is there anyway: by default twice the largest value, at most half of the memory, since what is read ahead takes
-    the place of what could stay. A changed value is written back as soon as reading ahead wants its room. While no order is known, what was
-    used last leaves first, since it is used again last where the order is cyclic, and as much room as would be read ahead is kept clean.
+    What was used in the last period is expected in the next: two cursors walk it, `order.now` before
+    the next use, and another one *lookahead_bytes* of reads ahead of it, by default twice the largest
+    value, at most half of the memory. Which values stay in memory is chosen for the whole period, by
+    transfers saved for each byte of room; they lie packed at the low end. All others pass through the
+    rest: read ahead, used, and on offer at once when nobody uses them before the second cursor. A
+    changed value is written then. Its room can be given on before that write ends: who gets it waits
+    for the write (`Transfer.after`). So what is planned does not depend on when transfers end.
 
-    Where every value is used once in a period, it does not matter for the bytes which ones leave, but for the time: by the rule above those that do
-    not fit come one after the other, and the drive stands idle while the others are used. So as many as do not fit are chosen at even distances,
-    and leave as soon as their users are done.
+    Where no order is known, or it is not followed, values stay until their room is needed, and what is
+    used again last leaves first; where nothing is known that is what was used last, since it is used
+    again last where the order is cyclic. As much room as would be read ahead is kept on offer.
 
-    Values lie in whole granules. There is no allocator underneath: room for a value is the stretch of holes and of entries that can leave which
-    costs least, so that what leaves is always neighbours, and no choice of victims can fail to make a hole.
+    What is on offer keeps its bytes until its room is taken. Where a write fails whose room was given
+    on already, the value gets it back: what waits there has no bytes yet.
 
-    Attributes: *order*, told of every use here. *peak_bytes*, the most that was taken. *dropped_unused*, how many were read and left unused.
+    Values lie in whole granules. A use costs O(log n).
+
+    Attributes: *order*, told of every use here. *peak_bytes*, the most that was taken.
+    *dropped_unused*, how many were read and left unused. *operations*, how many values, places and
+    blocks were looked at, by which tests bound what a call costs.
     """
 
     def __init__(self, nbytes: int, lookahead_bytes: int | None = None, granule: int = 4096) -> None:
@@ -79,18 +104,37 @@ class Schedule:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.dropped_unused = 0
+        self.operations = 0
         self._granule = granule
         self._lookahead_bytes = lookahead_bytes
         self._largest = 0
         self._entries: dict[str, _Entry] = {}
-        self._placed: list[_Entry] = []  # by offset
+        self._kept_for: dict[str, _Entry] = {}  # rooms for values that there are not yet
+        self._arena: Arena[_Entry] = Arena(nbytes)
+        self._placed = 0  # values of `_entries` with room
+        self._in_use: dict[str, _Entry] = {}
+        self._in_use_bytes = 0  # but for those placed lowest
+        self._in_passing = 0  # of these, of values that do not stay
+        self._most_in_use = 0  # of a period
+        self._out: list[Transfer] = []  # to start
         self._needed: _Entry | None = None
-        self._in_the_way: list[_Entry] = []  # of the needed one
-        self._claims: list[_Entry] = []  # by something nearer, within one call of plan()
-        self._claimed_holes: list[_Entry] = []
+        self._creates = False  # the needed one
+        self._awaited: list[Transfer] = []  # by the needed one
+        self._obstacle: str | None = None
+        self._tried_again: _Entry | None = None  # for the needed one, since its write had failed
         self._uses = 0
-        self._streamed: frozenset[str] = frozenset()  # which leave as soon as they were used
-        self._used_up: list[str] = []  # of these, since the last plan
+        # The residents and the cursor that looks ahead.
+        self._homes: dict[str, tuple[int, int]] = {}  # name -> (offset, size) of who stays
+        self._stay_all = False
+        self._passing_bytes = 0  # in use at once in the last period, at most
+        self._forced = False  # values had to leave that were to stay
+        self._cursor = 0
+        self._ahead: deque[_Entry] = deque()  # read or reserved ahead, in order of use
+        self._ahead_bytes = 0
+        self._hints: deque[str] = deque()  # that nothing was done about
+        # Who may leave, the last to be used first: those that pass, and those that stay.
+        self._heaps: tuple[list[tuple[int, int, _Entry]], list[tuple[int, int, _Entry]]] = ([], [])
+        self._stamps = 0
 
     @property
     def lookahead_bytes(self) -> int:
@@ -110,27 +154,52 @@ class Schedule:
 
     # What a user does.
 
+    def hindrance(self, name: str) -> Transfer | None:
+        """A transfer of *name* that has to end before it can be created anew or discarded: None where there is none."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.read or entry.write
+
+    def hinders_create(self, name: str, nbytes: int) -> Transfer | None:
+        """A transfer of *name* that has to end before it can be created with *nbytes*; a write from its own room need not."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        if entry.write is not None and (entry.state <= State.READING or entry.size != self._rounded(nbytes)):
+            return entry.write
+        return entry.read
+
     def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
         """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so, `take` hands it out once it is `ready`.
 
+        No transfer that `hinders_create` may be under way.
         Raises: UsageError when *name* is in use, or when there cannot be room, and nothing is changed.
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
         size = self._rounded(nbytes)
-        old = self._entries.get(name)
-        if old is not None:
-            self._check_free(old)
-        if old is not None and old.offset is not None and old.size == size and not old.reading:
-            old.nbytes = old.kept = nbytes  # a write that is under way may go on: the new bytes are written after it
-            old.created = old.dirty = True
-            old.unused = old.write_failed = False
+        entry = self._entries.get(name)
+        if entry is not None:
+            self._check_free(entry)
+            assert self.hinders_create(name, nbytes) is None
+        if entry is not None and entry.size == size:
+            if entry.block is None:
+                self._check_fits(name, nbytes, size)
+            entry.nbytes = nbytes
         else:
             self._check_fits(name, nbytes, size)
-            if old is not None:
+            if entry is not None:
                 self.discard(name)
-            self._entries[name] = _Entry(name, nbytes, nbytes, size, lowest=lowest)
-        self._need(self._entries[name], created=True)
+            kept = self._kept_for.pop(name, None)
+            if kept is not None and kept.size != size:
+                self._lose(kept)
+                kept = None
+            entry = kept or self._new_entry(name, nbytes, size)
+            entry.known = True
+            entry.nbytes = entry.kept = nbytes
+            entry.lowest = lowest
+            self._entries[name] = entry
+            self._placed += entry.block is not None
+        self._need(entry, created=True)
 
     def need(self, name: str) -> None:
         """The bytes of *name* are needed: `plan` brings them, `take` hands them out once it is `ready`.
@@ -139,320 +208,764 @@ class Schedule:
         """
         entry = self._entry(name)
         self._check_free(entry)
-        if entry.offset is None:
+        if entry.block is None:
             self._check_fits(name, entry.nbytes, entry.size)
         entry.read_failed = False
         self._need(entry, created=False)
 
     def ready(self, name: str) -> bool:
-        """Whether the needed value *name* is in memory."""
+        """Whether the needed value *name* can be taken; any value that is not needed: whether its bytes are in memory."""
         entry = self._entries[name]
-        return entry.offset is not None and not entry.reading
+        if entry is self._needed and self._creates and entry.state == State.RESERVED:
+            assert entry.block is not None
+            return all(write.ended for write in entry.block.writes)
+        return entry.state >= State.CLEAN
 
     def take(self, name: str) -> tuple[int, bool]:
         """*name*, which is ready, is in use from now on; its offset, and whether its bytes had to be read for this use."""
         entry = self._entries[name]
-        assert entry.offset is not None
-        was_read = entry.unused
-        entry.in_use, entry.unused, entry.leaving = True, False, False
+        block = entry.block
+        assert block is not None
+        assert entry is self._needed
+        if block.open:
+            self._arena.close(block)
+        self._to(entry, Event.CREATE if self._creates else Event.TAKE)
+        if self._creates:
+            entry.kept = entry.nbytes
+        was_read = entry.unused and not self._creates
+        entry.unused = entry.leaves = False
+        entry.stamp = 0
+        self._not_ahead(entry)
         self._needed = None
-        return entry.offset, was_read
+        self._in_use[name] = entry
+        if not self._stays(entry) and not entry.lowest:
+            entry.passes = True
+            self._in_passing += entry.size
+        if not entry.lowest:
+            self._in_use_bytes += entry.size
+            self._most_in_use = max(self._most_in_use, self._in_use_bytes)
+        return block.start, was_read
 
     def give_up(self, name: str) -> None:
         """*name*, which is not taken, is no longer needed; where it was to be created it is forgotten."""
-        self._needed = None
         entry = self._entries[name]
-        if entry.created and not entry.writing:
+        creates, self._needed, self._obstacle = self._creates, None, None
+        if creates and entry.state <= State.RESERVED and entry.write is None:
             self.discard(name)
+        elif entry.state == State.RESERVED:
+            self._lose(entry)
+        elif entry.state in _IDLE:
+            self._settle(entry)
 
     def release(self, name: str, changed: bool, nbytes: int | None) -> None:
         """The user of *name* is done; where it was *changed*, its first *nbytes* are its value now. Raises: UsageError."""
         entry = self._entry(name)
-        if not entry.in_use:
+        if entry.state < State.USED:
             raise UsageError(f"{name!r} is not in use")
         if nbytes is not None and not 0 <= nbytes <= entry.nbytes:
             raise UsageError(f"{name!r} has room for {entry.nbytes} bytes, not for {nbytes}")
         if changed:
             entry.kept = entry.nbytes if nbytes is None else nbytes
-            entry.dirty = True
-            entry.write_failed = False
-        entry.in_use = entry.created = False
+            self.order.changed(name)
+        self._let_go(entry)
+        self._to(entry, Event.CHANGED if changed else Event.SAME)
         entry.last_use = self._uses
         self._largest = max(self._largest, entry.size)
-        if name in self._streamed:
-            entry.leaving = True
-            self._used_up.append(name)
+        self._settle(entry)
 
     def discard(self, name: str) -> None:
         """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when there is none."""
         entry = self._entry(name)
-        assert not entry.reading
-        assert not entry.writing
-        if entry.offset is not None:
-            self._drop(entry)
+        assert entry.read is None
+        assert entry.write is None
+        if entry.state >= State.USED:
+            self._let_go(entry)
+        self._vacate(entry)
         del self._entries[name]
-        self.order.forget_hint(name)
+        self.order.dropped(name)
+
+    def hint(self, names: Iterable[str]) -> None:
+        """*names* are used next, in this order; unknown ones are passed over, and so is what the order that is followed knows already."""
+        known = [name for name in names if name in self._entries]
+        self.operations += len(known)
+        if self.order.followed:
+            near = self.order.now + 2 * len(known) + _NEWS
+            positions = [self.order.next_use(name) for name in known]
+            if all(position is not None and position < near for position in positions):
+                return
+        waiting = set(self._hints) if len(self._hints) < 2 * len(known) else None
+        self.order.hint(known)
+        self._hints.extend(known if waiting is None else (name for name in known if name not in waiting))
+        if len(self._hints) > 2 * len(self._entries) + 64:  # hinted again and again, and never used
+            self._hints = deque(dict.fromkeys(self._hints))
 
     def step(self) -> None:
-        """A period of the order of use ends here; from what it was follows which values leave as soon as they are used in the next ones."""
-        self.order.step()
-        sizes = [self._rounded(use.nbytes) for use in self.order.round]
-        total = sum(sizes)
-        streamed = set()
-        if total > self.nbytes:
-            share = min((total - self.nbytes + self.lookahead_bytes) / total, 1)
-            owed = 0.0
-            for use, size in zip(self.order.round, sizes, strict=True):
-                owed += share * size
-                if owed >= size / 2:
-                    owed -= size
-                    streamed.add(use.name)
-        self._streamed = frozenset(streamed)
+        """A period of the order of use ends here; from what it was follows which values stay in memory in the next ones."""
+        self._passing_bytes, self._most_in_use = self._most_in_use, self._in_use_bytes
+        forced, self._forced = self._forced, False
+        adopted = self.order.step()
+        if adopted:  # what was read for the order before is no more ahead than all else
+            for entry in self._ahead:
+                self._not_ahead(entry)
+                if entry.state == State.RESERVED and entry is not self._needed:
+                    self._lose(entry)
+            self._ahead.clear()
+            self._cursor = self.order.now
+        if adopted or (forced and self._stay_all):
+            self._choose_residents(packed=forced)
+        self._cursor = max(self._cursor, self.order.now)
 
     # What to transfer.
 
     def plan(self) -> list[Transfer]:
-        """The transfers to start now: they count as under way from here on. Those for the needed value come first, then by the time of need."""
-        transfers: list[Transfer] = []
-        self._in_the_way = []
+        """The transfers to start now: they count as under way from here on."""
         needed = self._needed
-        if needed is not None and needed.offset is None and not needed.read_failed:
-            run = self._room(needed.size, _LAST_RESORT, needed.lowest)
-            if run is not None and not self._settle(needed, run, transfers):
-                self._in_the_way = [member for member in run[1] if member.holds_up]
-        if self._overflowed or (self.order.creates and self.nbytes - self.used_bytes < self.lookahead_bytes):
-            self._look_ahead(transfers)
-        self._let_out(transfers)
-        for entry in self._claims:
-            entry.claimed = 0
-        for hole in self._claimed_holes:
-            self._placed.remove(hole)
-        self._claims, self._claimed_holes = [], []
-        return transfers
+        if needed is not None and self._obstacle is None:
+            self._bring_needed(needed)
+        if needed is None or needed.block is not None:
+            self._look_ahead()
+        return self.decided()
 
-    def waits_for(self, name: str) -> list[str]:
-        """The values whose transfers, under way, keep the needed value *name* from being ready."""
-        return [name] if self._entries[name].reading else [entry.name for entry in self._in_the_way if entry.reading or entry.writing]
+    def decided(self) -> list[Transfer]:
+        """The transfers to start that follow from what was told, without looking for more."""
+        out, self._out = self._out, []
+        return out
+
+    def waits_for(self, name: str) -> list[Transfer]:
+        """The transfers, under way, that keep the needed value *name* from being ready."""
+        entry = self._entries[name]
+        if entry.read is not None:
+            return [*(write for write in entry.read.after if not write.ended), entry.read]
+        if entry.block is not None:
+            return [write for write in entry.block.writes if not write.ended]
+        return [transfer for transfer in self._awaited if not transfer.ended]
 
     def obstacle(self) -> str | None:
         """A value that keeps the needed one from having room, because its write failed; asked for once, it may be tried again."""
-        for entry in self._in_the_way:
-            if entry.write_failed and not entry.writing:
-                entry.write_failed = False
-                return entry.name
-        return None
+        name, self._obstacle = self._obstacle, None
+        return name
 
     def write_all(self, but: set[str]) -> list[Transfer]:
         """Writes, to start now, of every changed value that is neither in use nor under way nor among *but*."""
-        transfers: list[Transfer] = []
-        for entry in self._placed:
-            if entry.dirty and not entry.in_use and not entry.writing and entry.name not in but:
-                self._write(entry, transfers)
-        return transfers
+        for entry in self._entries.values():
+            if entry.state in (State.DIRTY, State.STUCK) and entry.name not in but:
+                self._start_write(entry)
+                self._keep(entry)  # it may leave again where the last write had failed
+        return self.decided()
 
     def resize(self, nbytes: int) -> None:
         """Every value leaves the memory, which has *nbytes* from now on. No transfer may be under way, and nothing in use or changed since its write.
 
         Raises: UsageError when the largest value would not fit.
         """
-        assert not any(entry.in_use or entry.holds_up for entry in self._placed)
         largest = max((entry.size for entry in self._entries.values()), default=0)
         if nbytes < largest:
             raise UsageError(f"a budget of {format_bytes(nbytes)} cannot hold the largest value, which takes {format_bytes(largest)}")
-        for entry in list(self._placed):
-            self._drop(entry)
+        for entry in [*self._entries.values(), *self._kept_for.values()]:
+            assert entry.read is None
+            assert entry.write is None
+            assert entry.state in (State.NOWHERE, State.AWAY, State.RESERVED, State.CLEAN)
+            if entry.block is not None:
+                self._lose(entry)
         self.nbytes = nbytes
+        self._arena = Arena(nbytes)
+        self._heaps = ([], [])
+        self._homes = {}
+        if self.order.learned:
+            self._choose_residents(packed=False)
 
     def in_use(self) -> bool:
         """Whether any value is."""
-        return any(entry.in_use for entry in self._placed)
-
-    def under_way(self, name: str) -> bool:
-        """Whether a transfer of *name* is."""
-        entry = self._entry(name)
-        return entry.reading or entry.writing
+        return bool(self._in_use)
 
     def finished(self, transfer: Transfer, well: bool) -> None:
         """*transfer* has ended. One that failed is not tried again before somebody needs it: see `need`, `obstacle` and `write_all`."""
+        transfer.ended = True
+        if transfer.void:
+            return
         entry = self._entries[transfer.name]
-        if transfer.writes:
-            entry.writing = False
-            if not well:
-                entry.dirty = entry.write_failed = True
-        else:
-            entry.reading = False
-            if not well:
+        if not transfer.writes:
+            entry.read = None
+            self._to(entry, Event.READ_WELL if well else Event.LOST)
+            if well:
+                self._offer_or_keep(entry)
+            else:
                 entry.unused = False
                 entry.read_failed = True
-                self._drop(entry)
+                self._vacate(entry)
+            return
+        entry.write = None
+        if well:
+            self._to(entry, Event.WRITTEN)
+            if entry.state == State.DIRTY:
+                if entry.leaves:
+                    self._leave(entry)
+                else:
+                    self._keep(entry)
+            return
+        if entry.state <= State.READING:
+            self._take_back(entry, transfer)
+        elif entry.block is not None and entry.block.open:
+            self._arena.close(entry.block)
+        self._to(entry, Event.WRITE_FAILED)
+        entry.leaves = False
+        if entry.state == State.DIRTY:
+            self._keep(entry)
 
-    # How.
+    # The states of a value.
 
-    @property
-    def _overflowed(self) -> bool:
-        """Whether some value is not in memory."""
-        return len(self._placed) - len(self._claimed_holes) < len(self._entries)
+    def _let_go(self, entry: _Entry) -> None:
+        del self._in_use[entry.name]
+        if not entry.lowest:
+            self._in_use_bytes -= entry.size
+        if entry.passes:
+            entry.passes = False
+            self._in_passing -= entry.size
+
+    def _to(self, entry: _Entry, event: Event) -> None:
+        state = TABLE[entry.state][event]
+        assert state is not None, f"{event.name} in {entry.state.name}"
+        entry.state = state
+
+    def _new_entry(self, name: str, nbytes: int, size: int) -> _Entry:
+        home = self._homes.get(name)
+        return _Entry(name, nbytes, nbytes, size, home=None if home is None or home[1] != size else home[0])
+
+    def _place(self, entry: _Entry, start: int) -> None:
+        """Give *entry* its room at *start*, which is on offer."""
+        block, lost = self._arena.take(start, entry.size, entry)
+        self.operations += 1 + len(lost)
+        for other in lost:
+            self._forget_room(other)
+            self._to(other, Event.LOST)
+        entry.block = block
+        self._placed += entry.known
+        self.used_bytes += entry.size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._to(entry, Event.ROOM)
+
+    def _lose(self, entry: _Entry) -> None:
+        """*entry*, whose bytes are on the drive or are none, gives its room away."""
+        if entry.read is not None:
+            entry.read.void = True
+            entry.read = None
+            entry.unused = False
+        self._to(entry, Event.LOST)
+        self._vacate(entry)
+
+    def _vacate(self, entry: _Entry) -> None:
+        block = entry.block
+        if block is not None:
+            self._forget_room(entry)
+            self._arena.free(block)
+        elif not entry.known:
+            self._kept_for.pop(entry.name, None)
+
+    def _forget_room(self, entry: _Entry) -> None:
+        entry.block = None
+        entry.stamp = 0
+        entry.leaves = False
+        self._placed -= entry.known
+        self.used_bytes -= entry.size
+        self.dropped_unused += entry.unused
+        entry.unused = False
+        self._not_ahead(entry)
+        if not entry.known:
+            self._kept_for.pop(entry.name, None)
+
+    def _start_read(self, entry: _Entry) -> None:
+        block = entry.block
+        assert block is not None
+        after = [write for write in block.writes if not write.ended]
+        if entry.write is not None and entry.write not in after:
+            after.append(entry.write)
+        entry.read = Transfer(False, entry.name, block.start, entry.kept, entry.size, tuple(after))
+        entry.unused = True
+        self._to(entry, Event.READ)
+        self._out.append(entry.read)
+
+    def _start_write(self, entry: _Entry) -> None:
+        block = entry.block
+        assert block is not None
+        entry.write = Transfer(True, entry.name, block.start, entry.kept, entry.size)
+        block.writes = (entry.write,)
+        self._to(entry, Event.WRITE)
+        self._out.append(entry.write)
+
+    def _leave(self, entry: _Entry) -> None:
+        """Offer the room of *entry*, which is idle; where only memory has its bytes, they are written."""
+        block = entry.block
+        assert block is not None
+        if entry.state == State.DIRTY:
+            self._start_write(entry)
+        if entry.state in _CAN_LEAVE:
+            entry.stamp = 0
+            entry.leaves = False
+            if not block.open:
+                self._arena.open(block)
+        elif entry.state == State.REDIRTY:
+            entry.leaves = True
+
+    def _take_back(self, entry: _Entry, write: Transfer) -> None:
+        """The *write* of *entry* has failed, whose room was given away: who is there has no bytes yet, and goes."""
+        if entry.block is not None:
+            self._lose(entry)
+        start, end = write.offset, write.offset + write.room
+        for block in self._arena.overlapping(start, end):
+            other = block.owner
+            if other is None:
+                continue
+            assert other.state in (State.RESERVED, State.READING)
+            self._lose(other)
+        entry.block, lost = self._arena.take(start, write.room, entry)
+        assert not lost
+        self._placed += 1
+        self.used_bytes += entry.size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    # Who stays, and who leaves.
+
+    def _rank(self, entry: _Entry) -> int:
+        """How late *entry* is used again."""
+        hint = self.order.hinted(entry.name)
+        if hint is not None:
+            return _HINTED + hint
+        position = self.order.next_use(entry.name)
+        return _UNKNOWN + entry.last_use if position is None else position
+
+    def _stays(self, entry: _Entry) -> bool:
+        return self._stay_all or (entry.home is not None and entry.block is not None and entry.block.start == entry.home)
+
+    def _settle(self, entry: _Entry) -> None:
+        """*entry* is idle from now on: it stays, or it leaves."""
+        if self.order.followed:
+            if not self._stays(entry):
+                position = self.order.next_use(entry.name)
+                if position is not None and position >= self._cursor and self.order.hinted(entry.name) is None:
+                    self._leave(entry)
+                    return
+            self._keep(entry)
+            return
+        self._keep(entry)
+        if self._placed < len(self._entries):
+            self._keep_room_on_offer()
+
+    def _offer_or_keep(self, entry: _Entry) -> None:
+        """*entry* was read: for its user, for a use ahead, or in vain."""
+        if entry is self._needed or entry.ahead is not None:
+            self._keep(entry)
+        else:
+            self._settle(entry)
+
+    def _keep(self, entry: _Entry) -> None:
+        """*entry* stays in memory until somebody needs its room more."""
+        if entry is self._needed:
+            return
+        self._stamps += 1
+        entry.stamp = self._stamps
+        heap = self._heaps[self._stays(entry)]
+        heapq.heappush(heap, (-self._rank(entry), self._stamps, entry))
+        if len(heap) > 2 * len(self._entries) + 64:
+            heap[:] = [item for item in heap if item[2].stamp == item[1]]
+            heapq.heapify(heap)
+
+    def _keep_room_on_offer(self) -> None:
+        heap = self._heaps[False]
+        while self._arena.open_bytes < self.lookahead_bytes:
+            victim = self._pop_victim(heap, -1)
+            if victim is None:
+                return
+            self._leave(victim)
+
+    def _pop_victim(self, heap: list[tuple[int, int, _Entry]], beyond: int) -> _Entry | None:
+        """The idle value of *heap* that is used last, if that is later than *beyond*; it is in no heap then."""
+        renewed = 0
+        while heap:
+            key, stamp, entry = heap[0]
+            if entry.stamp != stamp or entry.state not in _CAN_LEAVE or (entry.block is not None and entry.block.open):
+                heapq.heappop(heap)
+                self.operations += 1
+                continue
+            rank = self._rank(entry)
+            self.operations += 1
+            if rank != -key and renewed < 8:
+                renewed += 1
+                self._stamps += 1
+                entry.stamp = self._stamps
+                heapq.heapreplace(heap, (-rank, self._stamps, entry))
+                continue
+            if rank <= beyond:
+                return None
+            heapq.heappop(heap)
+            return entry
+        return None
+
+    def _choose_residents(self, packed: bool) -> None:
+        """Choose who stays in memory, for the order that is expected from now on, and where.
+
+        Where all values fit, each stays where it is, unless they have to be *packed* to find room.
+        """
+        period = self.order.period
+        sizes = {use.name: self._rounded(use.nbytes) for use in period.uses}
+        lowest = max((entry.block.end for entry in self._in_use.values() if entry.lowest and entry.block is not None), default=0)
+        room = self.nbytes - lowest
+        fits = sum(sizes.values()) <= room
+        if fits and not packed:
+            self._stay_all = True
+            if self._homes:
+                self._set_homes({}, 0)
+            return
+        counts = residents.transfers(period, sizes, self.lookahead_bytes)
+        passes = self._passing_bytes + self.lookahead_bytes
+        homes: dict[str, tuple[int, int]] = {}
+        for name in [*sizes] if fits else residents.choose(counts, sizes, room - passes):
+            homes[name] = (lowest, sizes[name])
+            lowest += sizes[name]
+        self._stay_all = False
+        saved = {name: counts.get(name, 0) * size for name, size in sizes.items()}
+        best = sum(saved[name] for name in homes)
+        fit = self._arena.boundary <= self.nbytes - passes and all(sizes.get(name, size) == size for name, (_, size) in self._homes.items())
+        if not fit or packed or sum(saved.get(name, 0) for name in self._homes) < _GOOD_ENOUGH * best:
+            self._set_homes(homes, lowest)
+
+    def _set_homes(self, homes: dict[str, tuple[int, int]], boundary: int) -> None:
+        self._homes = homes
+        self._arena.set_boundary(boundary if homes else 0)
+        idle = []
+        for entry in self._entries.values():
+            self.operations += 1
+            home = homes.get(entry.name)
+            entry.home = None if home is None or home[1] != entry.size else home[0]
+            if entry.state in _IDLE and entry.block is not None and not entry.block.open:
+                idle.append(entry)
+        self._heaps = ([], [])
+        for entry in idle:
+            if not homes or self._stays(entry) or entry.state not in _CAN_LEAVE:
+                self._keep(entry)
+            else:
+                self._leave(entry)  # it is in the way of those that stay, or where others are to pass
+
+    # Making room.
+
+    def _bring_needed(self, entry: _Entry) -> None:
+        """See that the needed *entry* has its room, and that its bytes are on their way."""
+        self._claim(entry)
+        block = entry.block
+        if entry.read_failed and not self._creates:
+            return
+        if block is None:
+            if not self._homes and self._back(entry):
+                return
+            start = self._room(entry, None)
+            if start is None:
+                return
+            self._place(entry, start)
+        if entry.state == State.RESERVED and not self._creates:
+            self._start_read(entry)
+
+    def _claim(self, entry: _Entry) -> None:
+        """*entry* is not on offer any more; but where it is in the way of those that stay, it moves, through the drive."""
+        block = entry.block
+        if block is None:
+            return
+        if block.open:
+            # Who creates it anew does not wait for its write, so that it stays where that is.
+            movable = entry.write is None or entry is not self._needed or not self._creates
+            if self._homes and movable and not self._stays(entry) and self._may_move(entry, block):
+                self._lose(entry)
+                return
+            self._arena.close(block)
+            self._keep(entry)
+        if entry.leaves:
+            entry.leaves = False
+            self._keep(entry)
+
+    def _may_move(self, entry: _Entry, block: _Block) -> bool:
+        """Whether there is room where *entry* belongs, and it is elsewhere."""
+        if entry.home is not None:
+            return self._arena.is_open(entry.home, entry.home + entry.size)
+        return block.start < self._arena.boundary and self._arena.best_fit(entry.size, above=True) is not None
+
+    def _back(self, entry: _Entry) -> bool:
+        """Take back the room from which *entry* is still being written, if nobody else has it."""
+        write = entry.write
+        if write is None or not self._arena.is_open(write.offset, write.offset + write.room):
+            return False
+        entry.block, lost = self._arena.take(write.offset, write.room, entry)
+        assert not lost
+        entry.block.writes = (write,)
+        self._placed += 1
+        self.used_bytes += entry.size
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._to(entry, Event.BACK)
+        self._keep(entry)
+        return True
+
+    def _room(self, entry: _Entry, position: int | None) -> int | None:
+        """Where *entry* can be placed at once; values that are used later than *position* leave for it, or any where it is needed now."""
+        if entry.lowest:
+            return self._lowest(entry.size)
+        if entry.home is not None and self._arena.is_open(entry.home, entry.home + entry.size):
+            return entry.home
+        start = self._arena.best_fit(entry.size, above=True)
+        if start is None and not self._homes and position is None:
+            start = self._arena.best_fit(entry.size, above=False)
+        if start is None:
+            start = self._evict(entry.size, self._heaps[False], position)
+        if start is None and position is None:
+            start = self._arena.best_fit(entry.size, above=False)
+            if start is None:
+                self._forced = True
+                start = self._evict(entry.size, self._heaps[True], None)
+            if start is None:
+                start = self._clear(entry.size, self._longest(entry.size))
+        return start
+
+    def _evict(self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None) -> int | None:
+        """Make those leave who are used last, with their neighbours, until *size* bytes in one piece are on offer; where that is."""
+        beyond = (_HINTED << 1) if position is None else position
+        tried = []
+        found = None
+        while found is None and len(tried) < (_VICTIMS_A_ROOM if position is None else 2):
+            victim = self._pop_victim(heap, beyond)
+            if victim is None:
+                break
+            stretch = self._grow(victim, size, beyond, position is not None)
+            if stretch is None:
+                tried.append(victim)
+                continue
+            found = stretch[0].start
+            for block in stretch:
+                if block.owner is not None and not block.open:
+                    self._leave(block.owner)
+        for entry in tried:
+            self._keep(entry)
+        return found
+
+    def _grow(self, victim: _Entry, size: int, beyond: int, above: bool) -> list[_Block] | None:
+        """The block of *victim* and as many neighbours, those first that are used later, as have *size* bytes; None where that is not to be had."""
+        low = high = victim.block
+        assert low is not None
+        assert high is not None
+        if above and low.start < self._arena.boundary:
+            return None
+        blocks = deque([low])
+        left, right = self._cost(low.previous, beyond, above), self._cost(high.following, beyond, above)
+        while high.end - low.start < size:
+            self.operations += 1
+            if left is None and right is None:
+                return None
+            if right is None or (left is not None and left > right):
+                assert low.previous is not None
+                low = low.previous
+                blocks.appendleft(low)
+                left = self._cost(low.previous, beyond, above)
+            else:
+                assert high.following is not None
+                high = high.following
+                blocks.append(high)
+                right = self._cost(high.following, beyond, above)
+        return list(blocks)
+
+    def _cost(self, block: _Block | None, beyond: int, above: bool) -> int | None:
+        """How late the owner of *block* is used, the later the better it leaves; None where it cannot or must not."""
+        if block is None or (above and block.start < self._arena.boundary):
+            return None
+        if block.open:
+            return _UNKNOWN << 1
+        owner = block.owner
+        assert owner is not None
+        if owner.state not in _CAN_LEAVE or owner is self._needed or (above and self._stays(owner)):
+            return None
+        rank = self._rank(owner)
+        return rank if rank > beyond else None
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Start and end of every stretch of memory between values in use."""
+        found = []
+        position = 0
+        for block in sorted((entry.block for entry in self._in_use.values() if entry.block is not None), key=lambda block: block.start):
+            if block.start > position:
+                found.append((position, block.start))
+            position = block.end
+        if position < self.nbytes:
+            found.append((position, self.nbytes))
+        return found
+
+    def _longest(self, size: int) -> int:
+        return max(self._stretches(), key=lambda stretch: (stretch[1] - stretch[0], -stretch[0]))[0]
+
+    def _lowest(self, size: int) -> int | None:
+        return self._clear(size, next(start for start, end in self._stretches() if end - start >= size))
+
+    def _clear(self, size: int, start: int) -> int | None:
+        """Make everybody leave the *size* bytes from *start*, where nobody is in use; *start* once that is done, None while it takes a wait."""
+        end = start + size
+        self._awaited = []
+        stuck = None
+        for block in self._arena.overlapping(start, end):
+            owner = block.owner
+            self.operations += 1
+            if owner is None or block.open:
+                continue
+            if owner.state == State.STUCK:
+                stuck = owner
+            elif owner.state == State.RESERVED:
+                self._lose(owner)
+            elif owner.state == State.READING:
+                assert owner.read is not None
+                self._awaited += [*(write for write in owner.read.after if not write.ended), owner.read]
+            elif owner.state == State.REDIRTY:
+                assert owner.write is not None
+                self._awaited.append(owner.write)
+            else:
+                self._leave(owner)
+        if stuck is not None and not self._awaited:
+            if stuck is not self._tried_again:
+                self._obstacle = stuck.name
+                self._tried_again = stuck
+                return None
+            self._tried_again = None
+            self._start_write(stuck)
+            self._leave(stuck)
+            return self._clear(size, start)
+        return None if self._awaited else start
+
+    # Looking ahead.
 
     def _need(self, entry: _Entry, created: bool) -> None:
         self._needed = entry
+        entry.stamp = 0  # it does not leave
+        self._creates = created
+        self._obstacle = None
+        self._tried_again = None
+        self._awaited = []
         self._uses += 1
-        self.order.use(Use(entry.name, entry.nbytes, created))
+        order = self.order
+        order.use(entry.name, entry.nbytes, created)
+        if order.full:
+            self.step()
+        if self._cursor < order.now:
+            self._cursor = order.now
+        self._pass_over()
 
-    def _look_ahead(self, transfers: list[Transfer]) -> None:
-        left = self.lookahead_bytes
-        # What is needed later than this is not read yet, however little is read ahead: it would only change places with what has just been used.
-        horizon = max(left, self.nbytes // 2)
-        for distance, use in self.order.upcoming():
-            entry = self._entries.get(use.name)
-            if entry is None and not use.created:
-                continue
-            if entry is not None and (entry.in_use or entry is self._needed or (entry.read_failed and not use.created)):
-                continue
-            size = self._rounded(use.nbytes) if use.created or entry is None else entry.size
-            horizon -= size
-            if horizon < 0:
-                break
-            if entry is not None and entry.offset is not None:
-                if not entry.claimed:
-                    entry.leaving = False
-                if entry.unused:
-                    left -= entry.size
-                continue
-            if size > left:
-                break
-            left -= size
-            run = self._room(size, float(distance))
-            if run is None:
-                break
-            if use.created or entry is None:
-                self._claim(run, size, transfers)
-            else:
-                self._settle(entry, run, transfers)
-        if not self.order.learned and self._overflowed:
-            self._keep_clean(left, transfers)
+    def _pass_over(self) -> None:
+        """What was read or reserved ahead, and not used when it was its turn, waits no longer."""
+        ahead = self._ahead
+        while ahead:
+            entry = ahead[0]
+            if entry.ahead is not None and entry is not self._needed:
+                if entry.ahead >= self.order.now or (entry.ahead < 0 and self.order.hinted(entry.name) is not None):
+                    return
+                self.operations += 1
+                self._not_ahead(entry)
+                if entry.state == State.RESERVED:
+                    self._lose(entry)
+                elif entry.state in _IDLE and entry.block is not None and not entry.block.open:
+                    self._settle(entry)
+            ahead.popleft()
 
-    def _let_out(self, transfers: list[Transfer]) -> None:
-        """Write those of `_used_up` that are still to leave, and are not on their way."""
-        for name in self._used_up:
+    def _not_ahead(self, entry: _Entry) -> None:
+        if entry.ahead is not None:
+            entry.ahead = None
+            self._ahead_bytes -= entry.size
+
+    def _is_ahead(self, entry: _Entry, position: int) -> None:
+        if entry.ahead is None:
+            self._ahead_bytes += entry.size
+            self._ahead.append(entry)
+        entry.ahead = position
+
+    def _look_ahead(self) -> None:
+        """Move the second cursor on, as far as there is room."""
+        hints = self._hints
+        while hints:
+            self.operations += 1
+            name = hints[0]
             entry = self._entries.get(name)
-            if entry is not None and entry.leaving and entry.dirty and not entry.in_use and not entry.writing:
-                self._write(entry, transfers)
-        self._used_up = []
-
-    def _keep_clean(self, nbytes: int, transfers: list[Transfer]) -> None:
-        room = self.nbytes - self.used_bytes
-        for entry in sorted((entry for entry in self._placed if not entry.claimed and self._rank(entry) >= 0), key=self._rank, reverse=True):
-            if room >= nbytes:
+            hint = self.order.hinted(name)
+            if entry is not None and hint is not None and not self._prepare(entry, -1, _HINTED + hint):
                 return
-            room += entry.size
-            if entry.dirty and not entry.writing and not entry.reading:
-                entry.leaving = True
-                self._write(entry, transfers)
+            hints.popleft()
+        order = self.order
+        if not order.followed:
+            return
+        length = len(order.period)
+        last = min(order.now + length, self._cursor + _PLACES_A_CALL)
+        while self._cursor < last:
+            position = self._cursor
+            use = order.at(position)
+            self.operations += 1
+            entry = self._entries.get(use.name)
+            if entry is None:
+                if use.created and use.name not in self._kept_for and not self._reserve(use.name, use.nbytes, position):
+                    return
+            elif use.created and entry is not self._needed and (entry.block is None or entry.block.open):
+                if entry.block is not None and entry.write is not None:
+                    return  # by then it is on offer and written, or needed where it is
+                self._claim(entry)
+                if entry.block is not None:
+                    self._cursor = position + 1
+                    continue
+                if entry.size != self._rounded(use.nbytes):  # it has no other room before it is dropped
+                    self._cursor = position + 1
+                    continue
+                if not self._fits_ahead(entry.size):
+                    return
+                start = self._room(entry, position)
+                if start is None:
+                    return
+                self._place(entry, start)
+                self._is_ahead(entry, position)
+            elif not self._prepare(entry, position, position):
+                return
+            self._cursor = position + 1
 
-    def _settle(self, entry: _Entry, run: tuple[int, list[_Entry]], transfers: list[Transfer]) -> bool:
-        """Give *entry* its place in *run*, and start its read, or make those leave who are there; whether it has its place."""
-        if any(member.holds_up for member in run[1]):
-            self._claim(run, entry.size, transfers)
+    def _fits_ahead(self, size: int) -> bool:
+        """Whether *size* bytes more may be read ahead: where values pass beside those that stay, what is not in use there may all be."""
+        taken = self._ahead_bytes + size
+        return taken <= self.lookahead_bytes or bool(self._homes and taken + self._in_passing <= self.lookahead_bytes + self._passing_bytes)
+
+    def _reserve(self, name: str, nbytes: int, position: int) -> bool:
+        """Keep room for *name*, which is created at *position*; whether the cursor may pass."""
+        size = self._rounded(nbytes)
+        if not self._fits_ahead(size):
             return False
-        for member in run[1]:
-            offset, claimed, member.claimed = member.offset or 0, member.claimed, 0
-            self._drop(member)
-            self._claim_hole(offset, offset + claimed)
-        entry.offset = run[0]
-        self._placed.insert(bisect_left(self._placed, run[0], key=_offset), entry)
-        self.used_bytes += entry.size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        if not entry.created:
-            entry.reading = entry.unused = True
-            transfers.append(Transfer(False, entry.name, run[0], entry.kept))
+        entry = self._new_entry(name, nbytes, size)
+        entry.known = False
+        start = self._room(entry, position)
+        if start is None:
+            return False
+        self._place(entry, start)
+        self._kept_for[name] = entry
+        self._is_ahead(entry, position)
         return True
 
-    def _claim(self, run: tuple[int, list[_Entry]], size: int, transfers: list[Transfer]) -> None:
-        """Keep *run* from those whose turn comes later in this plan, and start the writes that make it room."""
-        start, members = run
-        position = start
-        for member in members:
-            offset = member.offset or 0
-            self._claim_hole(position, offset)
-            position = offset + member.size
-            member.claimed = min(start + size, position) - offset  # what comes next may have the rest
-            member.leaving = True
-            self._claims.append(member)
-            if member.dirty and not member.writing and not member.reading and not member.write_failed:
-                self._write(member, transfers)
-        self._claim_hole(position, start + size)
+    def _prepare(self, entry: _Entry, position: int, rank: int) -> bool:
+        """See that *entry*, which is used at *position*, is in memory then; whether the cursor may pass."""
+        if entry is self._needed or entry.read_failed:
+            return True
+        block = entry.block
+        if block is not None and block.open and self._homes and entry.home is None and block.start < self._arena.boundary:
+            if not self._may_move(entry, block):
+                return False  # where it is it would be in the way of those that stay; it is on offer, but not lost yet
+        self._claim(entry)
+        if entry.block is not None:
+            return True
+        if entry.state != State.AWAY:  # nobody has given it bytes
+            return True
+        if not self._fits_ahead(entry.size):
+            return False
+        if self._homes or not self._back(entry):
+            start = self._room(entry, rank)
+            if start is None:
+                return False
+            self._place(entry, start)
+            self._start_read(entry)
+        self._is_ahead(entry, position)
+        return True
 
-    def _claim_hole(self, start: int, end: int) -> None:
-        if start < end:
-            hole = _Entry("", 0, 0, end - start, offset=start, claimed=end - start)
-            self._placed.insert(bisect_left(self._placed, start, key=_offset), hole)
-            self._claimed_holes.append(hole)
-
-    def _write(self, entry: _Entry, transfers: list[Transfer]) -> None:
-        entry.dirty, entry.writing, entry.write_failed = False, True, False
-        transfers.append(Transfer(True, entry.name, entry.offset or 0, entry.kept))
-
-    def _drop(self, entry: _Entry) -> None:
-        self._placed.remove(entry)
-        self.used_bytes -= entry.size
-        self.dropped_unused += entry.unused
-        entry.offset = None
-        entry.leaving = entry.unused = False
-
-    def _room(self, size: int, beyond: float, lowest: bool = False) -> tuple[int, list[_Entry]] | None:
-        """The offset of the cheapest or *lowest* stretch of *size* bytes, and who has to leave it: only entries with a rank above *beyond*.
-
-        Cheapest is where the soonest to be used again is farthest away, then where nobody need be waited for, then where the fewest bytes leave;
-        then the tightest.
-        """
-        pieces: list[tuple[int, int, float, _Entry | None]] = []
-        position = 0
-        for entry in self._placed:
-            offset = entry.offset or 0
-            if offset > position:
-                pieces.append((position, offset, math.inf, None))
-            position = offset + entry.size
-            if entry.claimed:
-                pieces.append((offset, offset + entry.claimed, _STAYS, entry))
-            if entry.claimed < entry.size:
-                pieces.append((offset + entry.claimed, position, self._rank(entry), entry))
-        if position < self.nbytes:
-            pieces.append((position, self.nbytes, math.inf, None))
-        best: tuple[float, int, int, int] = (math.inf, 0, 0, 0)
-        found = None
-        for first, (start, _, _, _) in enumerate(pieces):
-            soonest, held_up, leaving = math.inf, 0, 0
-            for index in range(first, len(pieces)):
-                _, end, rank, piece = pieces[index]
-                if rank <= beyond or (piece is not None and piece.reading and beyond >= 0):
-                    break
-                soonest = min(soonest, rank)
-                if piece is not None:
-                    held_up += piece.holds_up
-                    leaving += piece.size
-                cost = (-soonest, held_up, leaving, end - start)
-                if found is not None and cost[:3] > best[:3]:
-                    break
-                if end - start >= size:
-                    if found is None or cost < best:
-                        best, found = cost, (start, first, index)
-                    break
-            if lowest and found is not None:
-                break
-        if found is None:
-            return None
-        start, first, last = found
-        return start, [piece[3] for piece in pieces[first : last + 1] if piece[3] is not None]
-
-    def _rank(self, entry: _Entry) -> float:
-        if entry.in_use or entry is self._needed:
-            return _STAYS
-        if entry.write_failed:
-            return _WRITE_FAILED
-        if entry.leaving:
-            return math.inf
-        distance = self.order.next_use(entry.name)
-        return _UNKNOWN + entry.last_use if distance is None else float(distance)
+    # What is asked for.
 
     def _rounded(self, nbytes: int) -> int:
         return max(-(-nbytes // self._granule), 1) * self._granule  # who has no bytes has a place all the same
@@ -464,23 +977,19 @@ class Schedule:
         return entry
 
     def _check_free(self, entry: _Entry) -> None:
-        if entry.in_use:
+        if entry.state >= State.USED:
             raise UsageError(f"{entry.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
         """Raises: UsageError, with what would do, when what is in use leaves no room for *size* bytes."""
-        if self._room(size, _LAST_RESORT) is not None:
+        if self._arena.best_fit(size, above=True) is not None or any(end - start >= size for start, end in self._stretches()):
             return
-        in_use = [entry for entry in self._placed if entry.in_use]
+        in_use = sorted((entry for entry in self._in_use.values()), key=lambda entry: entry.block.start if entry.block is not None else 0)
         used = sum(entry.size for entry in in_use)
-        enough = size + max(((entry.offset or 0) + entry.size for entry in in_use), default=0)
+        enough = size + max((entry.block.end for entry in in_use if entry.block is not None), default=0)
         listed = ", ".join(f"{entry.name!r} ({format_bytes(entry.nbytes)})" for entry in in_use[:8])
         more = f" and {len(in_use) - 8} more" if len(in_use) > 8 else ""
         raise UsageError(
             f"no room for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
             f"{f' by {listed}{more}' if in_use else ''}; release some first, or make the budget at least {enough} bytes"
         )
-
-
-def _offset(entry: _Entry) -> int:
-    return entry.offset or 0

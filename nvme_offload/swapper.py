@@ -7,9 +7,10 @@ import logging
 import operator
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .errors import OffloadError, UsageError, WaitTimeout
 from .schedule import Schedule, Transfer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .pool import PinnedPool
     from .store import StoreTicket, TensorStore
 
-_POLL_SECONDS = 0.001  # how often who waits for one transfer looks at the others: little beside the time that one takes
+_PATIENCE_SECONDS = 5.0  # after which a wait says what it is for; then after twice as long, and so on
 
 _log = logging.getLogger(__name__)
 
@@ -46,13 +47,6 @@ class SwapperStats:
     unused_prefetches: int
 
 
-class _Flight(NamedTuple):
-    """A transfer under way."""
-
-    transfer: Transfer
-    ticket: StoreTicket
-
-
 class TensorSwapper:
     """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where they do not fit.
 
@@ -61,7 +55,8 @@ class TensorSwapper:
     order of need is learned from one `step` to the next, and taken from `prefetch`. With one value in use at a time every budget will do that
     holds the largest. *lookahead_bytes* is how much is read ahead: by default twice the largest value, at most half of the memory.
 
-    All methods may be called from any thread; one that waits for the drive makes the others wait.
+    What comes next starts when the transfers end that it waits for, in the engine's threads: it takes no call. All methods may be called from any
+    thread; one that waits for the drive makes the others wait.
 
     Lifetime: the store and the pool are the caller's, and closed after this. What was not flushed is gone when this is closed.
     Raises: UsageError, as every method that is given a wrong name or size; the drive's errors as said at each.
@@ -78,7 +73,9 @@ class TensorSwapper:
         self._memory: torch.Tensor | None = pool.empty(pool.nbytes, torch.uint8)
         self._lock = threading.RLock()  # for all that follows; held through a whole call, waits included
         self._schedule = Schedule(pool.nbytes, lookahead_bytes)
-        self._flights: dict[str, _Flight] = {}  # by name, the first started first
+        self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers under way
+        self._under_way: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())  # reads and writes, the first started first
+        self._empty: list[Transfer] = []  # reads of no bytes, while they wait for others
         self._on_drive: set[str] = set()  # names that were put into the store
         self._write_errors: dict[str, OffloadError] = {}  # that nobody was told of
         self._read_errors: dict[str, OffloadError] = {}
@@ -100,12 +97,18 @@ class TensorSwapper:
         nbytes = operator.index(nbytes)
         with self._lock:
             self._live()
-            while name in self._flights and (nbytes != self._schedule.size(name) or not self._flights[name].transfer.writes):
-                self._finish(name)
+            while (hindrance := self._schedule.hinders_create(name, nbytes)) is not None:
+                self._start_all(self._schedule.decided())
+                self._finish(hindrance)
             self._schedule.create(name, nbytes, lowest)
             self._write_errors.pop(name, None)  # that value is no more
             self._read_errors.pop(name, None)
-            return self._obtain(name)[0]
+            try:
+                return self._obtain(name)[0]
+            except BaseException:
+                if name not in self._schedule:
+                    self._delete(name)
+                raise
 
     def swap_in(self, name: str) -> torch.Tensor:
         """Bring the value *name* into memory; it is in use. Waits for the drive and for room.
@@ -146,7 +149,7 @@ class TensorSwapper:
         """*names* are used next, in this order; after what was hinted before and is not among them. Never waits; unknown names are passed over."""
         with self._lock:
             self._live()
-            self._schedule.order.hint(name for name in names if name in self._schedule)
+            self._schedule.hint(names)
             self._pump()
 
     def discard(self, name: str) -> None:
@@ -154,14 +157,13 @@ class TensorSwapper:
         with self._lock:
             self._live()
             self._schedule.size(name)  # refuses an unknown one
-            if name in self._flights:
-                self._finish(name)
+            while (hindrance := self._schedule.hindrance(name)) is not None:
+                self._start_all(self._schedule.decided())
+                self._finish(hindrance)
             self._schedule.discard(name)
             self._write_errors.pop(name, None)
             self._read_errors.pop(name, None)
-            if name in self._on_drive:
-                self._on_drive.remove(name)
-                self._delete(name)
+            self._delete(name)
             self._pump()
 
     @property
@@ -185,14 +187,13 @@ class TensorSwapper:
         with self._lock:
             self._live()
             tried: set[str] = set()
-            while True:
-                for transfer in self._schedule.write_all(but=tried):
-                    tried.add(transfer.name)
-                    self._start(transfer)
-                writing = next((name for name, flight in self._flights.items() if flight.transfer.writes), None)
-                if writing is None:
-                    break
-                self._finish(writing)
+            while transfers := [*self._schedule.write_all(but=tried), *self._under_way[True]]:
+                for transfer in transfers:
+                    if transfer not in self._tickets and not transfer.ended:
+                        tried.add(transfer.name)
+                        self._start(transfer)
+                while self._under_way[True]:
+                    self._finish(self._under_way[True][0])
             self._raise_write_errors()
             self._pump()
 
@@ -213,8 +214,7 @@ class TensorSwapper:
             if self._schedule.in_use():
                 raise UsageError("a value is in use, so that the memory cannot be exchanged: release it first")
             self.flush()
-            for name in list(self._flights):
-                self._finish(name)
+            self._finish_all()
             self._memory = None
             made = pool()
             self._schedule.resize(made.nbytes)
@@ -257,10 +257,9 @@ class TensorSwapper:
         with self._lock:
             if self._memory is None:
                 return
-            for name in list(self._flights):
-                self._finish(name)
+            self._finish_all()
             self._memory = None
-            for name in self._on_drive:
+            for name in list(self._on_drive):
                 self._delete(name)
             self._raise_write_errors()
 
@@ -293,11 +292,10 @@ class TensorSwapper:
                     self._pump()  # everybody knows: try it again
                     continue
                 awaited = self._schedule.waits_for(name)
-                first = next(flying for flying in self._flights if flying in awaited)
                 started = time.perf_counter()
-                self._wait_for_any(first)
+                self._finish(awaited[0])
                 seconds = time.perf_counter() - started
-                if first == name:
+                if awaited[-1].name == name and not awaited[-1].writes:
                     self._read_wait_seconds += seconds
                 else:
                     self._room_wait_seconds += seconds
@@ -308,58 +306,101 @@ class TensorSwapper:
         offset, was_read = self._schedule.take(name)
         return self._live()[offset : offset + self._schedule.size(name)], was_read
 
-    def _wait_for_any(self, name: str) -> None:
-        """Return when the transfer of *name* has ended, or another: what can follow that one should not wait for *name*, or one direction stands idle."""
-        ticket = self._flights[name].ticket
-        while not any(flight.ticket.done() for flight in self._flights.values()):
-            try:
-                ticket.wait(_POLL_SECONDS)
-            except WaitTimeout:
-                continue
-            except OffloadError:
-                self._finish(name)  # which keeps the error
-            return
-
     def _pump(self) -> None:
-        """See which transfers have ended, and start those that come next.
-
-        No thread does this while the caller computes. A write and a read are under way by then; that nothing follows them before the next call was
-        measured to cost nothing where the drive is what a step waits for, and at most a sixth where computing takes as long as the transfers,
-        which one more value of lookahead gives back.
-        """
-        for name in [name for name, flight in self._flights.items() if flight.ticket.done()]:
-            self._finish(name)
+        """Note which transfers have ended, the first started first, and start those that come next."""
+        tickets = self._tickets
+        for under_way in self._under_way:
+            while under_way and (under_way[0].ended or tickets[under_way[0]].done()):
+                self._finish(under_way[0])
         while transfers := self._schedule.plan():
-            for transfer in transfers:
-                self._start(transfer)
+            self._start_all(transfers)
+
+    def _start_all(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._start(transfer)
 
     def _start(self, transfer: Transfer) -> None:
-        memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
-        if transfer.nbytes == 0:
-            self._schedule.finished(transfer, well=True)
+        if transfer.void:  # it waits for one that could not even be started
+            self._schedule.finished(transfer, well=False)
             return
+        if transfer.nbytes == 0:
+            if any(not blocker.ended for blocker in transfer.after):
+                self._empty.append(transfer)
+            else:
+                self._schedule.finished(transfer, well=True)
+            return
+        memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
         try:
-            ticket = self._store.put(transfer.name, memory) if transfer.writes else self._store.get(transfer.name, memory)
+            if transfer.writes:
+                ticket = self._store.put(transfer.name, memory)
+                self._on_drive.add(transfer.name)
+            elif transfer.after:
+                after = [self._tickets[blocker] for blocker in transfer.after if not blocker.ended]
+                ticket = self._store.get(transfer.name, memory, after=after)
+            else:
+                ticket = self._store.get(transfer.name, memory)
         except OffloadError as error:
             self._note(transfer, error)
         else:
-            self._flights[transfer.name] = _Flight(transfer, ticket)
-            if transfer.writes:
-                self._on_drive.add(transfer.name)
+            self._tickets[transfer] = ticket
+            self._under_way[transfer.writes].append(transfer)
 
-    def _finish(self, name: str) -> None:
-        """Wait for the transfer of *name*."""
-        flight = self._flights[name]
-        error = None
-        try:
-            flight.ticket.wait()
-        except OffloadError as failure:
-            error = failure
-        del self._flights[name]
-        self._note(flight.transfer, error)
+    def _finish(self, transfer: Transfer) -> None:
+        """Wait for *transfer*, and for all that it waits for; those that have ended are noted, and no more under way."""
+        for blocker in transfer.after:
+            if not blocker.ended:
+                self._finish(blocker)
+        under_way = self._under_way[transfer.writes]
+        ticket = self._tickets.pop(transfer, None)
+        if ticket is not None:
+            error = None
+            try:
+                self._wait(transfer, ticket)
+            except OffloadError as failure:
+                error = failure
+            except BaseException:
+                self._tickets[transfer] = ticket
+                raise
+            self._note(transfer, error)
+        elif not transfer.ended:
+            self._empty.remove(transfer)
+            self._schedule.finished(transfer, well=True)
+        while under_way and under_way[0].ended:
+            under_way.popleft()
+
+    def _finish_all(self) -> None:
+        while any(self._under_way) or self._empty:
+            for transfers in (*self._under_way, self._empty):
+                while transfers:
+                    self._finish(transfers[0])
+            self._start_all(self._schedule.decided())
+
+    def _wait(self, transfer: Transfer, ticket: StoreTicket) -> None:
+        """Wait for *ticket*, and say so where that takes long. Raises: OffloadError."""
+        patience, waited = _PATIENCE_SECONDS, 0.0
+        while True:
+            try:
+                ticket.wait(patience)
+                return
+            except WaitTimeout:
+                waited += patience
+                patience = waited
+                what = "write" if transfer.writes else "read"
+                _log.warning(
+                    "waiting for the drive for %.0f s: the %s of %s of %r; %d transfers of %s are under way",
+                    waited,
+                    what,
+                    format_bytes(transfer.nbytes),
+                    transfer.name,
+                    len(self._tickets) + 1,
+                    format_bytes(transfer.nbytes + sum(other.nbytes for other in self._tickets)),
+                )
 
     def _note(self, transfer: Transfer, error: OffloadError | None) -> None:
+        void = transfer.void
         self._schedule.finished(transfer, well=error is None)
+        if void:  # one that it waited for has failed, which says why
+            return
         if error is None:
             self._bytes[transfer.writes] += transfer.nbytes
             self._write_errors.pop(transfer.name, None)
@@ -372,8 +413,10 @@ class TensorSwapper:
             self._read_errors[transfer.name] = error
 
     def _delete(self, name: str) -> None:
-        if name in self._store:  # not where its only write failed
-            self._store.delete(name)
+        if name in self._on_drive:
+            self._on_drive.remove(name)
+            if name in self._store:  # not where its only write failed
+                self._store.delete(name)
 
     def _raise_write_errors(self) -> None:
         errors = list(self._write_errors.values())

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from nvme_offload.access_order import AccessOrder, Use
 from nvme_offload.errors import UsageError
 from nvme_offload.schedule import Schedule, Transfer
 from nvme_offload.zero3.sub_groups import Footprint, cut
@@ -38,6 +37,7 @@ class Machine:
         self.drive: dict[str, int] = {}
         self.truth: dict[str, int] = {}
         self.held: dict[str, Held] = {}
+        self.written_in_use: set[str] = set()
         self.versions = 0
         self.reads = 0
         self.writes = 0
@@ -57,35 +57,63 @@ class Machine:
 
     def start(self) -> None:
         while transfers := self.schedule.plan():
-            for transfer in transfers:
-                assert transfer.name not in {other.name for other in self.flying}
-                taken = set(self.pages(transfer.offset, transfer.nbytes))
-                if not transfer.writes:
-                    for other in self.flying:
-                        assert not taken & set(self.pages(other.offset, other.nbytes))
-                    for held in self.held.values():
-                        assert not taken & set(self.pages(held.offset, held.nbytes))
-                    for page in taken:  # neither the old bytes nor the new ones
-                        self.memory[page] = ("", 0)
-                self.flying.append(transfer)
+            self.start_all(transfers)
         assert self.schedule.used_bytes <= self.schedule.nbytes
 
+    def start_all(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            others = [other for other in self.flying if other not in transfer.after]
+            assert transfer.name not in {other.name for other in others}
+            assert all(blocker.writes for blocker in transfer.after)
+            taken = set(self.pages(transfer.offset, transfer.nbytes))
+            if not transfer.writes:
+                for other in others:
+                    assert not taken & set(self.pages(other.offset, other.nbytes))
+                for held in self.held.values():
+                    assert not taken & set(self.pages(held.offset, held.nbytes))
+            self.flying.append(transfer)
+            self.touch(transfer)
+
+    def runs(self, transfer: Transfer) -> bool:
+        """Whether it has started, since all that it waits for has ended."""
+        return all(blocker.ended for blocker in transfer.after)
+
+    def touch(self, transfer: Transfer) -> None:
+        if not transfer.writes and self.runs(transfer):
+            for page in self.pages(transfer.offset, transfer.nbytes):  # neither the old bytes nor the new ones
+                self.memory[page] = ("", 0)
+
     def end(self, transfer: Transfer, well: bool = True) -> None:
+        for blocker in transfer.after:
+            if not blocker.ended:
+                self.end(blocker)
         self.flying.remove(transfer)
         if transfer.writes:
             owners = {self.memory[page] for page in self.pages(transfer.offset, transfer.nbytes)}
-            # Torn where the user changes it meanwhile: then it is no value.
-            self.drive[transfer.name] = owners.pop()[1] if well and len(owners) == 1 and transfer.name not in self.held else -1
+            self.drive[transfer.name] = owners.pop()[1] if well and len(owners) == 1 else -1
+            if transfer.name in self.held:
+                self.written_in_use.add(transfer.name)
             self.writes += 1
         else:
             self.reads += 1
             if well:
                 self.fill(transfer.name, transfer.offset, transfer.nbytes, self.drive[transfer.name])
         self.schedule.finished(transfer, well)
+        for other in list(self.flying):
+            if other.void:  # it waited for what has failed
+                assert not well
+                assert transfer in other.after
+                self.flying.remove(other)
+                self.schedule.finished(other, False)
+            elif transfer in other.after:
+                assert well, "something waits for what has failed"
+                self.touch(other)
 
     def end_any(self, well: bool = True) -> None:
-        if self.flying:
-            self.end(self.random.choice(self.flying), well)
+        running = [transfer for transfer in self.flying if self.runs(transfer)]
+        assert bool(running) == bool(self.flying)
+        if running:
+            self.end(self.random.choice(running), well)
             self.start()
 
     def obtain(self, name: str) -> None:
@@ -95,9 +123,10 @@ class Machine:
             if self.schedule.obstacle() is not None:  # once more
                 self.start()
                 continue
-            awaited = [transfer for transfer in self.flying if transfer.name in self.schedule.waits_for(name)]
+            awaited = [transfer for transfer in self.schedule.waits_for(name) if self.runs(transfer)]
             assert awaited, "nothing under way would end the wait"
-            self.end(self.random.choice([*awaited, *self.flying]))
+            assert all(transfer in self.flying for transfer in awaited)
+            self.end(self.random.choice([*awaited, *(transfer for transfer in self.flying if self.runs(transfer))]))
             self.start()
         offset, _ = self.schedule.take(name)
         nbytes = self.schedule.size(name)
@@ -106,8 +135,9 @@ class Machine:
         self.held[name] = Held(offset, nbytes, self.truth.get(name, 0))
 
     def create(self, name: str, nbytes: int) -> None:
-        while name in self.schedule and self.schedule.under_way(name):
-            self.end(next(transfer for transfer in self.flying if transfer.name == name))
+        while (hindrance := self.schedule.hinders_create(name, nbytes)) is not None:
+            self.start_all(self.schedule.decided())
+            self.end(hindrance)
         self.schedule.create(name, nbytes)
         self.drive.pop(name, None)
         self.obtain(name)
@@ -121,6 +151,8 @@ class Machine:
 
     def change(self, name: str) -> None:
         self.versions += 1
+        if name in self.written_in_use:  # while it was being changed: what was written is no value
+            self.drive[name] = -1
         self.truth[name] = self.held[name].version = self.versions
         self.fill(name, self.held[name].offset, self.held[name].nbytes, self.versions)
 
@@ -128,14 +160,17 @@ class Machine:
         if changed:
             self.change(name)
         held = self.held.pop(name)
+        self.written_in_use.discard(name)
         assert self.holds(name, held.offset, held.nbytes, held.version), "touched while in use"
         self.schedule.release(name, changed, None)
         self.start()
 
     def discard(self, name: str) -> None:
-        while self.schedule.under_way(name):
-            self.end(next(transfer for transfer in self.flying if transfer.name == name))
+        while (hindrance := self.schedule.hindrance(name)) is not None:
+            self.start_all(self.schedule.decided())
+            self.end(hindrance)
         self.held.pop(name, None)
+        self.written_in_use.discard(name)
         del self.truth[name]
         self.drive.pop(name, None)
         self.schedule.discard(name)
@@ -168,7 +203,7 @@ def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, m
         elif step == "end":
             machine.end_any(bool(detail))
         elif step == "hint":
-            machine.schedule.order.hint(iter(name))
+            machine.schedule.hint(name)
             machine.start()
         elif step == "discard":
             if name in machine.truth:
@@ -245,11 +280,15 @@ class Timed:
         self.schedule = schedule
         self.speed = pages_a_second * PAGE
         self.now = 0.0
+        self.queued: list[Transfer] = []  # that wait for others
         self.flying: list[tuple[Transfer, list[float]]] = []
 
     def start(self) -> None:
         while transfers := self.schedule.plan():
-            self.flying += [(transfer, [float(transfer.nbytes)]) for transfer in transfers]
+            self.queued += transfers
+        for transfer in [transfer for transfer in self.queued if all(blocker.ended for blocker in transfer.after)]:
+            self.queued.remove(transfer)
+            self.flying.append((transfer, [float(transfer.nbytes)]))
 
     def wait(self) -> None:
         """Until the next transfer has ended."""
@@ -266,6 +305,9 @@ class Timed:
             for transfer in [transfer for transfer, left in self.flying if left[0] < 1]:
                 self.schedule.finished(transfer, True)
             self.flying = [(transfer, left) for transfer, left in self.flying if left[0] >= 1]
+            for transfer in [transfer for transfer in self.queued if all(blocker.ended for blocker in transfer.after)]:
+                self.queued.remove(transfer)  # without anybody calling
+                self.flying.append((transfer, [float(transfer.nbytes)]))
         self.now = end
 
     def use(self, name: str, seconds: float, changed: bool) -> None:
@@ -311,87 +353,6 @@ def test_unchanged_values_are_written_once():
     counts = cycle([f"n{number}" for number in range(9)], memory=4, lookahead=1, changed=False)
     assert sum(writes for _, writes in counts) <= 9
     assert counts[-1][1] == 0
-
-
-def order_of(names: str) -> AccessOrder:
-    order = AccessOrder()
-    for name in names:
-        order.use(Use(name, 1, False))
-    order.step()
-    return order
-
-
-def upcoming(order: AccessOrder) -> str:
-    return "".join(use.name for _, use in order.upcoming())
-
-
-def test_nothing_is_predicted_before_a_period_is_over():
-    order = AccessOrder()
-    order.use(Use("a", 1, False))
-    assert not order.learned
-    assert order.next_use("a") is None
-    assert list(order.upcoming()) == []
-
-
-def test_a_period_predicts_the_next():
-    order = order_of("abcba")
-    assert upcoming(order) == "abc"
-    order.use(Use("a", 1, False))
-    assert [(distance, use.name) for distance, use in order.upcoming()] == [(0, "b"), (1, "c"), (3, "a")]
-    assert [order.next_use(name) for name in "abcx"] == [3, 0, 1, None]
-
-
-@pytest.mark.parametrize(
-    ("learned", "used", "then"),
-    [
-        ("abcdef", "ab", "cdefab"),
-        ("abcdef", "abx", "cdefab"),  # something new changes nothing
-        ("abcdef", "abd", "efabcd"),  # one left out
-        ("abcdef", "abfab", "cdefab"),  # back to the beginning
-        ("abccba", "abca", "abc"),  # the forward pass once more: at first it looks like the end of the backward pass
-        ("abccba", "abcab", "cba"),
-    ],
-)
-def test_another_order_is_followed_as_soon_as_it_is_known_again(learned, used, then):
-    order = order_of(learned)
-    for name in used:
-        order.use(Use(name, 1, False))
-    assert upcoming(order) == then
-
-
-def test_hints_come_first_and_are_over_with_their_use():
-    order = order_of("abcd")
-    order.hint(iter("dz"))
-    assert upcoming(order) == "dzabc"
-    assert [order.next_use(name) for name in "dza"] == [0, 1, 2]
-    order.hint(iter("zc"))
-    assert upcoming(order) == "dzcab"
-    order.use(Use("z", 1, False))  # d was not needed
-    assert upcoming(order) == "cabd"
-    assert order.next_use("c") == 0
-
-
-def test_hints_that_nobody_follows_are_forgotten_after_the_next_period():
-    order = order_of("ab")
-    order.hint(iter("z"))
-    order.step()
-    assert upcoming(order) == "zab"
-    order.step()
-    assert upcoming(order) == "ab"
-
-
-@settings(deadline=None)
-@given(periods=st.lists(st.text("abcdef", max_size=12), max_size=5), hints=st.text("abcdefg", max_size=6))
-def test_distances_agree_with_the_order(periods, hints):
-    order = AccessOrder()
-    for period in periods:
-        for name in period:
-            order.use(Use(name, 1, False))
-        order.step()
-    order.hint(iter(hints))
-    ahead = [(distance, use.name) for distance, use in order.upcoming()]
-    assert ahead == sorted(ahead, key=lambda one: one[0])
-    assert {name: distance for distance, name in ahead} == {name: order.next_use(name) for name in "abcdefg" if order.next_use(name) is not None}
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -452,6 +413,8 @@ def test_several_that_are_created_share_the_room_of_one_that_leaves():
                 machine.create(name, 4 * PAGE)
             machine.release(name, changed=True)
         machine.schedule.step()
+        while machine.flying:
+            machine.end_any()
         counts.append((machine.reads, machine.writes))
     # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes places with two more.
     assert counts[-1][0] - counts[-2][0] <= 4
@@ -487,7 +450,7 @@ def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumul
     for index, numel in enumerate(numels):
         machine.create(f"states{index}", 12 * numel + 256)
         machine.release(f"states{index}", changed=True)
-    for _ in range(3):
+    for _ in range(4):
         for micro in range(accumulation):
             forward_or_backward(itertools.chain.from_iterable(groups))
             for index, group in reversed([*enumerate(groups)]):
@@ -545,7 +508,7 @@ def test_what_reading_ahead_brings_pushes_out_nothing_that_is_needed_sooner():
     while machine.flying:
         machine.end_any()
     here = [name for name in "abc" if machine.schedule.ready(name)]
-    machine.schedule.order.hint(iter([*here, *(name for name in "abc" if name not in here)]))
+    machine.schedule.hint([*here, *(name for name in "abc" if name not in here)])
     assert machine.schedule.plan() == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -45,14 +45,15 @@ class LateTicket:
         self.chance = chance
         self.ticket: StoreTicket | None = None
 
+    def started(self) -> StoreTicket:
+        self.ticket = self.ticket or self.transfer()
+        return self.ticket
+
     def done(self) -> bool:
-        if self.ticket is None and self.chance.random() < 0.05:
-            self.ticket = self.transfer()
-        return self.ticket is not None
+        return (self.ticket is not None or self.chance.random() < 0.05) and self.started().done()
 
     def wait(self, timeout: float | None = None) -> int:
-        self.ticket = self.ticket or self.transfer()
-        return self.ticket.wait(timeout)
+        return self.started().wait(timeout)
 
 
 class LateStore:
@@ -65,8 +66,9 @@ class LateStore:
     def put(self, name: str, tensor: torch.Tensor) -> LateTicket:
         return LateTicket(partial(self.store.put, name, tensor), self.chance)
 
-    def get(self, name: str, out: torch.Tensor) -> LateTicket:
-        return LateTicket(partial(self.store.get, name, out), self.chance)
+    def get(self, name: str, out: torch.Tensor, *, after: Sequence[LateTicket] = ()) -> LateTicket:
+        blockers = list(after)
+        return LateTicket(lambda: self.store.get(name, out, after=[blocker.started() for blocker in blockers]), self.chance)
 
     def delete(self, name: str) -> None:
         self.store.delete(name)

@@ -90,7 +90,7 @@ def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(make_swappe
     misses = after.misses - before.misses
     assert (count - values) * steps <= misses <= (count - values + streams) * steps
     assert after.hits - before.hits == count * steps - misses
-    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + ahead  # what is read for the next step already
+    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + streams  # what is read for the next step already
     assert after.unused_prefetches == 0
     assert after.peak_bytes <= values * SIZE
 
