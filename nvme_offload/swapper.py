@@ -340,6 +340,9 @@ class TensorSwapper:
             else:
                 ticket = self._store.get(transfer.name, memory)
         except OffloadError as error:
+            for blocker in transfer.after:
+                if blocker.name == transfer.name and not blocker.ended:
+                    self._finish(blocker)  # whose failure the store told, perhaps
             self._note(transfer, error)
         else:
             self._tickets[transfer] = ticket

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nvme_offload._aio import FaultKind
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine
-from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError, UsageError
+from nvme_offload.errors import CancelledError, IOFailure, NoSpaceError, OffloadError, UsageError
 from nvme_offload.pool import PinnedPool
 from nvme_offload.store import StoreTicket, TensorStore
 from nvme_offload.swapper import TensorSwapper
@@ -44,15 +44,30 @@ class LateTicket:
         self.transfer = transfer
         self.chance = chance
         self.ticket: StoreTicket | None = None
+        self.refusal: OffloadError | None = None
+
+    def start(self) -> None:
+        if self.ticket is None and self.refusal is None:
+            try:
+                self.ticket = self.transfer()
+            except OffloadError as refusal:
+                self.refusal = refusal
 
     def started(self) -> StoreTicket:
-        self.ticket = self.ticket or self.transfer()
+        self.start()
+        if self.ticket is None:
+            raise CancelledError("a transfer that it was to follow failed", operation="read", path="", offset=0, nbytes=0, done=0)
         return self.ticket
 
     def done(self) -> bool:
-        return (self.ticket is not None or self.chance.random() < 0.05) and self.started().done()
+        if self.ticket is None and self.refusal is None and self.chance.random() < 0.05:
+            self.start()
+        return self.refusal is not None or (self.ticket is not None and self.ticket.done())
 
     def wait(self, timeout: float | None = None) -> int:
+        self.start()
+        if self.refusal is not None:
+            raise self.refusal
         return self.started().wait(timeout)
 
 
