@@ -17,7 +17,8 @@ _ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its
 
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next.
+    """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next, and *updates*
+    how often its states have changed.
 
     *traits*: of the optimizer's class with parameters like this one.
     """
@@ -27,6 +28,8 @@ class Weight:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     seen: tuple[int, int] | None = None
     changes: int = 0
+    updates: int = 0
+    shown: Any = None  # the `ShownState`, once there is one
 
     @property
     def states(self) -> dict[str, Any]:
@@ -50,6 +53,7 @@ class Weight:
         if always or self.parameter.grad is not None:
             torch.autograd.graph.increment_version(self.parameter)
         self.seen = self._now()
+        self.updates += 1
 
     def _now(self) -> tuple[int, int]:
         return self.parameter._version, local(self.parameter).data_ptr()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -25,9 +27,9 @@ from .backward import BackwardUpdates, await_copy, clear_spent
 from .budget import Budget
 from .bundles import Bundle, Weight, like, local
 from .options import StepOptions, first_tensor, materialised, same
-from .stand_ins import StateOnDrive
+from .stand_ins import ShownState, StateOnDrive, is_on_drive
 from .stats import UpdateClock, UpdateStats
-from .update import Updater
+from .update import MASTER, Updater
 
 _SEEDS = 1 << 20  # that each step has for its bundles
 
@@ -57,7 +59,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are reached here.
 
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
-    `state` has what is small, and stand-ins for the rest; `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
+    `state` has what is small, and stand-ins for the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done there and
+    then or before the next step. `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
     which 16-bit parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
 
     A step that raises an error of the drive has updated some parameters and not others: calling `step` again, with the same gradients, goes on with
@@ -93,6 +96,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._backward = BackwardUpdates(self, self._updated, vouched=step_in_backward == "local") if step_in_backward else None
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
+        self._source = weakref.ref(self)
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
@@ -401,27 +405,64 @@ class NVMeOptimizer(torch.optim.Optimizer):
         for piece in bundle.pieces:
             weight = piece.weight
             if piece is weight.pieces[0]:
+                if weight.shown is None:
+                    weight.shown = ShownState(weight, saved.check)
+                content = dict(piece.states)
                 for key, dtype in saved.travelling(bundle, piece).items():
-                    piece.states[key] = like(weight.parameter, StateOnDrive(weight, key, dtype))
-                if piece.states:
-                    self.state[weight.parameter] = piece.states
+                    form = saved.form(weight, key, dtype)
+                    shown = weight.shown.get(key)
+                    if is_on_drive(shown) and (local(shown).dtype, local(shown).stride(), local(shown).key) == (form.dtype, form.stride(), key):
+                        content[key] = shown
+                    else:
+                        content[key] = like(weight.parameter, StateOnDrive(self._source, weight, key, form, bundle.device))
+                weight.shown.show(content)
+                if content:
+                    self.state[weight.parameter] = weight.shown
 
     def _take_up_states(self) -> None:
-        """Take what somebody has put into `state`, as `ZeroRedundancyOptimizer` does when it loads, and let go of what somebody has taken out."""
+        """Take what somebody has put into `state`, and let go of what somebody has taken out."""
         given = {}
         for weight in self._weights:
             state = self.state.get(weight.parameter, {})
-            if state is not weight.states and (state or weight.states):
+            if bool(state) if weight.shown is None else weight.shown.differs_from(state):
                 saved.check(state, weight)
-                given[weight] = state
+                given[weight] = dict(state)
         if given:
             self._restore(given)
+        if not self._updated:  # what is small is shown of the first piece alone, where somebody may have changed it in place
+            for weight in self._weights:
+                for piece in weight.pieces[1:]:
+                    piece.states.update(copy.deepcopy(weight.states))
+
+    def read_state(self, weight: Weight, key: str) -> torch.Tensor:
+        """A copy of a state on the drive: for what `state` has in its place."""
+        with self._lock:
+            self._check_usable()
+            self._updater.drain()
+            dtype = saved.travelling(weight.pieces[0].bundle, weight.pieces[0]).get(key)
+            if dtype is None:
+                raise UsageError(f"the parameter has no state {key!r} any more")
+            form = saved.form(weight, key, dtype)
+            whole = torch.empty_strided(form.shape, form.stride(), dtype=dtype)
+            for piece in weight.pieces:
+                with self._updater.reading(piece.bundle) as (master, states):
+                    flat = master if key == MASTER else states[key]
+                    assert flat is not None
+                    whole.as_strided((whole.numel(),), (1,))[piece.start : piece.stop].copy_(piece.flat_within(flat))
+            return whole.to(weight.pieces[0].bundle.device)
+
+    def write_state(self, weight: Weight, key: str, values: torch.Tensor) -> None:
+        """Put a state on the drive: for what `state` has in its place."""
+        with self._lock:
+            self._take_up_states()
+            self._restore({weight: {**weight.shown, key: values}})
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
         self._updater.drain()
         self._broken = "states were being loaded"
         for weight in given:
             self.state.pop(weight.parameter, None)
+            weight.updates += 1
         for bundle in self._bundles:
             if any(piece.weight in given for piece in bundle.pieces):
                 saved.restore(self._updater, bundle, given, self.param_groups)

@@ -61,15 +61,13 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
 
     def tensor(weight: Weight, key: str) -> torch.Tensor:
         offset, dtype = places[weight, key]
-        shape = local(weight.parameter).shape
+        shape, strides = local(weight.parameter).shape, form(weight, key, dtype).stride()
         flat = torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset) if shape.numel() else torch.empty(0, dtype=dtype)
-        whole = weight.pieces[0].is_whole
-        strides = weight.pieces[0].keys.get(key, weight.pieces[0].strides)
-        return like(weight.parameter, flat.as_strided(shape, strides) if whole else flat.view(shape))
+        return like(weight.parameter, flat.as_strided(shape, strides))
 
     collected: dict[Weight, State] = {weight: {} for weight in weights}
     for weight in weights:
-        collected[weight].update({key: copy.deepcopy(value) for key, value in weight.states.items() if not is_on_drive(value)})
+        collected[weight].update(copy.deepcopy(weight.states))
     for weight, key in places:
         collected[weight][key] = tensor(weight, key)
     return [collected[weight] for weight in weights]
@@ -95,7 +93,7 @@ def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], gro
         if piece.weight in given:
             state = given[piece.weight]
             parts = {key: value for key, value in state.items() if key == MASTER or stands_for_each(key, value, piece.weight)}
-            sources[piece] = {key: kept[piece][key] if is_on_drive(value) else piece.of(local(value)) for key, value in parts.items()}
+            sources[piece] = {key: kept[piece][_stand_in(value).key] if is_on_drive(value) else piece.of(local(value)) for key, value in parts.items()}
             piece.states = {key: _small(key, value, piece, groups[piece.group]) for key, value in state.items() if key not in parts}
             piece.keys = {key: dense_strides(value) for key, value in sources[piece].items() if key != MASTER}
             piece.stepped = bool(state)
@@ -126,9 +124,10 @@ def check(state: Any, weight: Weight) -> None:
         raise UsageError(f"the state of a parameter must be a dictionary, not {type(state).__name__}")
     own = local(weight.parameter).shape
     for value in filter(is_on_drive, state.values()):
-        stand_in = local(value)
-        assert isinstance(stand_in, StateOnDrive)
-        if stand_in.weight is not weight or stand_in.key not in weight.pieces[0].keys | {MASTER}:
+        stand_in = _stand_in(value)
+        if not stand_in.is_current or stand_in.shape != own:
+            raise UsageError("a state that was moved before an update, or a part of one, cannot be put into state: put in a clone()")
+        if stand_in.weight is not weight or stand_in.key not in {*weight.pieces[0].keys, MASTER}:
             raise UsageError("a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()")
     for key, value in state.items():
         if (key == MASTER or key in weight.traits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
@@ -137,6 +136,12 @@ def check(state: Any, weight: Weight) -> None:
                 f"the loaded {key!r} has the shape {shape} where the parameter has {list(own)} on this rank: load what the same model saved, "
                 "cut over as many ranks in the same way, or load it through torch.distributed.checkpoint"
             )
+
+
+def _stand_in(value: Any) -> StateOnDrive:
+    stand_in = local(value)
+    assert isinstance(stand_in, StateOnDrive)
+    return stand_in
 
 
 def steps(state: Mapping[str, Any]) -> int:
@@ -157,6 +162,13 @@ def travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
         return {}
     found = {key: slot.dtype for key, slot in layout.states.items() if key in piece.keys}
     return found | {MASTER: master_dtype(bundle.dtype)} if layout.master is not None and piece.stepped else found
+
+
+def form(weight: Weight, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without memory that is like the state *key* of the part of *weight* on this rank."""
+    part, first = local(weight.parameter), weight.pieces[0]
+    strides = first.keys.get(key, first.strides) if first.is_whole else dense_strides(part)
+    return torch.empty_strided(part.shape, strides, dtype=dtype, device="meta")
 
 
 def _small(key: str, value: Any, piece: Piece, group: Mapping[str, Any]) -> Any:

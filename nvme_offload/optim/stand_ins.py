@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
 from .bundles import local
@@ -12,7 +16,7 @@ from .bundles import local
 if TYPE_CHECKING:
     from .bundles import Weight
 
-_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+_MOVE = torch.ops.aten._to_copy.default
 
 
 class SpentGradient(torch.Tensor):
@@ -37,34 +41,170 @@ class SpentGradient(torch.Tensor):
         )
 
 
+class StateSource(Protocol):
+    """Where the values of `StateOnDrive` are."""
+
+    def read_state(self, weight: Weight, key: str) -> torch.Tensor:
+        """A copy of the state *key* of *weight*, on the device of the parameter. Raises: UsageError where there is none."""
+
+    def write_state(self, weight: Weight, key: str, values: torch.Tensor) -> None:
+        """Give *weight* the *values* for its state *key*. Raises: UsageError."""
+
+
 class StateOnDrive(torch.Tensor):
-    """The state *key* of *weight*: copies stand for the same, and so do those on another device; every other use says where the values are."""
+    """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in place changes those on the drive, also through views.
+
+    What was moved to another device or dtype stays on the drive until it is used, which can be no later than the next update: `clone` brings the values.
+    """
 
     weight: Weight
     key: str
+    source: weakref.ref[StateSource]
+    ways: tuple[Callable[[torch.Tensor], Any], ...]  # from the state to what this is of it
+    updates: int | None  # of the weight, when this was moved; None for the state itself, whatever it is by then
 
     @staticmethod
-    def __new__(cls: Any, weight: Weight, key: str, dtype: torch.dtype) -> Any:
-        """Stand for it as it is on this rank."""
-        part = local(weight.parameter)
-        made = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=dtype, device=part.device)
-        made.weight, made.key = weight, key
+    def __new__(
+        cls: Any,
+        source: weakref.ref[StateSource],
+        weight: Weight,
+        key: str,
+        form: torch.Tensor,
+        device: torch.device,
+        ways: tuple[Callable[[torch.Tensor], Any], ...] = (),
+        updates: int | None = None,
+    ) -> Any:
+        """Stand for it as it is on this rank, with the shape, the strides and the dtype of *form*."""
+        made = torch.Tensor._make_wrapper_subclass(cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device)
+        made.source, made.weight, made.key, made.ways, made.updates = source, weight, key, ways, updates
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<state {self.key!r} of shape {list(self.shape)}, on a drive>"
 
     def __deepcopy__(self, memo: Any) -> StateOnDrive:
-        return self  # torch's copies *weight*, too
+        return self._by(_MOVE, (self,), {})  # torch's copies *weight*, too
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no update has come between a move and now."""
+        return self.updates in (None, self.weight.updates)
+
+    def load(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the values of the state, and what this is of it: a view, unless it was moved. Raises: UsageError."""
+        source = self.source()
+        if source is None:
+            raise UsageError(f"the NVMeOptimizer that the state {self.key!r} was of is gone")
+        if not self.is_current:
+            raise UsageError(f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them")
+        whole = part = source.read_state(self.weight, self.key)
+        for way in self.ways:
+            part = way(part)
+        return whole, part
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Copy the stand-in, or refuse. Raises: UsageError."""
-        if function in _COPIES:
-            return cls(args[0].weight, args[0].key, args[0].dtype)
-        raise UsageError(f"{function} wants a state that NVMeOptimizer has on a drive: take it from state_dict(), and give it back by load_state_dict()")
+        """Do it with the values. Raises: UsageError."""
+        kwargs = kwargs or {}
+        if (function.is_view or function is _MOVE) and isinstance(args[0], cls):
+            return args[0]._by(function, args, kwargs)
+        loaded: dict[int, tuple[StateOnDrive, torch.Tensor, torch.Tensor]] = {}
+
+        def values(one: StateOnDrive) -> torch.Tensor:
+            if id(one) not in loaded:
+                loaded[id(one)] = one, *one.load()
+            return loaded[id(one)][2]
+
+        changed = _written(function, args, kwargs)
+        if any(one.updates is not None for one in changed):
+            raise UsageError(f"{function} would change a copy of a state that is still on the drive: clone() it, and put that into state")
+        given, named = tree_map_only(cls, values, (args, kwargs))
+        result = function(*given, **named)
+        for one in changed:
+            source = one.source()
+            assert source is not None
+            source.write_state(one.weight, one.key, loaded[id(one)][1])
+        originals = {id(part): one for one, _, part in loaded.values()}
+        return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+
+    def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What *function*, a view or a move, makes of this."""
+        rest = args[1:]
+        updates = self.weight.updates if function is _MOVE and self.updates is None else self.updates
+        device = kwargs.get("device") or self.device
+        form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        forms = function(form, *rest, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
+        several = not torch.is_tensor(forms)
+        made = []
+        for index, one in enumerate(forms if several else [forms]):
+
+            def way(tensor: torch.Tensor, index: int = index) -> torch.Tensor:
+                result = function(tensor, *rest, **kwargs)
+                return result[index] if several else result  # type: ignore[no-any-return]
+
+            made.append(StateOnDrive(self.source, self.weight, self.key, one, torch.device(device), (*self.ways, way), updates))
+        return made if several else made[0]
+
+
+class ShownState(dict[Any, Any]):
+    """The state of *weight* as `optimizer.state` has it: what is small, and a `StateOnDrive` for each of the others. *check* is called for what is put in."""
+
+    def __init__(self, weight: Weight, check: Callable[[Mapping[Any, Any], Weight], None]) -> None:
+        super().__init__()
+        self._weight, self._check = weight, check
+        self._shown: dict[Any, Any] = {}
+
+    def show(self, content: Mapping[Any, Any]) -> None:
+        """Have this *content*, which is known."""
+        super().clear()
+        super().update(content)
+        self._shown = dict(content)
+
+    def differs_from(self, state: Mapping[Any, Any]) -> bool:
+        """Whether *state*, which is in the place of this now and may be this, is not what was shown."""
+        if state is not self:
+            return bool(state or self._shown)
+        return len(self) != len(self._shown) or any(self.get(key) is not value for key, value in self._shown.items())
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check({key: value}, self._weight)
+        super().__setitem__(key, value)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As of every dictionary."""
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of every dictionary."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
 
 
 def is_on_drive(value: Any) -> bool:
     """Whether *value* is a `StateOnDrive`, or the whole of which one is this rank's part."""
     return torch.is_tensor(value) and isinstance(local(value), StateOnDrive)
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[StateOnDrive]:
+    """Of the arguments those that *function* changes."""
+    found: list[StateOnDrive] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, StateOnDrive)]
+    return found

@@ -167,9 +167,6 @@ def test_small_states_are_in_memory_and_others_have_stand_ins(tmp_path):
                 value = optimizer.state[parameter][key] if parameter.dim() or key == "master" else torch.zeros(())
                 assert (value.shape, value.dtype, value.device) == (parameter.shape, torch.float32, parameter.device)
                 assert not parameter.dim() or repr(value) == f"<state {key!r} of shape {list(parameter.shape)}, on a drive>"
-        for use in (lambda value: value + 1, torch.Tensor.norm, torch.Tensor.zero_, float):
-            with pytest.raises(UsageError, match=r"a state that NVMeOptimizer has on a drive: take it from state_dict\(\)"):
-                use(optimizer.state[params[4]]["exp_avg"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,165 @@
+"""`optimizer.state`: what is read, written, replaced, taken out and put back behaves as in memory, or is refused there and then."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+from reference import Reference, differing, parameters, smallest, train
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+
+SHAPES = [(40, 30), (7,), (300, 100), (64, 64)]  # one of which is cut
+
+
+def zero(state):
+    state["exp_avg"].zero_()
+
+
+def prune(state):
+    state["exp_avg"].mul_(state["exp_avg_sq"] > state["exp_avg_sq"].mean())
+
+
+def through_a_view(state):
+    state["exp_avg"].view(-1)[:5].fill_(0.5)
+    state["exp_avg_sq"].t()[0] = 2.0 if state["exp_avg_sq"].dim() > 1 else 1.0
+
+
+def replace(state):
+    state["exp_avg"] = torch.full_like(state["exp_avg"], 0.25)
+    state["step"] = torch.tensor(1.0)
+
+
+def update(state):
+    state.update(exp_avg=state["exp_avg"] * 2)
+
+
+def swap(state):
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].clone(), state["exp_avg"].clone().abs()
+
+
+def count_anew(state):
+    state["step"].fill_(1)
+
+
+def foreach(state):
+    torch._foreach_mul_([state["exp_avg"], state["exp_avg_sq"]], 0.5)
+
+
+def clear(state):
+    state.clear()
+
+
+CHANGES = [zero, prune, through_a_view, replace, update, swap, count_anew, foreach, clear]
+
+
+def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
+    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_state_takes_effect(tmp_path, change):
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = torch.optim.AdamW(plain)
+    with tight(ours, tmp_path) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params, one)
+            for parameter in params[:3]:
+                change(one.state[parameter])
+            train(params, one, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_momentum_may_be_reset_by_pop(tmp_path):
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = make(plain)
+    with tight(ours, tmp_path, make) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params, one)
+            for parameter in params[1:3]:
+                assert one.state[parameter].pop("momentum_buffer").shape == parameter.shape
+            one.state.pop(params[0])
+            train(params, one, first=3)
+            one.state.clear()
+            train(params, one, first=6)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_read_is_what_is_there(tmp_path, dtype):
+    plain, ours = parameters(dtype, shapes=SHAPES), parameters(dtype, shapes=SHAPES)
+    reference = Reference(plain, torch.optim.AdamW)
+    train(plain, reference)
+    with tight(ours, tmp_path) as optimizer:
+        train(ours, optimizer)
+        for parameter, (_, master) in zip(ours, reference.pairs, strict=True):
+            state, expected = optimizer.state[parameter], reference.optimizer.state[master]
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[key].clone(), expected[key])
+                assert torch.equal(state[key], expected[key])
+                assert float(state[key].norm()) == float(expected[key].norm())
+                assert state[key].flatten()[3].item() == expected[key].flatten()[3].item()
+                assert [part.sum().item() for part in state[key].chunk(2)] == [part.sum().item() for part in expected[key].chunk(2)]
+                saved = io.BytesIO()
+                torch.save(state[key], saved)
+                saved.seek(0)
+                assert torch.equal(torch.load(saved), expected[key])
+            if dtype == torch.bfloat16:
+                assert torch.equal(state["master"], master)
+        assert optimizer.state[ours[0]]["exp_avg"] is optimizer.state[ours[0]]["exp_avg"]
+
+
+def test_a_clone_is_a_snapshot_and_a_move_is_not(tmp_path):
+    params = parameters(shapes=SHAPES)
+    with tight(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        state = optimizer.state[params[2]]
+        snapshot, moved = state["exp_avg"].clone(), copy.deepcopy(state["exp_avg"])
+        before = snapshot.clone()
+        assert torch.equal(moved, before)
+        with pytest.raises(UsageError, match="would change a copy of a state that is still on the drive"):
+            moved.zero_()
+        train(params, optimizer, steps=1, first=3)
+        assert torch.equal(snapshot, before)
+        assert not torch.equal(state["exp_avg"], before)
+        with pytest.raises(UsageError, match="was moved before an update, and its values are no longer what they were"):
+            moved.sum()
+        with pytest.raises(UsageError, match="cannot be put into state: put in a clone"):
+            state["exp_avg"] = moved
+        state["exp_avg"] = snapshot
+        train(params[:2], optimizer, steps=0)
+        assert torch.equal(optimizer.state_dict()["state"][2]["exp_avg"], before)
+
+
+def test_what_cannot_be_put_in_is_refused_there_and_then(tmp_path):
+    params = parameters(shapes=SHAPES)
+    with tight(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        state = optimizer.state[params[0]]
+        for put in (
+            lambda: state.__setitem__("exp_avg", torch.zeros(3)),
+            lambda: state.update(exp_avg=torch.zeros(3)),
+            lambda: state.__ior__({"exp_avg": 3}),
+        ):
+            with pytest.raises(UsageError, match="the loaded 'exp_avg' has the shape"):
+                put()
+        train(params, optimizer, steps=1, first=3)
+    with pytest.raises(UsageError, match="closed"):
+        state["exp_avg"].sum()
+
+
+@pytest.mark.parametrize("state_format", ["split", "compact"])
+def test_writing_to_packed_states(tmp_path, state_format):
+    params = parameters(torch.bfloat16, shapes=SHAPES)
+    with tight(params, tmp_path, state_format=state_format) as optimizer:
+        train(params, optimizer)
+        for parameter in params:
+            optimizer.state[parameter]["exp_avg"].zero_()
+            assert float(optimizer.state[parameter]["exp_avg"].abs().max()) == 0
+            assert float(optimizer.state[parameter]["exp_avg_sq"].max()) > 0
+        train(params, optimizer, first=3)
