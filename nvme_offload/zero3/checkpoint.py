@@ -24,7 +24,7 @@ from .. import engine as io
 from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
 from . import archive, compat, states
 from .param_swapper import ParameterSwapper
-from .settings import refuse_what_wants_memory
+from .settings import question, refuse_what_wants_memory
 from .stage3 import Stage3
 
 _SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
@@ -39,6 +39,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     original: Any = engine
 
     def _configure_optimizer(self: Any, *args: Any, **named: Any) -> None:
+        question(self._config._param_dict)
         refuse_what_wants_memory(self._config._param_dict)
         before["_configure_optimizer"](self, *args, **named)
 

@@ -250,8 +250,9 @@ def check() -> None:
     _codes.cache_clear()
     lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
     if lacking:
-        more = f", and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise UnsupportedError(f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])}{more}: pip install deepspeed=={NEWEST}")
+        raise UnsupportedError(
+            f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
+        )
     if is_too_new(version):
         _log.warning("DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known", version, NEWEST)
 

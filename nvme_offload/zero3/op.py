@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..config import AioConfig
+from ..config import MIN_BLOCK_SIZE, AioConfig
 from ..engine import Engine
 from ..errors import IOFailure, OffloadError, UsageError
 from ..pool import PinnedPool
@@ -62,9 +62,10 @@ class aio_handle:
         overlap_events: bool | str = False,
         intra_op_parallelism: int = 1,
     ) -> None:
+        self._block_size = _index("block_size", block_size)
         try:
             self._config = AioConfig(
-                block_size=_index("block_size", block_size),
+                block_size=-(-self._block_size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE,
                 queue_depth=_index("queue_depth", queue_depth),
                 thread_count=_index("intra_op_parallelism", intra_op_parallelism),
                 single_submit=_flag("single_submit", single_submit),
@@ -78,8 +79,8 @@ class aio_handle:
         self._lock = threading.Lock()
 
     def get_block_size(self) -> int:
-        """Bytes handed to the kernel at a time."""
-        return self._config.block_size
+        """Bytes handed to the kernel at a time, as asked for; the engine takes the next multiple of what drives want."""
+        return self._block_size
 
     def get_queue_depth(self) -> int:
         """Blocks in flight for one thread."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import difflib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +14,7 @@ from ..config import BACKENDS, AioConfig
 from ..errors import UnsupportedError, UsageError
 from ..state_formats import FORMATS
 from ..tier import engine_config, memory_size
+from ..units import format_bytes
 
 SECTION = "nvme_offload"
 # Of the section "aio", as `AioConfig` calls them: the last is the one that DeepSpeed reads, its documentation has the one before.
@@ -20,6 +24,10 @@ _AIO_KEYS = {
 }
 # Where a ds_config asks for what DeepSpeed does with states in memory alone: it would not find them there, or not what it wrote.
 _IN_MEMORY = (("zero_optimization", "zenflow"), ("zero_optimization", "offload_optimizer", "super_offload"), ("checkpoint", "writer"))
+_LIKENESS = 0.8  # of a key of the configuration with ours, from which on it is taken for a misspelt one
+
+_log = logging.getLogger(__name__)
+_asked: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +75,9 @@ class Settings:
         if "paths" in values:
             values["paths"] = _strings(values["paths"])
         if "weights" in values:
-            values["weights"] = _weights(values["weights"], len(values.get("paths", ())))
+            if not values.get("paths"):
+                raise UsageError(f'"weights" in "{SECTION}" are the shares of "paths", and there are none: name the directories, or leave "weights" out')
+            values["weights"] = _weights(values["weights"], len(values["paths"]))
         return cls(**values)
 
 
@@ -96,6 +106,30 @@ def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
             found = found.get(key) if isinstance(found, Mapping) else None
         if found:
             raise UnsupportedError(f'"{keys[-1]}" in "{keys[-2]}" works with states in memory only: leave it out, or give both offloads "device": "cpu"')
+
+
+def question(ds_config: Mapping[str, Any]) -> None:
+    """Warn, once each, of what *ds_config* says that is surely not meant: DeepSpeed and `Settings` take it without a word."""
+    for line in _config_warnings(ds_config):
+        if line not in _asked:
+            _asked.add(line)
+            _log.warning("%s", line)
+
+
+def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    if SECTION not in ds_config:
+        for key in difflib.get_close_matches(SECTION, [str(key) for key in ds_config], cutoff=_LIKENESS):
+            yield f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
+    zero = ds_config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name)
+        if zero.get("stage") in (1, 2) and isinstance(section, Mapping) and section.get("device") == "nvme":
+            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing goes to a drive: that needs "stage": 3'
+    memory = Settings.of(ds_config).host_memory
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if memory != "auto" and memory > total:
+        yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is it meant?'
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
@@ -129,6 +163,8 @@ def _as_json(value: Any) -> str:
 
 
 def _host_memory(value: Any) -> int | Literal["auto"]:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 8e9 is a number of bytes to JSON
     try:
         return memory_size(value)
     except ValueError:

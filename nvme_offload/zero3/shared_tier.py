@@ -11,7 +11,7 @@ from typing import Any
 from ..config import AioConfig
 from ..tier import Tier
 from . import heartbeat
-from .settings import Settings, aio_config, nvme_paths, unread_aio_keys
+from .settings import Settings, aio_config, nvme_paths, question, unread_aio_keys
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 def tier_of(ds_config: Mapping[str, Any]) -> Tier:
     """The tier of *ds_config*: made, or found where it is in use already. Raises: as `Tier`; UsageError naming a wrong key."""
     settings = Settings.of(ds_config)
+    question(ds_config)
     paths = settings.paths or nvme_paths(ds_config)
     key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
     with _lock:

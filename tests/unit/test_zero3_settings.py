@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nvme_offload import AioConfig, NVMeOptimizer, UnsupportedError, UsageError, save_on_nvme
-from nvme_offload.zero3.settings import Settings, aio_config, nvme_paths, refuse_what_wants_memory
+from nvme_offload.zero3 import settings
+from nvme_offload.zero3.settings import Settings, aio_config, nvme_paths, question, refuse_what_wants_memory
 from nvme_offload.zero3.shared_tier import tier_of
 
 
@@ -42,7 +43,9 @@ def test_equal_settings_are_one_key_of_a_dict():
     assert len({of(paths=["/a"], host_memory="1KiB"), of(paths=("/a",), host_memory=1024)}) == 1
 
 
-@pytest.mark.parametrize(("written", "nbytes"), [("8GB", 8 * 10**9), ("8GiB", 8 << 30), ("1.5 KiB", 1536), ("4096", 4096), (1, 1), (1 << 40, 1 << 40)])
+@pytest.mark.parametrize(
+    ("written", "nbytes"), [("8GB", 8 * 10**9), ("8GiB", 8 << 30), ("1.5 KiB", 1536), ("4096", 4096), (1, 1), (1 << 40, 1 << 40), (8e9, 8 * 10**9)]
+)
 def test_host_memory_is_bytes_or_a_size(written, nbytes):
     assert of(host_memory=written).host_memory == nbytes
 
@@ -94,8 +97,48 @@ def test_weights_are_a_number_for_each_path(wrong):
 
 
 def test_weights_without_paths_are_refused():
-    with pytest.raises(UsageError, match="for each of the 0"):
-        of(weights=[1])
+    for section in ({"weights": [1]}, {"weights": []}):
+        with pytest.raises(UsageError, match=r'^"weights" in "nvme_offload" are the shares of "paths", and there are none'):
+            of(**section)
+
+
+QUESTIONED = [
+    ({"nvme_ofload": {"host_memory": 1}}, "nothing reads 'nvme_ofload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?"),
+    ({"nvme-offload": {}}, "nothing reads 'nvme-offload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?"),
+    *(
+        (
+            {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
+            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing goes to a drive: that needs "stage": 3',
+        )
+        for stage, name in ((1, "offload_optimizer"), (2, "offload_optimizer"), (2, "offload_param"))
+    ),
+    ({"nvme_offload": {"host_memory": "900TB"}}, '"host_memory" of 819 TiB is more than the '),
+]
+
+
+@pytest.mark.parametrize(("ds_config", "said"), QUESTIONED)
+def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, monkeypatch):
+    monkeypatch.setattr(settings, "_asked", set())
+    question(ds_config)
+    question(ds_config)
+    (message,) = caplog.messages
+    assert message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "ds_config",
+    [
+        {},
+        {"nvme_offload": {"host_memory": "1GB"}, "nvme_ofload": {}},
+        {"activation_checkpointing": {}, "aio": {}, "offload": {}, "zero_optimization": None},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": None}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ],
+)
+def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
+    monkeypatch.setattr(settings, "_asked", set())
+    question(ds_config)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("section", [None, [], "native", 1, True])

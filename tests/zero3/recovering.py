@@ -213,7 +213,8 @@ def by_a_fragment(training: Training, place: str) -> dict[str, Any]:
             raised.append(str(error))
 
     engine.backward = log
-    return {"raised": len(raised), "end": finish(training, engine)}
+    end = finish(training, engine)
+    return {"raised": len(raised), "end": end}
 
 
 if __name__ == "__main__":

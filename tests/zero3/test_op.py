@@ -71,6 +71,8 @@ def test_the_settings_of_a_handle_are_deepspeeds_and_can_be_asked_for():
     plain = op.aio_handle()
     assert (plain.get_block_size(), plain.get_queue_depth(), plain.get_intra_op_parallelism()) == (MIB, 128, 1)
     assert (plain.get_single_submit(), plain.get_overlap_events(), plain.get_alignment()) == (False, False, 512)
+    for asked in (1, 1024, 4097):  # what a drive takes is the engine's business
+        assert op.aio_handle(block_size=asked).get_block_size() == asked
     chosen = op.aio_handle(block_size=8192, queue_depth=3, single_submit=True, overlap_events=True, intra_op_parallelism=2)
     assert (chosen.get_block_size(), chosen.get_queue_depth(), chosen.get_intra_op_parallelism()) == (8192, 3, 2)
     assert (chosen.get_single_submit(), chosen.get_overlap_events(), chosen.get_alignment()) == (True, True, 1024)
@@ -88,7 +90,8 @@ def test_the_strings_that_ds_nvme_tune_prints_are_flags():
         ({"overlap_events": torch.ones(2)}, "overlap_events must be true or false"),
         ({"intra_op_parallelism": 0}, "intra_op_parallelism must be a whole number from 1 to 128, not 0"),
         ({"intra_op_parallelism": "1"}, "intra_op_parallelism must be a whole number, not '1'"),
-        ({"block_size": 1000}, "block_size must be"),
+        ({"block_size": 0}, "block_size must be"),
+        ({"block_size": -4096}, "block_size must be"),
         ({"queue_depth": 0}, "queue_depth must be"),
     ],
 )
@@ -122,11 +125,12 @@ def test_any_size_and_offset_moves_right_by_every_method(handle, directory, nume
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_module_functions_move_whole_files(tmp_path):
+@pytest.mark.parametrize("block_size", [128 << 10, 1024, 1 << 20])
+def test_the_module_functions_move_whole_files(tmp_path, block_size):
     data, back = random(2 * MIB + 3), torch.zeros(2 * MIB + 3, dtype=torch.uint8)
     path = tmp_path / "w"
-    assert op.aio_write(data, str(path), 128 << 10, 4, False, True, True) == 0
-    assert op.aio_read(buffer=back, filename=path, block_size=128 << 10, queue_depth=4, single_submit=False, overlap_events=True, validate=True) == 0
+    assert op.aio_write(data, str(path), block_size, 4, False, True, True) == 0
+    assert op.aio_read(buffer=back, filename=path, block_size=block_size, queue_depth=4, single_submit=False, overlap_events=True, validate=True) == 0
     assert torch.equal(on_disk(path), data)
     assert torch.equal(back, data)
 
