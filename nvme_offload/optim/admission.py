@@ -14,7 +14,7 @@ from ..errors import UnsupportedError, UsageError
 from ..optimizer_traits import Traits, examine
 from ..state_formats import StateFormat
 from .budget import Budget, beside_bytes, most_elements
-from .bundles import Bundle, Weight, cut, is_distributed, local, master_dtype
+from .bundles import Bundle, Weight, cut, is_distributed, local
 
 _SAMPLE = 1 << 20  # elements, whose bytes tell those of one
 
@@ -60,8 +60,8 @@ class Admission:
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [tensor.is_contiguous() and weight.traits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
             for parts in cut([tensor.numel() for tensor in tensors], most, divisible) if most else ():
-                own = number + len(bundles)
-                bundle = Bundle(f"{self._prefix}/{own}", own, tensors[0].dtype, tensors[0].device, kind[0].traits)
+                own, dtype = number + len(bundles), tensors[0].dtype
+                bundle = Bundle(f"{self._prefix}/{own}", own, dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits)
                 for which, start, stop in parts:
                     bundle.add(kind[which], index, start, stop)
                 bundles.append(bundle)
@@ -112,7 +112,7 @@ class Admission:
             if not dtype.is_floating_point and not dtype.is_complex:  # what is quantized has no gradients, ever
                 yield [Weight(parameter, Traits({}, eager=False, separable=True, elementwise=True, why="")) for parameter in run], 0
                 continue
-            found = self._examine(options, dimensions, master_dtype(dtype), device)
+            found = self._examine(options, dimensions, self._format.update_dtype(dtype), device)
             weights = [Weight(parameter, found) for parameter in run]
             if not found.elementwise and any(is_cut(weight.parameter) for weight in weights):
                 raise UnsupportedError(

@@ -25,7 +25,7 @@ _BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the bu
 def beside_bytes(state_format: StateFormat, traits: Traits, dtype: torch.dtype) -> int:
     """Bytes for each element of a bundle that an update takes beside the bundle's value: widened gradients, what is no view, and new states."""
     states = sum(state.itemsize for state in traits.states.values())
-    widened = 4 if dtype.itemsize == 2 else 0
+    widened = 4 if state_format.update_dtype(dtype) != dtype else 0
     return widened + (widened if state_format.splits_master else 0) + (3 * states if state_format.eight_bit else states)
 
 

@@ -117,7 +117,8 @@ class Piece:
 
     def look_at_strides(self) -> None:
         """Take the strides that states are made with: the parameter's, as far as there are no gaps between its elements."""
-        self.strides = dense_strides(self.of_weight())
+        whole = local(self.weight.parameter)
+        self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
     def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
         """What the shadow is to be given; put into *widened*, which has a place for each element of the bundle, or none, where it has other bits."""
@@ -131,7 +132,7 @@ class Piece:
 
 @dataclasses.dataclass(eq=False)
 class Bundle:
-    """*pieces* of one *dtype* on one *device*, of one parameter group or, where all parameters are updated together, of several.
+    """*pieces* of one *dtype* on one *device*, which are updated in *update_dtype*; of one parameter group or, where all parameters go together, of several.
 
     *layout*: of the value *name*, None while there is none.
     """
@@ -139,6 +140,7 @@ class Bundle:
     name: str
     number: int
     dtype: torch.dtype
+    update_dtype: torch.dtype
     device: torch.device
     traits: Traits
     pieces: list[Piece] = dataclasses.field(default_factory=list)
@@ -180,7 +182,7 @@ class Bundle:
         """Take in a part of *weight*, which is of *group*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
-        shadow = torch.empty(0, dtype=master_dtype(self.dtype), device=self.device)  # its data is put there for the time of each step
+        shadow = torch.empty(0, dtype=self.update_dtype, device=self.device)  # its data is put there for the time of each step
         piece = Piece(weight, self, group, start, stop, self._next_place, shape, shadow)
         self.pieces.append(piece)
         weight.pieces.append(piece)
@@ -229,11 +231,6 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between its elements, and no two in one place."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights of *dtype* are updated in."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool]) -> list[list[tuple[int, int, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -47,6 +48,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
     *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies where parameters have 16 bits; "split" is
     lossless too and moves 10 bytes for each bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
 
+    *masters*: 16-bit parameters have fp32 masters. Without, they are updated themselves, bit for bit as by *optimizer_class* in memory, whose states have 16
+    bits then, too.
+
     *step_in_backward* updates parameters during backward(), as soon as their gradients are complete, and lets the gradients go; `step` does the rest,
     and raises what went wrong. It excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the
     last backward() under `no_sync`. With several processes it takes the DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and
@@ -81,13 +85,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
         state_format: Literal["exact", "split", "compact"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
         elementwise: bool = False,
+        masters: bool = True,
         aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
         if step_in_backward not in (False, True, "local"):
             raise UsageError(f'step_in_backward must be False, True or "local", not {step_in_backward!r}')
         given = materialised(params)
-        self._format = format_called(state_format)
+        self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._weights: list[Weight] = []
         self._bundles: list[Bundle] = []
@@ -411,7 +416,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 for key, dtype in saved.travelling(bundle, piece).items():
                     form = saved.form(weight, key, dtype)
                     shown = weight.shown.get(key)
-                    if is_on_drive(shown) and (local(shown).dtype, local(shown).stride(), local(shown).key) == (form.dtype, form.stride(), key):
+                    there: Any = local(shown) if is_on_drive(shown) else None
+                    if there is not None and (there.dtype, there.stride(), there.key) == (form.dtype, form.stride(), key):
                         content[key] = shown
                     else:
                         content[key] = like(weight.parameter, StateOnDrive(self._source, weight, key, form, bundle.device))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import NoSpaceError, UsageError
-from .bundles import Bundle, Piece, Weight, dense_strides, like, local, master_dtype
+from .bundles import Bundle, Piece, Weight, dense_strides, like, local
 from .stand_ins import StateOnDrive, is_on_drive
 from .update import MASTER, Updater
 
@@ -161,7 +161,7 @@ def travelling(bundle: Bundle, piece: Piece) -> dict[str, torch.dtype]:
     if layout is None:
         return {}
     found = {key: slot.dtype for key, slot in layout.states.items() if key in piece.keys}
-    return found | {MASTER: master_dtype(bundle.dtype)} if layout.master is not None and piece.stepped else found
+    return found | {MASTER: bundle.update_dtype} if layout.master is not None and piece.stepped else found
 
 
 def form(weight: Weight, key: str, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -41,16 +41,6 @@ class SpentGradient(torch.Tensor):
         )
 
 
-class StateSource(Protocol):
-    """Where the values of `StateOnDrive` are."""
-
-    def read_state(self, weight: Weight, key: str) -> torch.Tensor:
-        """A copy of the state *key* of *weight*, on the device of the parameter. Raises: UsageError where there is none."""
-
-    def write_state(self, weight: Weight, key: str, values: torch.Tensor) -> None:
-        """Give *weight* the *values* for its state *key*. Raises: UsageError."""
-
-
 class StateOnDrive(torch.Tensor):
     """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in place changes those on the drive, also through views.
 
@@ -59,14 +49,14 @@ class StateOnDrive(torch.Tensor):
 
     weight: Weight
     key: str
-    source: weakref.ref[StateSource]
+    source: weakref.ref[Any]  # the NVMeOptimizer, with `read_state` and `write_state`
     ways: tuple[Callable[[torch.Tensor], Any], ...]  # from the state to what this is of it
     updates: int | None  # of the weight, when this was moved; None for the state itself, whatever it is by then
 
     @staticmethod
     def __new__(
         cls: Any,
-        source: weakref.ref[StateSource],
+        source: weakref.ref[Any],
         weight: Weight,
         key: str,
         form: torch.Tensor,
@@ -83,10 +73,12 @@ class StateOnDrive(torch.Tensor):
         return f"<state {self.key!r} of shape {list(self.shape)}, on a drive>"
 
     def __deepcopy__(self, memo: Any) -> StateOnDrive:
-        return self._by(_MOVE, (self,), {})  # torch's copies *weight*, too
+        moved: StateOnDrive = self._by(_MOVE, (self,), {})
+        return moved  # torch's copies *weight*, too
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
+        values: Any = self.clone()
+        return values.__reduce_ex__(protocol)
 
     @property
     def is_current(self) -> bool:
@@ -124,8 +116,7 @@ class StateOnDrive(torch.Tensor):
         given, named = tree_map_only(cls, values, (args, kwargs))
         result = function(*given, **named)
         for one in changed:
-            source = one.source()
-            assert source is not None
+            source: Any = one.source()
             source.write_state(one.weight, one.key, loaded[id(one)][1])
         originals = {id(part): one for one, _, part in loaded.values()}
         return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
@@ -184,7 +175,7 @@ class ShownState(dict[Any, Any]):
             self[key] = default
         return self[key]
 
-    def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc,override]
+    def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc]
         self.update(other)
         return self
 

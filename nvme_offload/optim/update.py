@@ -165,7 +165,7 @@ class Updater:
         """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is the allocator's business."""
         if bundle.device.type != "cpu":
             return self._scratch[:0], None
-        gradients = bundle.numel if bundle.dtype.itemsize == 2 else 0
+        gradients = bundle.numel if bundle.update_dtype != bundle.dtype else 0
         scratch = self._scratch_of(gradients + self._format.unpacked_elements(layout))
         return scratch[:gradients], scratch[gradients:]
 

@@ -67,11 +67,21 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
-    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits."""
+    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits.
+
+    keeps_masters: 16-bit weights have fp32 masters; without, they are updated themselves.
+    """
 
     name: str
     splits_master: bool
     eight_bit: bool
+    keeps_masters: bool = True
+
+    def update_dtype(self, working_dtype: torch.dtype) -> torch.dtype:
+        """What weights of *working_dtype* are updated in."""
+        import torch
+
+        return torch.float32 if self.keeps_masters and working_dtype.itemsize == 2 else working_dtype
 
     @property
     def in_place(self) -> bool:
@@ -86,7 +96,7 @@ class StateFormat:
         """
         import torch
 
-        if self.splits_master and working_dtype == torch.float16:
+        if self.splits_master and self.keeps_masters and working_dtype == torch.float16:
             raise UnsupportedError(
                 f'state_format="{self.name}" needs bfloat16 or float32 weights: float16 has fewer exponents than the fp32 master, so the two '
                 'do not share their bits; train in bfloat16 or use state_format="exact"'
@@ -99,7 +109,7 @@ class StateFormat:
             return Slot(begin, nbytes)
 
         master = None
-        if working_dtype.itemsize == 2:
+        if self.update_dtype(working_dtype) != working_dtype:
             master = slot(numel * (2 if self.splits_master else 4))
         slots = {}
         for key, dtype in states.items():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from reference import OPTIMIZERS, SHAPES, Lion, Reference, differing, parameters, set_gradients, smallest, train, unlike
 
+from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +50,36 @@ def test_the_smallest_budget_streams(tmp_path):
         assert 12 * elements * 0.8 < stats.bytes_written < 12 * elements * 1.3
         assert stats.peak_bytes < 12 * elements / 3
         assert "read 0.00 GB" in str(stats)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw-loop", "sgd-momentum", "adagrad", "adafactor", "lion"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_without_masters_it_is_the_plain_optimizer(tmp_path, name, dtype):
+    shapes = [shape for shape in SHAPES if 0 not in shape]
+    plain, ours, resumed = (parameters(dtype, shapes=shapes) for _ in range(3))
+    reference = OPTIMIZERS[name](plain)
+    train(plain, reference)
+    with smallest(lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap, masters=False)) as optimizer:
+        train(ours, optimizer)
+        assert differing(ours, plain) == []
+        state = optimizer.state_dict()
+        assert unlike(state["state"], reference.state_dict()["state"]) == []
+        if name == "adamw":
+            elements = sum(parameter.numel() for parameter in ours)
+            assert 4 * elements * 0.8 < optimizer.stats().bytes_read < 4 * elements * 1.3
+    with torch.no_grad():
+        for parameter, value in zip(resumed, ours, strict=True):
+            parameter.copy_(value)
+    with NVMeOptimizer(resumed, OPTIMIZERS[name], paths=tmp_path, masters=False) as optimizer:
+        optimizer.load_state_dict(state)
+        train(plain, reference, first=3)
+        train(resumed, optimizer, first=3)
+    assert differing(resumed, plain) == []
+
+
+def test_without_masters_8_bits_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="keeps float32 states; AdamW has"):
+        NVMeOptimizer(parameters(torch.bfloat16), paths=tmp_path, masters=False, state_format="compact")
 
 
 def test_groups_have_their_own_options(tmp_path):
