@@ -2,6 +2,7 @@
 
 DIR ?= $(CURDIR)
 ARGS ?=
+VERSIONS ?=
 export PYTHON TORCH
 
 SHELL := /bin/bash
@@ -9,7 +10,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-slow test-portable parity build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-portable test-deepspeed parity build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +29,9 @@ test-slow: ## run those that make test leaves out: they compile, start launchers
 
 test-portable: ## run tests as other machines would: one core, AVX2, no rights, no headers, fio, browser or home; -m processor in ARGS
 	@tools/portable-tests $(ARGS)
+
+test-deepspeed: ## run the tests of ZeRO-3 on other releases of DeepSpeed, side by side: VERSIONS="0.16.9 0.18.9", by default all that were tried
+	@python=$$(tools/setup-env test) && exec tools/test-deepspeed "$$python" $(VERSIONS)
 
 parity: ## train many combinations with DeepSpeed on a drive and on its device "cpu", and compare the bits; --combinations N in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity.py $(ARGS)

@@ -1,8 +1,8 @@
 """Trains a small model through steps that are cut short, and prints one JSON object: what `test_recovery.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for an exception at every
-"stride"th call of a step in turn,
-"write" for a drive that fails some writes, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment function with an unknown key.
+"stride"th call of a step in turn, "write" for a drive on which no write succeeds meanwhile, "interrupt" for Ctrl-C in the
+optimizer, "fragment" for a fragment function with an unknown key, "none" for nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -89,7 +90,7 @@ def main(request: dict[str, Any]) -> None:
     training = Training(Case(**request["case"]), request["directory"], True, watch)
     place = str(Path(request["directory"], "checkpoint"))
     at_every = functools.partial(at_calls, stride=request.get("stride", 1))
-    result = {"calls": at_every, "write": in_a_write, "interrupt": by_ctrl_c, "fragment": by_a_fragment}[request["cut"]](training, place)
+    result = {"calls": at_every, "write": in_a_write, "none": undisturbed, "interrupt": by_ctrl_c, "fragment": by_a_fragment}[request["cut"]](training, place)
     print(json.dumps(result), file=answers, flush=True)
     deepspeed.comm.destroy_process_group()
 
@@ -164,17 +165,24 @@ def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
 
 
 def in_a_write(training: Training, place: str) -> dict[str, Any]:
-    """The engines were made with faults: whatever fails is done again from the checkpoint."""
+    """No write succeeds meanwhile: as where the drive is full."""
     from nvme_offload import IOFailure
 
     engine = begin(training, place)
-    raised = 0
-    while True:
-        try:
-            return {"raised": raised, "end": finish(training, engine)}
-        except IOFailure:
-            raised += 1
-            engine.load_checkpoint(place, tag="tag")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        finish(training, engine)
+        raised = ""
+    except IOFailure as error:
+        raised = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    engine.load_checkpoint(place, tag="tag")
+    return {"raised": raised, "end": finish(training, engine)}
+
+
+def undisturbed(training: Training, place: str) -> dict[str, Any]:
+    return {"end": finish(training, begin(training, place))}
 
 
 def by_ctrl_c(training: Training, place: str) -> dict[str, Any]:

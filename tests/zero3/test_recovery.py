@@ -11,7 +11,6 @@ from launch import Case, finish, start
 
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}
-EIO = 5
 
 
 def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]:
@@ -44,24 +43,26 @@ def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
 STREAMED = Case(model="blocks", parameters="nvme", sub_group_size=9000, section=SMALLEST)
 
 
-def test_a_write_that_fails_in_a_step_is_undone_by_a_load(tmp_path):
-    # Of the transfers behind the checkpoint some fail, far enough from each other for a load and a step between them.
-    faults = [[at, 2, "FAIL", EIO] for at in range(700, 3000, 701)]
-    result = run(tmp_path / "", STREAMED, "write", faults=faults)
-    assert result["raised"] > 0
-    (tmp_path / "again").mkdir()
-    assert result["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What training comes to that nothing disturbed."""
+    end: dict[str, Any] = run(tmp_path_factory.mktemp("drive"), STREAMED, "none")["end"]
+    return end
 
 
-def test_ctrl_c_in_a_step_is_undone_by_a_load(tmp_path):
-    interrupted = run(tmp_path, STREAMED, "interrupt")
-    assert interrupted["raised"]
-    (tmp_path / "again").mkdir()
-    assert interrupted["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
+def test_writes_that_fail_in_a_step_are_undone_by_a_load(tmp_path, whole):
+    result = run(tmp_path, STREAMED, "write")
+    assert "File too large" in result["raised"]
+    assert result["end"] == whole
 
 
-def test_a_fragment_function_that_raises_leaves_nothing_in_use(tmp_path):
-    asked = run(tmp_path, STREAMED, "fragment")
-    assert asked["raised"] > 0
-    (tmp_path / "again").mkdir()
-    assert asked["end"] == run(tmp_path / "again", STREAMED, "write")["end"]
+def test_ctrl_c_in_a_step_is_undone_by_a_load(tmp_path, whole):
+    result = run(tmp_path, STREAMED, "interrupt")
+    assert result["raised"]
+    assert result["end"] == whole
+
+
+def test_a_fragment_function_that_raises_leaves_nothing_in_use(tmp_path, whole):
+    result = run(tmp_path, STREAMED, "fragment")
+    assert result["raised"] > 50
+    assert result["end"] == whole
