@@ -57,7 +57,8 @@ std::shared_ptr<Request> Engine::submit(Operation operation, std::shared_ptr<Fil
   }
   const std::uint64_t page = std::max(page_size_, file->offset_alignment());
   // Opened here, where it can still be refused, rather than in a worker.
-  if (operation == Operation::write && (offset % page != 0 || nbytes % page != 0)) (void)file->buffered_descriptor();
+  const bool unaligned = offset % page != 0 || (nbytes % page != 0 && !file->pads());
+  if (operation == Operation::write && unaligned) (void)file->buffered_descriptor();
 
   if (checksum.like != nullptr) after.push_back(checksum.like);
 

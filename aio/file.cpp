@@ -73,6 +73,16 @@ int open_or_create(const std::string& path, Access access, bool& created) {
   }
 }
 
+/// A descriptor on *path* if that is still the file of *descriptor*, else -1.
+int reopened(const std::string& path, int descriptor, int flags) {
+  const int found = restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
+  struct stat one{};
+  struct stat other{};
+  if (found < 0 || (::fstat(found, &one) == 0 && ::fstat(descriptor, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino)) return found;
+  ::close(found);
+  return -1;
+}
+
 bool is_memory_filesystem(int descriptor) {
   struct statfs filesystem{};
   if (::fstatfs(descriptor, &filesystem) != 0) return false;
@@ -98,7 +108,7 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Direct 
   return file;
 }
 
-std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes) {
+std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded) {
   int descriptor = restarted([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600); });
   if (descriptor < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {  // a filesystem without O_TMPFILE (NFS): a name for an instant
     std::string name = directory + "/.nvme-offload-XXXXXX";
@@ -107,6 +117,7 @@ std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct 
   }
   if (descriptor < 0) throw SystemFailure("open", directory, errno);
   std::shared_ptr<File> file(new File(directory + "/(anonymous)", descriptor, Access::read_write));
+  file->padded_ = padded;
   file->settle(direct, nbytes);
   return file;
 }
@@ -151,7 +162,12 @@ int File::buffered_descriptor() {
     char link[32];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor_);  // by descriptor: the name may be gone, or another file's by now
     buffered_descriptor_ = restarted([&] { return ::open(link, open_flags(access_) | O_CLOEXEC); });
-    if (buffered_descriptor_ < 0) throw SystemFailure("open", path(), errno);
+    if (buffered_descriptor_ < 0) buffered_descriptor_ = reopened(path(), descriptor_, open_flags(access_));
+    if (buffered_descriptor_ < 0) {
+      throw Unsupported("the unaligned ends of a write to " + path() +
+                        " take a second descriptor, and with it /proc, which cannot be used here: mount it, or " +
+                        "give offsets and sizes that are multiples of " + std::to_string(offset_alignment_) + " bytes");
+    }
   }
   return buffered_descriptor_;
 }
@@ -188,6 +204,18 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   }
   if (error == 0 && extends(end)) known_size_ = end;
   return error;
+}
+
+int File::write_through(std::uint64_t offset, std::uint64_t nbytes) noexcept {
+  const int descriptor = direct_ ? buffered_descriptor_ : descriptor_;
+  const auto synced = [&](unsigned flags) {
+    return restarted([&] { return ::sync_file_range(descriptor, static_cast<off64_t>(offset), static_cast<off64_t>(nbytes), flags); });
+  };
+  synced(SYNC_FILE_RANGE_WRITE);  // begun beside those of others, whose turn to wait may be first
+  const std::lock_guard lock(write_back_mutex_);
+  constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  if (write_back_error_ == 0 && synced(kAll) != 0) write_back_error_ = errno;
+  return write_back_error_;
 }
 
 void File::sync() {

@@ -22,7 +22,10 @@ class File {
   static std::shared_ptr<File> open(const std::string& path, Access access, Direct direct, std::uint64_t nbytes);
 
   /// A file without a name in *directory*, for reading and writing: gone with the last descriptor, also after kill -9.
-  static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes);
+  /// With *padded* a write that begins at a multiple of kPadding may fill the bytes up to the next one with zeros, so that all of it goes direct.
+  static std::shared_ptr<File> open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded);
+
+  static constexpr std::uint64_t kPadding = 4096;
 
   ~File();
   File(const File&) = delete;
@@ -38,6 +41,8 @@ class File {
   [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
   [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
   [[nodiscard]] int descriptor() const noexcept { return descriptor_; }
+  /// True where the end of a write goes direct, with zeros behind it up to a multiple of the alignment.
+  [[nodiscard]] bool pads() const noexcept { return padded_ && direct_ && kPadding % offset_alignment_ == 0; }
 
   /// A second descriptor that goes through the page cache, opened on first use. Throws SystemFailure.
   [[nodiscard]] int buffered_descriptor();
@@ -52,6 +57,10 @@ class File {
   /// Returns 0 or an errno; the file is no longer than before then, and a drive without the room is told apart before anything is allocated.
   [[nodiscard]] int reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept;
 
+  /// Waits until a range that was written through the page cache is with the drive, as one that was written directly is. Returns 0 or an errno.
+  /// The kernel tells an error of writing back once, and not of which range: from the first one on, every call fails.
+  [[nodiscard]] int write_through(std::uint64_t offset, std::uint64_t nbytes) noexcept;
+
   /// Data and the metadata needed to read it are on the drive on return. Throws SystemFailure.
   void sync();
 
@@ -64,11 +73,14 @@ class File {
   int descriptor_;
   Access access_;
   bool direct_ = false;
+  bool padded_ = false;
   std::uint64_t memory_alignment_ = 1;
   std::uint64_t offset_alignment_ = 1;
   std::atomic<std::uint64_t> known_size_{0};  // a lower bound: another process may have extended the file
   std::mutex mutex_;                          // guards the lazily opened descriptor and serialises reserve()
   int buffered_descriptor_ = -1;
+  std::mutex write_back_mutex_;  // guards the error
+  int write_back_error_ = 0;
 };
 
 }  // namespace nvme_offload

@@ -418,10 +418,10 @@ PYBIND11_MODULE(_aio, module) {
           "path"_a, "access"_a, "direct"_a, "nbytes"_a)
       .def_static(
           "open_anonymous",
-          [](const std::string& directory, Direct direct, std::uint64_t nbytes) {
-            return without_gil([&] { return File::open_anonymous(directory, direct, nbytes); });
+          [](const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded) {
+            return without_gil([&] { return File::open_anonymous(directory, direct, nbytes, padded); });
           },
-          "directory"_a, "direct"_a, "nbytes"_a)
+          "directory"_a, "direct"_a, "nbytes"_a, "padded"_a)
       .def("sync", [](File& file) { without_gil([&] { return file.sync(), true; }); })
       .def_property_readonly("path", [](const File& file) { return decoded(file.path()); })
       .def_property_readonly("size", &File::size)

@@ -132,7 +132,8 @@ struct Block {
 ///
 /// Blocks begin and end at pages of the file, but for the request's own ends. An unaligned end of a read is read with the rest of its sector
 /// into a bounce buffer, which harms nobody. That of a write goes through the page cache, which merges it with what else the page holds; the
-/// whole page does, because direct and cached writes to one page at a time would overwrite each other.
+/// whole page does, because direct and cached writes to one page at a time would overwrite each other. Where the file pads, its end is written
+/// with zeros behind it, directly.
 inline Block cut_block(Request& request, std::uint64_t block_size, std::uint64_t page_size) {
   const File& file = *request.file;
   const std::uint64_t granule = std::max(file.offset_alignment(), page_size);
@@ -158,6 +159,8 @@ inline Block cut_block(Request& request, std::uint64_t block_size, std::uint64_t
   } else if (head == 0 && body > 0) {
     block.nbytes = body;
     block.route = aligned ? Route::direct : Route::bounced;
+  } else if (head == 0 && file.pads()) {
+    block.nbytes = left;
   } else {
     block.nbytes = head > 0 ? head : left;
     block.route = Route::buffered;

@@ -143,7 +143,10 @@ bool Worker::prepare(std::uint32_t index) {
       return false;
     }
     slot.memory = slot.bounce.data();
-    if (request.operation == Operation::write) std::memcpy(slot.memory, request.data + block.begin, block.nbytes);
+    if (request.operation == Operation::write) {
+      std::memcpy(slot.memory, request.data + block.begin, block.nbytes);
+      std::memset(slot.memory + block.nbytes, 0, slot.range - block.nbytes);
+    }
   }
   slot.transfer.operation = request.operation;
   slot.transfer.slot = index;
@@ -234,6 +237,14 @@ bool Worker::judge(Slot& slot, std::int64_t result) {
   const std::uint64_t reached = start + std::min(static_cast<std::uint64_t>(result), slot.transfer.nbytes);
   if (reached >= slot.needed) {
     slot.progress = slot.needed;
+    if (!reading && block.route == Route::buffered) {
+      const int error = block.request->file->write_through(slot.file_offset, slot.range);
+      if (error != 0) {
+        slot.progress = 0;
+        fail(slot, error);
+        return true;
+      }
+    }
     const bool copied = reading && block.route == Route::bounced;
     const bool summed = reading && block.request->checksum.wanted;
     if (copied) std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, block.nbytes);

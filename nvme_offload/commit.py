@@ -23,17 +23,18 @@ _AT_FDCWD = -100  # fcntl.h
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # a kernel or filesystem without
 
 
-def write_file(path: Path, data: str | bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
-    """Put *data* (text as UTF-8) in the place of the file *path*, with *mode*.
+def write_file(path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Put *data* (text as UTF-8) in the place of the file *path*.
 
-    *owner* is a user and a group. Raises: OSError, and *path* is as it was.
+    *mode* is None for that of any new file of this process; *owner* is a user and a group. Raises: OSError, and *path* is as it was.
     Source: rename(2), fsync(2).
     """
-    with _aside(path) as (aside, descriptor):
+    with _aside(path, 0o666 if mode is None else 0o600) as (aside, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
         if owner is not None:
             os.fchown(descriptor, *owner)
-        os.fchmod(descriptor, mode)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
         os.fsync(descriptor)
         aside.replace(path)
     sync_directory(path.parent)
@@ -74,7 +75,7 @@ def aside_directory(path: Path) -> Iterator[Path]:
 
     Raises: OSError.
     """
-    with _aside(path, directory=True) as (aside, _):
+    with _aside(path, None) as (aside, _):
         yield aside
 
 
@@ -105,12 +106,19 @@ def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | Non
     return replaced
 
 
-def recover_directory(path: Path) -> None:
-    """Put back what a `show_directory` over *path* left beside it, killed between two renames."""
+def recover_directory(path: Path) -> Path | None:
+    """Put back what a `show_directory` over *path* left beside it, killed between two renames.
+
+    Returns what is left of one that was killed after both, for the caller to remove. Raises: OSError.
+    """
     replaced = _replaced(path)
-    if replaced.is_dir() and not os.path.lexists(path):
-        replaced.rename(path)
-        sync_directory(path.parent)
+    if not replaced.is_dir():
+        return None
+    if os.path.lexists(path):
+        return replaced
+    replaced.rename(path)
+    sync_directory(path.parent)
+    return None
 
 
 def make_directory(path: Path) -> None:
@@ -157,11 +165,11 @@ def remove_abandoned(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _aside(path: Path, *, directory: bool = False) -> Iterator[tuple[Path, int]]:
-    """A new file or directory beside *path*, locked, with a descriptor of it; what is there in the end is removed."""
+def _aside(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
+    """A new file with *mode*, or directory (None), beside *path*, locked, and its descriptor; what is there in the end is removed."""
     with contextlib.suppress(OSError):  # whoever may not look into the directory leaves nothing to find either
         remove_abandoned(path)
-    aside, descriptor = _claimed(path, directory)
+    aside, descriptor = _claimed(path, mode)
     try:
         yield aside, descriptor
     finally:
@@ -170,16 +178,17 @@ def _aside(path: Path, *, directory: bool = False) -> Iterator[tuple[Path, int]]
             remove(aside)
 
 
-def _claimed(path: Path, directory: bool) -> tuple[Path, int]:
+def _claimed(path: Path, mode: int | None) -> tuple[Path, int]:
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        if directory:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if mode is None:
             aside.mkdir()
-        flags = os.O_RDONLY | os.O_DIRECTORY if directory else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            flags = os.O_RDONLY | os.O_DIRECTORY
         try:
-            descriptor = os.open(aside, flags | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(aside, flags | os.O_CLOEXEC, mode or 0)
         except FileNotFoundError:
-            if directory:
+            if mode is None:
                 continue  # another writer took it for an abandoned one, before it was locked
             raise
         with contextlib.suppress(OSError):  # a network filesystem without locks: there nobody removes anything

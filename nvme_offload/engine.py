@@ -247,14 +247,17 @@ class Engine:
         self._core.require_live()
         return File(_aio.File.open(_path(path), _ACCESS[mode], _DIRECT[self.config.direct], whole_number("size", size or 0)))
 
-    def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
+    def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
         """Open a file without a name on the drive of *directory*, for reading and writing, with *size* bytes allocated.
+
+        With *padded* a write that begins at a multiple of 4096 bytes may fill the file with zeros from its end up to the next multiple, so that
+        all of it goes direct.
 
         Lifetime: its space is free again when the file is closed or the process ends, also after kill -9.
         Raises: as `open`. Source: open(2) for O_TMPFILE.
         """
         self._core.require_live()
-        return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], whole_number("size", size)))
+        return File(_aio.File.open_anonymous(_path(directory), _DIRECT[self.config.direct], whole_number("size", size), padded))
 
     def read(self, buffer: Buffer, file: File | StrPath, offset: int = 0, *, checksum: bool | int | Ticket = False, after: Iterable[Ticket] = ()) -> Ticket:
         """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds; once all of *after* ended well.

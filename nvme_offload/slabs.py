@@ -97,7 +97,7 @@ class Slabs:
         """Allocate *nbytes* more on the drive. Raises: NoSpaceError."""
         size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         if size > 0:
-            self._files[self._engine.open_anonymous(self.path, size)] = Extents(size, GRANULE_BYTES)
+            self._files[self._engine.open_anonymous(self.path, size, padded=True)] = Extents(size, GRANULE_BYTES)
 
     def close(self) -> None:
         """Give all room back to the drive, once the transfers under way are finished."""

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.serialization import config as serialization
 
 from ..engine import Engine, File, Ticket
+from .manifest import PIECE_BYTES, Piece
 
 _ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly
 
@@ -60,8 +61,8 @@ def gather(tree: Any) -> Any:
     return _replaced(tree, gathered)
 
 
-def write(path: str, tree: Any, engine: Engine) -> None:
-    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to stay.
+def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
+    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to stay; the pieces written by the engine if *summed*.
 
     Raises: NoSpaceError before anything but the layout is written, where the drive is full; IOFailure; what a loan raises. The file is then
     of no use, and for the caller to delete.
@@ -79,14 +80,28 @@ def write(path: str, tree: Any, engine: Engine) -> None:
         elif storage.nbytes():
             resident.append((storage, offset))
     del reader
+    written: list[Piece] = []
     with engine.open(path, "rw", size=Path(path).stat().st_size) as file:
+
+        def start(tensor: torch.Tensor, offset: int) -> list[tuple[int, Ticket]]:
+            step = PIECE_BYTES // tensor.itemsize
+            starts = range(0, tensor.numel(), step)
+            return [
+                (offset + begin * tensor.itemsize, engine.write(tensor[begin : begin + step], file, offset + begin * tensor.itemsize, checksum=summed))
+                for begin in starts
+            ]
+
+        def finish(started: list[tuple[int, Ticket]]) -> None:
+            wait_all([ticket for _, ticket in started])
+            written.extend(Piece(at, ticket.nbytes, ticket.checksum) for at, ticket in started if ticket.checksum is not None)
+
         for storage, offset in resident:
-            engine.write(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu(), file, offset).wait()
+            finish(start(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu(), offset))
         for loan, lent in _by_loan(places).items():
             with loan() as values:
-                tickets = [engine.write(values[key], file, offset + start * itemsize) for key, (offset, itemsize), start in lent]
-                wait_all(tickets)
+                finish([one for key, (offset, itemsize), begin in lent for one in start(values[key].flatten(), offset + begin * itemsize)])
         file.sync()
+    return written
 
 
 def read(path: str, engine: Engine) -> Any:

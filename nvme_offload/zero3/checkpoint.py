@@ -1,7 +1,8 @@
 """Checkpoints of an engine whose parameters or optimizer states are in a tier: `save_checkpoint` and `load_checkpoint`, in DeepSpeed's own format.
 
-Every rank writes its files aside, has them on the drive to stay, agrees with the others that all have, and then renames them; so that what goes
-wrong before leaves the last checkpoint, also one of the same name, whole. What does go wrong is raised on every rank, and training can go on.
+A save is a generation: every rank writes its files into one directory aside, and has them on the drive to stay; once all have, a manifest of them
+is added, and one rename shows the directory under its tag, in the place of what was there. So a crash at any point leaves the last checkpoint, also
+one of the same tag, or the new one. What goes wrong is raised on every rank, and training can go on. A load checks every byte by the manifest.
 """
 
 from __future__ import annotations
@@ -11,23 +12,33 @@ import errno
 import functools
 import logging
 import os
-import shutil
+import pickle
+import secrets
+import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 
+from .. import commit
 from .. import engine as io
-from ..errors import IOFailure, NoSpaceError, OffloadError, UnsupportedError
-from . import archive, compat, states
+from ..errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
+from . import archive, compat, manifest, states
+from .manifest import Entry, Manifest, Piece, entry_of, has_checksums
 from .param_swapper import ParameterSwapper
 from .settings import question, refuse_what_wants_memory
 from .stage3 import Stage3
 
 _SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
+_STATE_FILES = ("_model_states.pt", "_optim_states.pt")  # the ends of the names that DeepSpeed gives its files
+_GENERATION = "nvme_offload_generation"  # the key in files of states; DeepSpeed looks at its own only
+_LOAD_ARGUMENTS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+# What torch.load raises for a file that is cut off or damaged.
+_UNREADABLE = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 1 << 20  # a drive with less is full: DeepSpeed and torch do not always tell why they could not write
 
@@ -77,19 +88,27 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
+        if _streams(self) and not self.load_universal_checkpoint():
+            given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
+            with_states = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+            _verify(self, load_dir, tag, with_states)
         if isinstance(self.optimizer, Stage3) and self.optimizer.holds_states_away:
             self.optimizer.begin_load()
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # the next micro-batch is the first of a step
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
-        frozen = _streams(self) and any(_is_away(param) for param in _frozen(self))
-        with _reading(self, lambda path: archive.read_mapped(path, FROZEN_PARAM_FRAGMENTS)) if frozen else contextlib.nullcontext():
+        streams = _streams(self)
+        if streams and any(_is_away(param) for param in _frozen(self)):
+            read = functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
+        else:
+            read = functools.partial(torch.load, map_location="cpu", weights_only=False)
+        with _reading(self, read) if streams else contextlib.nullcontext():
             return before["_load_checkpoint"](self, *args, **named)
 
     def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
         streams = _streams(self) and not self.load_universal_checkpoint()
-        with _reading(self, functools.partial(archive.read, engine=_engine_of(self))) if streams else contextlib.nullcontext():
+        with _reading(self, functools.partial(_read_states, engine=_engine_of(self))) if streams else contextlib.nullcontext():
             loaded: bool = before["_load_zero_checkpoint"](self, *args, **named)
             return loaded
 
@@ -101,7 +120,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         if not _is_away(param):
             fragment: torch.Tensor = before["_get_param_fragment_func"](self, param)
             return fragment
-        if not isinstance(self.checkpoint_engine, _Aside):
+        if not isinstance(self.checkpoint_engine, _Generation):
             partition: torch.Tensor = param.nvme_swapper.partition(param)
             return partition
         param.nvme_swapper.swap_in([param], async_op=True)
@@ -119,54 +138,91 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     return methods
 
 
-class _Aside:
-    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved: files appear when every rank has all of its own."""
+class _Generation:
+    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved: what *tag* is of appears whole, or does not."""
 
-    def __init__(self, engine: Any, original: Any, place: Path) -> None:
+    def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         self.original = original
-        self.place = place
+        self.place = Path(save_dir, tag).resolve()  # what a link leads to is replaced, not the link
         self.failure: Exception | None = None
-        self._device = engine.device
+        self.generation = ""
+        self._tag = tag
+        self._aside = self.place.with_name(f".{self.place.name}.partial")
+        self._step = int(engine.global_steps)
+        self._rank = int(engine.global_rank)
+        self._renames = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
         self._io = _engine_of(engine)
-        self._files: list[tuple[Path, Path]] = []  # written aside, and where they belong
+        self._checksum = "xxh3" if has_checksums() else "crc32"
+        self._entries: list[Entry] = []
+        if Path(save_dir).resolve() not in self.place.parents:
+            raise UsageError(f"a tag names a directory below that of the checkpoints, which {tag!r} does not")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
+    def begin(self) -> None:
+        """Make the directory aside. Raises: what went wrong, on every rank."""
+
+        def make() -> None:
+            commit.make_directory(self.place.parent)
+            for left in (commit.recover_directory(self.place), self._aside):  # of a save that was killed
+                _clear(left, self.place)
+            self._aside.mkdir()
+
+        self._on_one_rank(make)
+        self.generation = str(_told(secrets.token_hex(16))[0])
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a directory; that of the tag is aside, and there."""
+        if Path(path).resolve() != self.place:
+            os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
+
     def save(self, state_dict: Any, path: str) -> None:
         """Write the file aside."""
-        final = Path(path)
-        aside = final.with_name(f".{final.name}.partial")
-        aside.unlink(missing_ok=True)  # of a save that was killed
-        self._files.append((aside, final))
+        final = Path(path).resolve()
+        name = str(final.relative_to(self.place))
+        aside = self._aside / name
+        known: list[Piece] = []
         try:
+            if OPTIMIZER_STATE_DICT in state_dict:
+                state_dict = {**state_dict, _GENERATION: self.generation}
             if archive.has_away(state_dict):
-                archive.write(str(aside), state_dict, self._io)
+                known = archive.write(str(aside), state_dict, self._io, self._checksum == "xxh3")
             else:
                 self.original.save(state_dict, str(aside))
                 with self._io.open(aside, "rw") as file:
                     file.sync()
+            self._entries.append(entry_of(aside, name, self._rank, known, self._io, self._checksum))
         except (RuntimeError, OSError) as error:
             raise _typed(error, final) from error
 
     def commit(self, info: Any) -> bool:
-        """Let the files appear, if every rank has written all of its own. Raises: what went wrong."""
-        if _any_rank(self.failure is not None, self._device):
-            raise self.failure or OffloadError(f"the checkpoint {compat.tag_of(info)} was not saved, because another rank could not: it says why")
-        folders = set()
-        for aside, final in self._files:
-            aside.replace(final)
-            folders |= {final.parent, final.parent.parent}
-        self._files.clear()
-        for folder in folders:
-            _sync_folder(folder)
+        """Let the checkpoint appear, if every rank has written all of its files. Raises: what went wrong, on every rank."""
+        _agree(self.failure, self._tag)
+        files = tuple(entry for entries in _told(self._entries) for entry in entries)
+
+        def show() -> None:
+            Manifest(self.generation, self._step, dist.get_world_size(), self._checksum, files).write(self._aside)
+            _clear(commit.show_directory(self._aside, self.place, over=True), self.place)
+
+        self._on_one_rank(show)
         committed: bool = self.original.commit(info)
         return committed
 
     def discard(self) -> None:
         """Delete what did not appear."""
-        for aside, _ in self._files:
-            aside.unlink(missing_ok=True)
+        if self._renames:
+            with contextlib.suppress(OSError):
+                commit.remove(self._aside)
+
+    def _on_one_rank(self, action: Callable[[], None]) -> None:
+        failure = None
+        try:
+            if self._renames:
+                action()
+        except Exception as error:
+            failure = _typed(error, self.place)
+        _agree(failure, self._tag)
 
 
 class _Complete:
@@ -197,56 +253,134 @@ class _Reader:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The contents of the file."""
-        return self._read(path)
+        try:
+            return self._read(path)
+        except (*_UNREADABLE, OSError) as error:
+            if isinstance(error, OSError) and (isinstance(error, OffloadError) or error.errno != errno.EINVAL):  # a place before the file's begin
+                raise
+            raise _corrupt(Path(path), f"torch cannot read it: {' '.join(str(error).split())[:200]}") from error
 
 
 def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude_frozen: bool) -> bool:
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     original = engine.checkpoint_engine
-    engine.checkpoint_engine = aside = _Aside(engine, original, Path(save_dir))
+    generation = _Generation(engine, original, save_dir, tag)
     engine.optimizer.leaves_states_away = True
     try:
+        generation.begin()
+        engine.checkpoint_engine = generation
         save(engine, save_dir, tag, client_state, False, exclude_frozen)
     finally:
         engine.optimizer.leaves_states_away = False
         engine.checkpoint_engine = original
-        aside.discard()
-    if engine.global_rank == 0:  # of a checkpoint of this name, by DeepSpeed's own swappers, that is no more
-        shutil.rmtree(Path(save_dir) / tag / _SWAP_FILES, ignore_errors=True)
+        generation.discard()
     if save_latest:
-        try:
-            if engine.global_rank == 0:
-                _point_to(Path(save_dir), tag)
-        finally:
-            dist.barrier()
+        failure = None
+        if engine.global_rank == 0:
+            latest = Path(save_dir) / "latest"
+            try:
+                commit.write_file(latest, tag, mode=None)  # DeepSpeed empties it first, so that a crash leaves no name at all
+            except OSError as error:
+                failure = _typed(error, latest)
+        _agree(failure, tag)
     return True
 
 
-def _point_to(save_dir: Path, tag: str) -> None:
-    """Have the file "latest" name *tag*; DeepSpeed empties it first, so that a crash leaves no name at all."""
-    aside = save_dir / ".latest.partial"
-    try:
-        with aside.open("w") as file:
-            file.write(tag)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(save_dir / "latest")
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise _typed(error, save_dir / "latest") from error
-    _sync_folder(save_dir)
+def _clear(directory: Path | None, place: Path) -> None:
+    """Remove what is left of a checkpoint in *directory*; what it had beside that, somebody's notes, goes to *place*."""
+    if directory is None or not directory.is_dir():
+        return
+    for entry in list(directory.iterdir()):
+        ours = entry.name in (manifest.NAME, _SWAP_FILES) or entry.name.endswith((".partial", *_STATE_FILES))
+        if ours or os.path.lexists(place / entry.name) or not place.is_dir():
+            commit.remove(entry)
+        else:
+            entry.rename(place / entry.name)
+    directory.rmdir()
+
+
+def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> None:
+    """Check a checkpoint by its manifest, if it has one, and by what is to be loaded of it. Raises: what any rank finds, on every rank."""
+    latest = Path(load_dir) / "latest"
+    rank, ranks = engine.global_rank, dist.get_world_size()
+
+    def recover() -> None:
+        if rank == 0 or engine.use_node_local_storage():
+            commit.recover_directory(directory)
+
+    def check() -> None:
+        found = Manifest.read(directory)
+        if found is None:
+            return
+        if with_states and found.ranks != ranks:
+            raise UnsupportedError(
+                f"{directory / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} are to load it: use as many, or convert it "
+                "with DeepSpeed's ds_to_universal"
+            )
+        for number, entry in enumerate(found.files):
+            if rank == (entry.rank if found.ranks == ranks else number % ranks):
+                manifest.verify(directory, entry, _engine_of(engine), found.checksum)
+
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    if tag is None:
+        return
+    directory = Path(load_dir, str(tag)).resolve()
+    for action in (recover, check):
+        failure = None
+        try:
+            action()
+        except (OffloadError, OSError) as error:
+            failure = error
+        failures = _told(failure)
+        if any(failures):
+            raise failure or next(filter(None, failures))
+
+
+def _read_states(path: str, engine: io.Engine) -> Any:
+    """`archive.read`, of a file that belongs to the manifest beside it, if to any. Raises: CorruptionError."""
+    tree = archive.read(path, engine)
+    generation = tree.get(_GENERATION) if isinstance(tree, dict) else None
+    if generation is not None:
+        found = Manifest.read(Path(path).parent)
+        if found is None:
+            raise _corrupt(Path(path).with_name(manifest.NAME), "it is missing, and with it the checksums")
+        if found.generation != generation:
+            raise _corrupt(Path(path), f"it is of another save than {manifest.NAME} beside it")
+    return tree
+
+
+def _corrupt(path: Path, reason: str) -> CorruptionError:
+    return CorruptionError(reason, operation="load", path=str(path), offset=0, nbytes=0, done=0)
+
+
+def _told(value: Any) -> list[Any]:
+    """*value* of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _agree(failure: Exception | None, tag: str) -> None:
+    """Raises: *failure*, or where another rank has one, what that is."""
+    texts = _told(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise OffloadError(f"the checkpoint {tag} was not saved, because another rank could not: rank {rank} had {text}")
 
 
 def _attempt(engine: Any, save: Callable[[], None]) -> None:
     """Keep a failure until the ranks agree on it: they have more to do together, and one that is missing there would have the others wait for it."""
-    aside = engine.checkpoint_engine
-    if not isinstance(aside, _Aside):
+    generation = engine.checkpoint_engine
+    if not isinstance(generation, _Generation):
         save()
-    elif aside.failure is None:
+    elif generation.failure is None:
         try:
             save()
         except Exception as error:
-            aside.failure = _typed(error, aside.place)
+            generation.failure = _typed(error, generation.place)
 
 
 @contextlib.contextmanager
@@ -332,12 +466,6 @@ def _engine_of(engine: Any) -> io.Engine:
     return found
 
 
-def _any_rank(mine: bool, device: Any) -> bool:
-    flag = torch.tensor([int(mine)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
 def _typed(error: Exception, path: Path) -> Exception:
     """*error* as one of this package's, where it is about a file."""
     if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
@@ -350,11 +478,3 @@ def _typed(error: Exception, path: Path) -> Exception:
     if full:
         return NoSpaceError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; the checkpoint before it is untouched", **fields)
     return error if code is None else IOFailure(code, os.strerror(code), **fields)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -123,6 +123,8 @@ CONTRACT: Mapping[str, str] = {
         device
         global_rank
         global_steps
+        local_rank
+        use_node_local_storage()
         gradient_accumulation_steps()
         micro_steps
         optimizer
@@ -171,7 +173,6 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.comm": """
         ReduceOp
         all_reduce(tensor, op, ...)
-        barrier(...)
         get_rank(...)
     """,
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """

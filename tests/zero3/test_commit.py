@@ -1,0 +1,177 @@
+"""A checkpoint is the last one or the new one whenever its ranks are killed, and one that is not as it was written is refused with the file's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpointing import Life
+from launch import Case, finish, start
+
+from nvme_offload import commit
+from nvme_offload.engine import Engine
+from nvme_offload.errors import CorruptionError, UnsupportedError
+from nvme_offload.zero3 import manifest
+from nvme_offload.zero3.manifest import Manifest, entry_of, has_checksums, verify
+
+SCRIPT = Path(__file__).with_name("checkpointing.py")
+CASE = Case(name="states", states="nvme", persistence=100)
+TAG = {"tag": "tag"}  # which "latest" names a moment later
+KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
+
+
+def run(lives: list[Life], directory: Path, ranks: int = 1) -> dict[str, dict[str, Any]]:
+    """What rank 0 told of each life."""
+    with start([], directory, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life) for life in lives]) as processes:
+        ended = [finish(process, 300) for process in processes]
+    for rank in ended:
+        assert rank.status == 0, rank.complaints
+    return {result.pop("name"): result for result in ended[0].results}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
+    ranks: int, tmp_path: Path, kill_points: KillPoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    environment, images = kill_points(place)
+    with monkeypatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        whole = run([Life("whole", CASE, saves=[[1, str(place)], [2, str(place)]])], tmp_path, ranks)["whole"]
+    assert whole["differ"] == []
+    found = [*sorted(image for image in images.iterdir() if image.is_dir()), place]
+    assert len(found) > 50, "the calls were not seen"
+    states: list[dict[str, bytes]] = []
+    turns: list[Path] = []  # the last copy with each state, and the first
+    named = []
+    for image in found:
+        commit.recover_directory(image / "tag")
+        state = contents(image / "tag")
+        latest = image / "latest"
+        named.append(latest.read_text() if latest.exists() else "")
+        assert not named[-1] or state
+        if not states or state != states[-1]:
+            turns += [found[max(found.index(image) - 1, 0)], image] if states else []
+            states.append(state)
+    assert [len(state) for state in states] == [0, 1 + 2 * ranks, 1 + 2 * ranks], "more than nothing, the first and the second"
+    assert states[2] == contents(place / "tag")
+    assert set(named) == {"", "tag"}
+    lives = [Life(image.name, CASE, first=step, load=str(image), load_arguments=TAG) for image, step in zip(turns[1:], (1, 1, 2), strict=True)]
+    again = Life("again", CASE, first=1, load=str(turns[2]), load_arguments=TAG, saves=[[2, str(turns[2])]])
+    loaded = run([*lives, again], tmp_path, ranks)
+    for name, result in loaded.items():
+        assert "error" not in result, result
+        assert result["end"] == whole["end"], name
+    assert [result["client_state"] for result in loaded.values()] == [1, 1, 2, 1]
+    assert sorted(path.name for path in turns[2].iterdir() if path.name.startswith(".")) == []
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and something of its user's in the directory of its tag from before it was saved over."""
+    place = tmp_path_factory.mktemp("saved")
+    (place / "tag").mkdir()
+    (place / "tag" / "notes.txt").write_text("mine")
+    (place / "tag" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a run with more ranks")
+    result = run([Life("saved", CASE, last=2, saves=[[1, str(place)]])], place)["saved"]
+    assert "error" not in result, result
+    assert sorted(path.name for path in (place / "tag").iterdir()) == [
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "notes.txt",
+        "nvme_offload.json",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    ]
+    return place
+
+
+def test_what_is_not_as_it_was_written_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
+    states, model = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    lives, expected = [], {}
+
+    def damaged(name: str, file: str, damage: Callable[[Path], Any], error: str = "CorruptionError") -> None:
+        copy = tmp_path / name
+        shutil.copytree(saved, copy)
+        damage(copy / "tag" / file)
+        lives.append(Life(name, CASE, first=1, load=str(copy)))
+        expected[name] = (error, file)
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1000])
+
+    def of_two_ranks(path: Path) -> None:
+        found = Manifest.read(path.parent)
+        assert found is not None
+        dataclasses.replace(found, ranks=2).write(path.parent)
+
+    for file in (states, model):
+        damaged(f"flipped {file}", file, flip)
+        damaged(f"cut {file}", file, cut)
+        damaged(f"missing {file}", file, Path.unlink)
+    damaged("flipped manifest", manifest.NAME, flip)
+    damaged("missing manifest", manifest.NAME, Path.unlink)
+    damaged("ranks", manifest.NAME, of_two_ranks, "UnsupportedError")
+
+    def without_manifest(path: Path) -> None:  # as of an earlier version: torch finds what it can
+        cut(path)
+        path.with_name(manifest.NAME).unlink()
+
+    damaged("cut, of an earlier version", states, without_manifest)
+    results = run(lives, tmp_path)
+    for name, (error, file) in expected.items():
+        assert results[name].get("error") == error, (name, results[name])
+        assert file in results[name]["message"]
+
+
+def test_no_single_fault_is_accepted(tmp_path: Path) -> None:
+    generator = random.Random(17)
+    files = {"one": generator.randbytes(20_000), "two": generator.randbytes(4096), "three": generator.randbytes(5), "none": b""}
+    checksum = "xxh3" if has_checksums() else "crc32"
+    with Engine() as engine:
+        entries = []
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+            entries.append(entry_of(tmp_path / name, name, 0, [], engine, checksum))
+        Manifest("0" * 32, 3, 1, checksum, tuple(entries)).write(tmp_path)
+        files[manifest.NAME] = (tmp_path / manifest.NAME).read_bytes()
+
+        def check(name: str) -> None:
+            found = Manifest.read(tmp_path)
+            assert found is not None
+            assert found.files == tuple(entries)
+            for entry in found.files:
+                if entry.name == name:
+                    verify(tmp_path, entry, engine, found.checksum)
+
+        for name in files:
+            check(name)
+        for _ in range(3000):
+            name = generator.choice(list(files))
+            data = bytearray(files[name])
+            fault = generator.choice(["bit", "cut", "more"])
+            if fault == "bit" and data:
+                data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+            elif fault == "cut" and data:
+                del data[generator.randrange(len(data)) :]
+            else:
+                data += b"\0"
+            (tmp_path / name).write_bytes(data)
+            with pytest.raises((CorruptionError, UnsupportedError)) as caught:
+                check(name)
+            assert name in str(caught.value)
+            (tmp_path / name).write_bytes(files[name])
