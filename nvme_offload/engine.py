@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Union
 from . import _aio
 from ._aio import Memory as Memory  # for the pool: this module alone knows the extension
 from .config import AioConfig
-from .errors import OffloadError, UsageError, whole_number
+from .errors import OffloadError, UsageError, time_limit, whole_number
 
 if TYPE_CHECKING:
     import numpy
@@ -148,7 +148,7 @@ class Ticket:
         Raises: IOFailure, NoSpaceError or TruncatedError when the transfer failed; CancelledError when it never started; WaitTimeout when it is
         not finished in time, which leaves it going on and able to be waited for; UsageError in a process forked since.
         """
-        return self._request.wait(timeout)
+        return self._request.wait(time_limit(timeout))
 
     def cancel(self) -> bool:
         """End the request before it starts, and with it those that are to follow it: they fail with CancelledError, which `Engine.close` is silent of.

@@ -101,3 +101,10 @@ def whole_number(name: str, value: int) -> int:
     if not 0 <= count < 1 << 63:
         raise UsageError(f"{name} must be from 0 to 2**63 - 1, not {count}")
     return count
+
+
+def time_limit(seconds: float | None) -> float | None:
+    """*seconds* as the limit of a wait. Raises: UsageError for what is no number, such as nan."""
+    if seconds is not None and (not isinstance(seconds, int | float) or seconds != seconds):
+        raise UsageError(f"a timeout is a number of seconds, or None, not {seconds!r}")
+    return seconds

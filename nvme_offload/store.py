@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -17,7 +18,7 @@ import numpy as np
 
 from .config import AioConfig
 from .engine import Engine, StrPath, Ticket
-from .errors import NoSpaceError, OffloadError, UsageError
+from .errors import NoSpaceError, OffloadError, UsageError, whole_number
 from .slabs import Stripes
 from .snapshot import Snapshot
 from .values import StoreTicket as StoreTicket
@@ -26,6 +27,7 @@ from .values import Value, Values
 if TYPE_CHECKING:
     from .engine import Buffer
 
+_log = logging.getLogger(__name__)
 _STEPS_REMEMBERED = 1000
 _FIELD_NAME = re.compile(":[^:]*:")  # in the format of a buffer
 
@@ -101,6 +103,8 @@ class TensorStore:
         `StoreTicket.wait` IOFailure, NoSpaceError and CancelledError.
         Source: io_submit(2).
         """
+        if not isinstance(name, str):
+            raise UsageError(f"the name of a tensor must be a str, not {name!r}")
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
             with self._values.using():
@@ -189,8 +193,7 @@ class TensorStore:
         Raises: NoSpaceError, with what was asked for, what each drive has and what is missing; UsageError.
         Source: fallocate(2).
         """
-        if nbytes < 0:
-            raise UsageError(f"room for {nbytes} bytes cannot be reserved")
+        nbytes = whole_number("nbytes", nbytes)
         with self._values.using():
             self._room.reserve(nbytes)
 
@@ -284,9 +287,10 @@ class TensorStore:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
-        except OffloadError:
+        except OffloadError as failure:
             if error is None:
                 raise
+            _log.error("beside the exception that ends the with block: %s", failure)
 
     def __repr__(self) -> str:
         state = "closed" if self._values.closed else f"{len(self._values.sizes())} tensors"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from .engine import Ticket, cancel_all
-from .errors import CancelledError, OffloadError, UsageError, WaitTimeout
+from .errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
 from .slabs import Extent, Stripes
 from .snapshot import WINDOW_BYTES, Part, name_tensor
 
@@ -100,7 +100,7 @@ class StoreTicket:
     def finish(self, timeout: float | None = None) -> None:
         """Wait for the end of every part, good or bad, and draw the consequences. Raises: WaitTimeout; UsageError as `wait`."""
         self._values.check_process()
-        outcome = self._outcome(timeout)
+        outcome = self._outcome(time_limit(timeout))
         with self._values.lock:
             self._values.settle(self, outcome)
 

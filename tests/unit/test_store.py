@@ -22,6 +22,7 @@ from numpy.testing import assert_array_equal
 
 import nvme_offload
 from nvme_offload import slabs, snapshot
+from nvme_offload._aio import FaultKind
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, UnsupportedError, UsageError, WaitTimeout
@@ -687,3 +688,33 @@ def test_a_snapshot_is_of_one_moment_for_each_name(stalling_store: TensorStore, 
     assert_array_equal(contents(stalling_store, "a"), second)
     stalling_store.restore(tmp_path / "snapshot")
     assert_array_equal(contents(stalling_store, "a"), first)
+
+
+def test_names_sizes_and_timeouts_are_checked_at_the_door(tmp_path: Path) -> None:
+    data = np.zeros(5, np.uint8)
+    with TensorStore(tmp_path) as store:
+        ticket = store.put("a", data)
+        for wrong in (7, None, b"a", ("a",)):
+            with pytest.raises(UsageError, match="the name of a tensor must be a str, not"):
+                store.put(wrong, data)  # type: ignore[arg-type]
+        for timeout in (float("nan"), "1"):
+            with pytest.raises(UsageError, match="a timeout is a number of seconds, or None, not"):
+                ticket.wait(timeout)  # type: ignore[arg-type]
+        for nbytes in (-1, 1.5, "1", 1 << 63):
+            with pytest.raises(UsageError, match="nbytes must be"):
+                store.reserve(nbytes)  # type: ignore[arg-type]
+        assert ticket.wait() == 5
+        assert store.names() == ["a"]
+
+
+def test_a_failure_beside_an_exception_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(_faults=[(0, 1 << 30, FaultKind.FAIL, 5)]) as engine:
+
+        def leave() -> None:
+            with TensorStore(tmp_path, engine=engine) as store:
+                store.put("a", np.zeros(4096, np.uint8))
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            leave()
+    assert "of tensor 'a'" in caplog.text
