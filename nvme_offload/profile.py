@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .config import AioConfig
 from .errors import UsageError
@@ -234,7 +236,7 @@ class Profile:
         if isinstance(version, bool) or version not in _READABLE:
             raise UsageError(f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again")
         try:
-            return cls(**_decoded(data))
+            return require_schema(cls(**_decoded(data)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{source} is not a complete drive profile: {error!r}") from None
 
@@ -242,6 +244,53 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a profile."""
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+_T = TypeVar("_T")
+
+
+def require_schema(value: _T) -> _T:
+    """*value*, a dataclass, of which every field has the type that it says, down to the last, and no number is infinite.
+
+    A whole number is 0 or more. Raises: TypeError, which names the field.
+    """
+    _require(type(value), value, "")
+    return value
+
+
+def _require(kind: Any, value: Any, place: str) -> None:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return
+    if origin in (Union, types.UnionType):
+        if value is not None or type(None) not in arguments:
+            _require(next(one for one in arguments if one is not type(None)), value, place)
+    elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        _require_instance(kind, value, place)
+        for name, inner in get_type_hints(kind).items():
+            _require(inner, getattr(value, name), f"{place}.{name}".lstrip("."))
+    elif origin is tuple:
+        _require_instance(tuple, value, place)
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(kinds) != len(value):
+            raise TypeError(f"{place} has {len(value)} values rather than {len(kinds)}")
+        for number, (inner, each) in enumerate(zip(kinds, value, strict=True)):
+            _require(inner, each, f"{place}[{number}]")
+    elif origin is dict:
+        _require_instance(dict, value, place)
+        for key, each in value.items():
+            _require(arguments[1], each, f"{place}.{key}")
+    elif kind is bool or not isinstance(value, bool):
+        _require_instance((int, float) if kind is float else kind, value, place)
+        if (kind is int and value < 0) or (kind is float and not math.isfinite(value)):
+            raise TypeError(f"{place} cannot be {value}")
+    else:
+        raise TypeError(f"{place} cannot be {value}")
+
+
+def _require_instance(kind: Any, value: Any, place: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{place} cannot be {value!r:.80}")
 
 
 _READABLE = (1, SCHEMA_VERSION)  # the first filed trials that do not count under a stage with the name of the flaw
@@ -257,7 +306,10 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     for group in ("best", "performance"):
         data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
     data["chosen"] = Setting(**data["chosen"])
+    for key in ("path", "model", "filesystem", "device"):
+        _require(str, data["drive"][key], f"drive.{key}")
     for name in ("reasons", "warnings"):
+        _require_instance(list, data[name], name)
         data[name] = tuple(data[name])
     for name, kind in (("latencies", Latency), ("stripe", StripePath)):
         data[name] = tuple(kind(**{**each, "setting": Setting(**each["setting"])}) for each in data.get(name, ()))

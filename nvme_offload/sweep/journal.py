@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import Setting
+from nvme_offload.profile import Setting, require_schema
 from nvme_offload.profile_shelf import user_directory
 
 from .preflight import Refusal
@@ -74,9 +74,11 @@ class Journal:
         try:
             lines = self._path.read_text(encoding="utf-8").split("\n")[:-1] if self._path else []  # the last may have been cut
             before, begun, *trials = map(json.loads, lines)
-            entries = [Entry(_ask(ask), _result(result), ended) for ask, result, ended in trials]
+            if not (isinstance(before, dict) and isinstance(begun, dict)):
+                raise TypeError
+            entries = [Entry(_ask(ask), _result(result), 0.0 + ended) for ask, result, ended in trials]
         except (OSError, ValueError, TypeError, KeyError):
-            return  # there is none, or what there is was cut too early
+            return  # there is none, or what there is was cut too early or is damaged
         other = [f"{name} {before.get(name)!r}, not {value!r}" for name, value in asked.items() if before.get(name) != value]
         if other:
             raise Refusal(f"the interrupted sweep of this drive was made with {'; '.join(other)}: ask for the same, or leave out --resume")
@@ -130,8 +132,8 @@ def _same(one: Ask, other: Ask) -> bool:
 
 
 def _ask(data: dict[str, Any]) -> Ask:
-    return Ask(**{**data, "setting": Setting(**data["setting"])})
+    return require_schema(Ask(**{**data, "setting": Setting(**data["setting"])}))
 
 
 def _result(data: dict[str, Any]) -> Result:
-    return Result(**{**data, "samples": tuple((seconds, count) for seconds, count in data["samples"])})
+    return require_schema(Result(**{**data, "samples": tuple((seconds, count) for seconds, count in data["samples"])}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nvme_offload.profile import (
     StripePath,
     Sustained,
     Trial,
+    require_schema,
 )
 
 SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
@@ -211,3 +212,31 @@ def test_another_schema_is_refused_with_what_to_do(version: object) -> None:
 def test_a_missing_file_is_the_callers_to_see(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Profile.load(tmp_path / "none.json")
+
+
+def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The way to every value in *data*, but for what may be anything."""
+    items: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        if place or key not in ("drive", "engine", "workload", "schema_version"):
+            yield (*place, key)
+            yield from _places(value, (*place, key))
+
+
+def test_no_value_of_another_type_is_read() -> None:
+    """Every field, by turns something that it cannot be: refused, in one line that names the file."""
+    text = PROFILE.to_json()
+    tried = 0
+    for place in list(_places(json.loads(text))):
+        for wrong in (None, True, -1, "text", [], {}, float("nan"), [[1]]):
+            data = json.loads(text)
+            _with(wrong, *place)(data)
+            try:
+                found = Profile.from_json(json.dumps(data), "odd.json")
+            except UsageError as error:
+                said = str(error)
+                tried += said.startswith("odd.json") and "\n" not in said
+            else:
+                assert require_schema(found) is found
+                assert json.loads(found.to_json()) == json.loads(json.dumps(data)) or not wrong
+    assert tried > 1000
