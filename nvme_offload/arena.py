@@ -12,11 +12,16 @@ class Leaving(Protocol):
     """A write of bytes that lie from *offset* on in *room* bytes, which are not to be touched before it has *ended*."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Where they lie."""
+
     @property
-    def room(self) -> int: ...
+    def room(self) -> int:
+        """How many there are."""
+
     @property
-    def ended(self) -> bool: ...
+    def ended(self) -> bool:
+        """Whether they may be touched."""
 
 
 class Block(Generic[Owner]):

@@ -198,7 +198,8 @@ class Schedule:
             entry.nbytes = entry.kept = nbytes
             entry.lowest = lowest
             self._entries[name] = entry
-            self._placed += entry.block is not None
+            if entry.block is not None:
+                self._count_placed(entry)
         self._need(entry, created=True)
 
     def need(self, name: str) -> None:
@@ -439,10 +440,14 @@ class Schedule:
             self._forget_room(other)
             self._to(other, Event.LOST)
         entry.block = block
-        self._placed += entry.known
+        if entry.known:
+            self._count_placed(entry)
+        self._to(entry, Event.ROOM)
+
+    def _count_placed(self, entry: _Entry) -> None:
+        self._placed += 1
         self.used_bytes += entry.size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._to(entry, Event.ROOM)
 
     def _lose(self, entry: _Entry) -> None:
         """*entry*, whose bytes are on the drive or are none, gives its room away."""
@@ -465,8 +470,9 @@ class Schedule:
         entry.block = None
         entry.stamp = 0
         entry.leaves = False
-        self._placed -= entry.known
-        self.used_bytes -= entry.size
+        if entry.known:
+            self._placed -= 1
+            self.used_bytes -= entry.size
         self.dropped_unused += entry.unused
         entry.unused = False
         self._not_ahead(entry)
@@ -519,9 +525,7 @@ class Schedule:
             self._lose(other)
         entry.block, lost = self._arena.take(start, write.room, entry)
         assert not lost
-        self._placed += 1
-        self.used_bytes += entry.size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._count_placed(entry)
 
     # Who stays, and who leaves.
 
@@ -694,9 +698,7 @@ class Schedule:
         entry.block, lost = self._arena.take(write.offset, write.room, entry)
         assert not lost
         entry.block.writes = (write,)
-        self._placed += 1
-        self.used_bytes += entry.size
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._count_placed(entry)
         self._to(entry, Event.BACK)
         self._keep(entry)
         return True
@@ -724,7 +726,7 @@ class Schedule:
     def _evict(self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None) -> int | None:
         """Make those leave who are used last, with their neighbours, until *size* bytes in one piece are on offer; where that is."""
         beyond = (_HINTED << 1) if position is None else position
-        tried = []
+        tried: list[_Entry] = []
         found = None
         while found is None and len(tried) < (_VICTIMS_A_ROOM if position is None else 2):
             victim = self._pop_victim(heap, beyond)
@@ -946,9 +948,9 @@ class Schedule:
         if entry is self._needed or entry.read_failed:
             return True
         block = entry.block
-        if block is not None and block.open and self._homes and entry.home is None and block.start < self._arena.boundary:
-            if not self._may_move(entry, block):
-                return False  # where it is it would be in the way of those that stay; it is on offer, but not lost yet
+        below = block is not None and block.open and block.start < self._arena.boundary
+        if block is not None and below and self._homes and entry.home is None and not self._may_move(entry, block):
+            return False  # where it is it would be in the way of those that stay; it is on offer, but not lost yet
         self._claim(entry)
         if entry.block is not None:
             return True

@@ -51,7 +51,8 @@ class BackwardOrder:
         """The tensors, of `after`, that the node of *number* still asks for, and those of the next node; or the first *count*, where that is more."""
         found: list[int] = []
         nodes = {number // _MOST_OF_A_NODE}
-        for one in reversed(self._waiting[: bisect_left(self._waiting, number)]):
+        for place in range(bisect_left(self._waiting, number) - 1, -1, -1):
+            one = self._waiting[place]
             nodes.add(one // _MOST_OF_A_NODE)
             if len(nodes) > 2 and len(found) >= count:
                 break

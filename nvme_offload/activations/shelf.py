@@ -11,7 +11,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
@@ -56,6 +56,22 @@ class ActivationStats:
     peak_host_bytes: int = 0
 
 
+class _Waiting:
+    """Adds to one of *waits* the seconds in which this thread stands still: what it computes itself is no waiting."""
+
+    __slots__ = ("_began", "_name", "_waits")
+
+    def __init__(self, waits: dict[str, float], name: str) -> None:
+        self._waits = waits
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter() - time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._waits[self._name] += max(time.perf_counter() - time.thread_time() - self._began, 0.0)
+
+
 class Shelf:
     """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All methods may be called from any thread.
 
@@ -82,7 +98,10 @@ class Shelf:
         self._told_too_large = False
         self._closed = False
         self._process_id = os.getpid()
-        self._stats = ActivationStats()
+        # Counted apart, and made `ActivationStats` when asked for: a new object for every tensor costs more than to count.
+        self._counts = dict.fromkeys(("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0)
+        self._waits = dict.fromkeys(("forward_wait_seconds", "backward_wait_seconds"), 0.0)
+        self._moved: dict[str, int] = {}
         # A copy under way must not lose its place; the tier, which is older than this, is closed after it.
         self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
 
@@ -137,14 +156,18 @@ class Shelf:
             if self._asked_bytes and not self._closed:
                 self._collect()
                 moved = self._tier.swapper.stats()
-                self._stats = dataclasses.replace(
-                    self._stats,
-                    bytes_written=moved.bytes_written,
-                    bytes_read=moved.bytes_read,
-                    host_bytes=moved.resident_bytes,
-                    peak_host_bytes=moved.peak_bytes,
-                )
-            return self._stats
+                self._moved = {
+                    "bytes_written": moved.bytes_written,
+                    "bytes_read": moved.bytes_read,
+                    "host_bytes": moved.resident_bytes,
+                    "peak_host_bytes": moved.peak_bytes,
+                }
+            return ActivationStats(
+                **self._counts,
+                forward_wait_seconds=self._waits["forward_wait_seconds"],
+                backward_wait_seconds=self._waits["backward_wait_seconds"],
+                **self._moved,
+            )
 
     def close(self) -> None:
         """Wait for what is under way, and give everything back."""
@@ -157,7 +180,8 @@ class Shelf:
             self._tier.close()
 
     def __repr__(self) -> str:
-        return f"{', '.join(self._tier.paths)}: {'closed' if self._closed else f'{format_bytes(self._stats.alive_bytes)} of saved tensors'}"
+        alive = format_bytes(self._counts["alive_bytes"])
+        return f"{', '.join(self._tier.paths)}: {'closed' if self._closed else f'{alive} of saved tensors'}"
 
     def _pack(self, tensor: torch.Tensor, counter: torch.Tensor) -> Packed:
         import torch
@@ -188,7 +212,7 @@ class Shelf:
             return Moved(tensor, number, self._gone)
 
     def _save(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value:
-        with self._counted("forward_wait_seconds"):
+        with _Waiting(self._waits, "forward_wait_seconds"):
             self._grow(end - begin)
             if self._free_numbers:
                 number = heapq.heappop(self._free_numbers)  # the lowest: so a step has the names of the one before
@@ -218,7 +242,7 @@ class Shelf:
 
     def _bring(self, value: Value) -> tuple[torch.UntypedStorage, int]:
         """Bring *value* to its device, where it stays until `_look_ahead` finds that it is not needed soon."""
-        with self._counted("backward_wait_seconds"):
+        with _Waiting(self._waits, "backward_wait_seconds"):
             if value.copy is not None:
                 self._finish(value, value.copy)
             place = self._with_room(lambda: self._tier.swapper.swap_in(value.name))
@@ -305,7 +329,7 @@ class Shelf:
 
     def _grow(self, nbytes: int) -> None:
         """See that there is host memory for *nbytes* more, as far as the tier's cap allows."""
-        wanted = self._stats.alive_bytes + nbytes
+        wanted = self._counts["alive_bytes"] + nbytes
         if wanted <= self._asked_bytes or self._asked_bytes >= self._tier.cap_bytes:
             return
         while self._finish_first():
@@ -326,15 +350,8 @@ class Shelf:
             )
 
     def _count(self, **more: int) -> None:
-        self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + count for name, count in more.items()})
-
-    @contextlib.contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stats = dataclasses.replace(self._stats, **{name: getattr(self._stats, name) + time.perf_counter() - started})
+        for name, count in more.items():
+            self._counts[name] += count
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:

@@ -16,8 +16,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
 PURE = {
-    *("access_order", "commit", "config", "drive", "drive_use", "drive_warnings", "ds_config", "errors", "extents", "hjson_reader", "machine", "model"),
-    *("placement", "plan", "profile", "profile_shelf", "schedule", "sysfs", "traffic", "units"),
+    *("access_order", "arena", "commit", "config", "drive", "drive_use", "drive_warnings", "ds_config", "errors", "extents", "hjson_reader"),
+    *("machine", "model", "placement", "plan", "profile", "profile_shelf", "residents", "schedule", "sysfs", "traffic", "units", "value_states"),
 }
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool", "store", "swapper"},

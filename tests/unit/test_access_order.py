@@ -1,0 +1,110 @@
+"""What is expected next: the period before, from where it seems to be now."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvme_offload.access_order import AccessOrder
+
+
+def use(order: AccessOrder, names: str) -> None:
+    for name in names:
+        order.use(name, 1, False)
+
+
+def order_of(names: str) -> AccessOrder:
+    order = AccessOrder()
+    use(order, names)
+    order.step()
+    return order
+
+
+def expected(order: AccessOrder) -> str:
+    return "".join(order.at(order.now + ahead).name for ahead in range(len(order.period)))
+
+
+def test_nothing_is_expected_before_a_period_is_over() -> None:
+    order = AccessOrder()
+    use(order, "a")
+    assert not order.learned
+    assert not order.followed
+    assert order.next_use("a") is None
+
+
+def test_a_period_is_expected_again() -> None:
+    order = order_of("abcba")
+    assert expected(order) == "abcba"
+    use(order, "a")
+    assert [order.next_use(name) for name in "abcx"] == [4, 1, 2, None]
+    use(order, "bcba")
+    assert [order.next_use(name) for name in "abc"] == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("learned", "used", "then"),
+    [
+        ("abcdef", "ab", "cdefab"),
+        ("abcdef", "abx", "cdefab"),  # something new changes nothing
+        ("abcdef", "abd", "efabcd"),  # one left out
+        ("abcdef", "abfab", "cdefab"),  # back to the beginning
+        ("abccba", "abca", "abccba"),  # the forward pass once more: at first it looks like the end of the backward pass
+        ("abccba", "abcab", "ccbaab"),
+    ],
+)
+def test_another_order_is_followed_as_soon_as_it_is_known_again(learned: str, used: str, then: str) -> None:
+    order = order_of(learned)
+    before = order.now
+    use(order, used)
+    assert order.now >= before, "positions count on"
+    assert expected(order) == then
+
+
+def test_an_order_that_is_not_followed_is_known_as_such() -> None:
+    order = order_of("abcdefgh")
+    use(order, "abcdefgh")
+    assert order.followed
+    use(order, "hgfedcba" * 3)
+    assert not order.followed
+    use(order, "abcdefgh" * 3)
+    assert order.followed
+
+
+def test_an_evaluation_between_teaches_nothing_unless_it_comes_again() -> None:
+    order = order_of("abcdef")
+    use(order, "abcabcdef")
+    assert not order.step()
+    assert expected(order) == "abcdef"
+    use(order, "abcabcdef")
+    assert order.step()
+    assert expected(order) == "abcabcdef"
+
+
+def test_what_was_changed_and_dropped_is_learned() -> None:
+    order = AccessOrder()
+    use(order, "ab")
+    order.changed("a")
+    order.dropped("b")
+    order.step()
+    assert [(one.changed, one.dropped) for one in order.period.uses] == [(True, False), (False, True)]
+
+
+def test_hints_are_over_with_their_use_or_after_the_next_period() -> None:
+    order = order_of("abcd")
+    order.hint("dz")
+    order.hint("zc")
+    assert order.hinted("d") == 0
+    use(order, "z")  # d was not needed
+    assert [order.hinted(name) for name in "dzc"] == [None, None, 3]
+    order.step()
+    assert order.hinted("c") == 3
+    order.step()
+    assert order.hinted("c") is None
+
+
+def test_a_record_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvme_offload.access_order._LONGEST_PERIOD", 5)
+    order = AccessOrder()
+    use(order, "abcd")
+    assert not order.full
+    use(order, "e")
+    assert order.full
