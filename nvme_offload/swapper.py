@@ -390,7 +390,7 @@ class TensorSwapper:
                 patience = waited
                 what = "write" if transfer.writes else "read"
                 _log.warning(
-                    "waiting for the drive for %.0f s: the %s of %s of %r; %d transfers of %s are under way",
+                    "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are under way",
                     waited,
                     what,
                     format_bytes(transfer.nbytes),

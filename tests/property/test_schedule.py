@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import event, given, settings
@@ -12,7 +14,12 @@ from hypothesis import strategies as st
 
 from nvme_offload.errors import UsageError
 from nvme_offload.schedule import Schedule, Transfer
+from nvme_offload.value_states import TABLE, Event, State
 from nvme_offload.zero3.sub_groups import Footprint, cut
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from sweeps import planning
 
 PAGE = 4096
 
@@ -524,3 +531,111 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
     assert schedule.names() == ["parameters", "gradients"]
     with pytest.raises(UsageError, match="in a budget of 16 KiB: 0 bytes are in use; "):
         Schedule(4 * PAGE).create("large", 4 * PAGE + 1)
+
+
+def blocks_are_a_partition(schedule: Schedule) -> None:
+    """Each byte is in one block, each value in its own, and the runs are what is on offer."""
+    arena = schedule._arena
+    position, on_offer, taken = 0, 0, 0
+    block = arena.first
+    while block is not None:
+        assert block.start == position < block.end
+        assert block.open or block.owner is not None
+        on_offer += block.open * (block.end - block.start)
+        if block.owner is not None:
+            assert block.owner.block is block
+            assert block.end - block.start == block.owner.size
+            taken += block.owner.size * block.owner.known
+        position, block = block.end, block.following
+    assert position == schedule.nbytes
+    assert on_offer == arena.open_bytes == sum(end - start for start, (end, _) in arena._runs.items())
+    assert taken == schedule.used_bytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(source=st.randoms(use_true_random=False))
+def test_periods_with_deviations_and_failures_lose_nothing(source):
+    """Periods that are repeated, and cut short, shuffled, and run twice; values of all sizes, created, changed and dropped; transfers that fail."""
+    pages = source.choice([source.randint(3, 12), source.randint(20, 120)])
+    lookahead = source.choice([None, 0, PAGE, source.randint(0, pages) * PAGE])
+    machine = Machine(Schedule(pages * PAGE, lookahead), source)
+    largest = max(1, pages // source.choice([1, 2, 4, 8]))
+    names = [f"v{number}" for number in range(source.randint(3, 40))]
+    sizes = {name: source.randint(1, largest) * PAGE - source.choice([0, 1]) for name in names}
+    failing, ending = source.choice([0, 0.1, 0.3]), source.choice([0, 0.2, 0.7])
+    learned = [(source.choice(names), source.choice(["use", "use", "change", "create", "drop"])) for _ in range(source.randint(2, 50))]
+
+    def do(name: str, what: str) -> None:
+        if what == "create" or name not in machine.truth:
+            machine.create(name, sizes[name])
+        else:
+            machine.need(name)
+        blocks_are_a_partition(machine.schedule)
+        if what == "drop":
+            machine.discard(name)
+        else:
+            machine.release(name, changed=what == "change")
+        while machine.flying and source.random() < ending:
+            machine.end_any(source.random() >= failing)
+        blocks_are_a_partition(machine.schedule)
+
+    for _ in range(6):
+        order = list(learned)
+        change = source.choice(["none", "none", "none", "skips", "twice", "shuffled"])
+        if change == "skips":
+            order = [use for use in order if source.random() < 0.8]
+        elif change == "twice":
+            order = order[: len(order) // 2] + order
+        elif change == "shuffled":
+            source.shuffle(order)
+        for name, what in order:
+            do(name, what)
+        machine.schedule.step()
+        machine.start()
+        blocks_are_a_partition(machine.schedule)
+    for name in list(machine.truth):
+        do(name, "use")
+    event(f"reads: {machine.reads > 0}")
+
+
+@pytest.mark.parametrize("order", list(planning.ORDERS))
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
+    """Values, places and blocks that are looked at in a period that was learned; nothing is moved more often than of a few values."""
+    few, many = (planning.plan(planning.ORDERS[order], count, 256 << 10, share) for count in (256, 4096))
+    assert few.operations < 8
+    assert many.operations <= 1.2 * few.operations
+    assert many.bytes_moved / many.uses <= 1.1 * few.bytes_moved / few.uses
+
+
+@pytest.mark.parametrize("count", [256, 4096])
+def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
+    schedule = Schedule(count // 2 * PAGE)
+    drive = planning.Drive(schedule)
+    random_source = random.Random(0)
+    for number in range(count):
+        for action in ("create", "release"):
+            drive.do(planning.Call(action, f"v{number}", PAGE, True))
+    before, uses = schedule.operations, 4 * count
+    for _ in range(uses):
+        name = f"v{random_source.randrange(count)}"
+        for action in ("need", "release"):
+            drive.do(planning.Call(action, name, PAGE, True))
+    assert (schedule.operations - before) / uses < 16
+
+
+def test_every_event_is_a_row_or_cannot_happen():
+    """The states of a value: what memory holds is given away only where the drive has it too, or is being given it."""
+    assert [len(row) for row in TABLE] == [len(Event)] * len(State)
+    losing = {state for state in State if TABLE[state][Event.LOST] is not None}
+    assert losing == {State.RESERVED, State.READING, State.CLEAN, State.WRITING}
+    for state in State:
+        for event_, following in zip(Event, TABLE[state], strict=True):
+            if following is None:
+                continue
+            if state in (State.DIRTY, State.STUCK, State.REDIRTY, State.USED_NEW, State.USED_OVER):
+                assert following >= State.DIRTY, (state, event_)
+            if event_ in (Event.TAKE, Event.CREATE):
+                assert following >= State.USED
+            if event_ == Event.CREATE:
+                assert following in (State.USED_NEW, State.USED_OVER)

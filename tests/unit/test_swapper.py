@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvme_offload.config import AioConfig
-from nvme_offload.errors import UsageError
+from nvme_offload.errors import UsageError, WaitTimeout
 from nvme_offload.pool import PinnedPool
 from nvme_offload.store import TensorStore
 from nvme_offload.swapper import SwapperStats, TensorSwapper
@@ -303,3 +303,56 @@ def test_threads_take_turns(make_swapper: MakeSwapper) -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+class Patient:
+    """A store whose every get is not done within the first *waits* waits for it."""
+
+    def __init__(self, store: TensorStore, waits: int) -> None:
+        self.store = store
+        self.left = waits
+
+    def get(self, name: str, out: torch.Tensor, **more: object) -> Patient:
+        self.ticket = self.store.get(name, out, **more)
+        return self
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        self.left -= 1
+        if self.left >= 0:
+            raise WaitTimeout("not yet")
+        return self.ticket.wait()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.store
+
+
+def test_a_long_wait_says_what_it_is_for(store: TensorStore, caplog: pytest.LogCaptureFixture) -> None:
+    with TensorSwapper(Patient(store, 2), PinnedPool(SIZE, pin=False)) as swapper:
+        swapper.swap_out("a", pattern(1))
+        swapper.swap_out("b", pattern(2))
+        assert torch.equal(swapper.swap_in("a"), pattern(1))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are under way" for seconds in (5, 10)]
+
+
+def test_small_values_and_none_come_back_when_the_room_that_they_wait_for_is_written(make_swapper: MakeSwapper) -> None:
+    """A value without bytes takes room like any other, and waits for it, although nothing is read."""
+    swapper = make_swapper(2)
+    for number in range(12):
+        nbytes = 0 if number % 3 == 0 else 1000 * number
+        swapper.swap_out(f"n{number}", pattern(number, nbytes))
+    for step in range(4):
+        for number in range(12):
+            nbytes = 0 if number % 3 == 0 else 1000 * number
+            room = swapper.swap_in(f"n{number}")
+            assert torch.equal(room, pattern(number + step, nbytes))
+            room.copy_(pattern(number + step + 1, nbytes))
+            swapper.release(f"n{number}", changed=True)
+        swapper.step()
