@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")  # releases, oldest first
+TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")  # releases that the contract holds for, oldest first
 OLDEST, NEWEST = TESTED[0], TESTED[-1]
 
 _log = logging.getLogger(__name__)
