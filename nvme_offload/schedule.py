@@ -93,7 +93,7 @@ class Schedule:
 
     Values lie in whole granules. A use costs O(log n).
 
-    Attributes: *order*, told of every use here. *peak_bytes*, the most that was taken.
+    Attributes: *order*, told of every use here. *lookahead_bytes*, how much is read ahead, in bytes of memory. *peak_bytes*, the most that was taken.
     *dropped_unused*, how many were read and left unused. *operations*, how many values, places and
     blocks were looked at, by which tests bound what a call costs.
     """
@@ -106,8 +106,9 @@ class Schedule:
         self.dropped_unused = 0
         self.operations = 0
         self._granule = granule
-        self._lookahead_bytes = lookahead_bytes
+        self._asked_lookahead = lookahead_bytes
         self._largest = 0
+        self._set_lookahead()
         self._entries: dict[str, _Entry] = {}
         self._kept_for: dict[str, _Entry] = {}  # rooms for values that there are not yet
         self._arena: Arena[_Entry] = Arena(nbytes)
@@ -136,10 +137,8 @@ class Schedule:
         self._heaps: tuple[list[tuple[int, int, _Entry]], list[tuple[int, int, _Entry]]] = ([], [])
         self._stamps = 0
 
-    @property
-    def lookahead_bytes(self) -> int:
-        """How much is read ahead, in bytes of memory."""
-        return min(2 * self._largest, self.nbytes // 2) if self._lookahead_bytes is None else self._lookahead_bytes
+    def _set_lookahead(self) -> None:
+        self.lookahead_bytes = min(2 * self._largest, self.nbytes // 2) if self._asked_lookahead is None else self._asked_lookahead
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -271,7 +270,9 @@ class Schedule:
         self._let_go(entry)
         self._to(entry, Event.CHANGED if changed else Event.SAME)
         entry.last_use = self._uses
-        self._largest = max(self._largest, entry.size)
+        if entry.size > self._largest:
+            self._largest = entry.size
+            self._set_lookahead()
         self._settle(entry)
 
     def discard(self, name: str) -> None:
@@ -369,6 +370,7 @@ class Schedule:
             if entry.block is not None:
                 self._lose(entry)
         self.nbytes = nbytes
+        self._set_lookahead()
         self._arena = Arena(nbytes)
         self._heaps = ([], [])
         self._homes = {}

@@ -19,7 +19,7 @@ from nvme_offload.zero3.sub_groups import Footprint, cut
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from sweeps import planning
+from sweeps import scheduling
 
 PAGE = 4096
 
@@ -598,11 +598,11 @@ def test_periods_with_deviations_and_failures_lose_nothing(source):
     event(f"reads: {machine.reads > 0}")
 
 
-@pytest.mark.parametrize("order", list(planning.ORDERS))
+@pytest.mark.parametrize("order", list(scheduling.ORDERS))
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
     """Values, places and blocks that are looked at in a period that was learned; nothing is moved more often than of a few values."""
-    few, many = (planning.plan(planning.ORDERS[order], count, 256 << 10, share) for count in (256, 4096))
+    few, many = (scheduling.plan(scheduling.ORDERS[order], count, 256 << 10, share) for count in (256, 4096))
     assert few.operations < 8
     assert many.operations <= 1.2 * few.operations
     assert many.bytes_moved / many.uses <= 1.1 * few.bytes_moved / few.uses
@@ -611,16 +611,16 @@ def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
 @pytest.mark.parametrize("count", [256, 4096])
 def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
     schedule = Schedule(count // 2 * PAGE)
-    drive = planning.Drive(schedule)
+    drive = scheduling.Drive(schedule)
     random_source = random.Random(0)
     for number in range(count):
         for action in ("create", "release"):
-            drive.do(planning.Call(action, f"v{number}", PAGE, True))
+            drive.do(scheduling.Call(action, f"v{number}", PAGE, True))
     before, uses = schedule.operations, 4 * count
     for _ in range(uses):
         name = f"v{random_source.randrange(count)}"
         for action in ("need", "release"):
-            drive.do(planning.Call(action, name, PAGE, True))
+            drive.do(scheduling.Call(action, name, PAGE, True))
     assert (schedule.operations - before) / uses < 16
 
 

@@ -1,7 +1,7 @@
-"""`python -m sweeps.planning`: what a use of a value costs in planning, and how many bytes move beside the least that could.
+"""`python -m sweeps.scheduling`: what a use of a value costs in planning, and how many bytes move beside the least that could.
 
-Transfers end at once and move nothing, so what is timed is `Schedule` alone; with --swapper it is
-`TensorSwapper` on an engine that moves nothing. CPU seconds of the thread, after the order is learned.
+Transfers end at once and move nothing, so what is timed is `Schedule` alone, in CPU seconds of the
+thread, after the order is learned. `python -m sweeps.planning` measures `TensorSwapper` on real shapes.
 """
 
 from __future__ import annotations
