@@ -358,6 +358,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         trained = [bundle for bundle in bundles if bundle.trained]
         nbytes = self._admission.required_bytes(trained)
         self._tier.cap_bytes = self._budget.values_bytes
+        self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
         self._tier.require_memory(nbytes)
         self._tier.require_space(nbytes)
         self._tier.require(nbytes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class Updater:
         self._format = state_format
         self.make = make
         self._name = name
+        self.slack_bytes = 0  # of host memory, kept for what is beside the values
+        self._resident_bytes = 0  # of the process, when freed memory was last given back
         self.attributes: dict[str, Any] = {}  # that were set, for inner optimizers to come
         self._host = HostLane(tier)
         self._scratch = torch.empty(0)
@@ -60,8 +64,9 @@ class Updater:
         first = bundle.inner is None
         inner, memory = self._bound(bundle, memory, options, seed, raw_step)
         self._give_back(bundle, changed=True)
-        if bundle.device.type == "cpu" and first:
-            _trim()  # of the states that the inner optimizer has made, whose bytes are in the bundle's value now
+        if bundle.device.type == "cpu":
+            # At first of the states that the inner optimizer has made, whose bytes are in the bundle's value now; later of what it computes with.
+            self._trim(at_most=0 if first else self.slack_bytes)
         for piece in bundle.pieces:
             piece.stepped |= piece.weight.parameter.grad is not None
             piece.weight.updated()
@@ -169,6 +174,22 @@ class Updater:
         scratch = self._scratch_of(gradients + self._format.unpacked_elements(layout))
         return scratch[:gradients], scratch[gradients:]
 
+    def _trim(self, at_most: int) -> None:
+        """Give freed memory back to the kernel where the process has grown by more than *at_most* bytes since that was done: it costs page faults later.
+
+        glibc keeps freed memory, and between allocations of many sizes ever more of it. Source: malloc_trim(3), which only glibc has; proc_pid_statm(5).
+        """
+        if self._resident() > self._resident_bytes + at_most:
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+            self._resident_bytes = self._resident()
+
+    @staticmethod
+    def _resident() -> int:
+        with Path("/proc/self/statm").open("rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+
     def _scratch_of(self, elements: int) -> torch.Tensor:
         """On the CPU always the same memory, since fresh pages cost more than what is done with them, and glibc keeps much of what it is given back.
 
@@ -237,13 +258,6 @@ class Updater:
                 piece.states.pop(key, None)
             piece.shadow.grad = None
             piece.shadow.data = torch.empty(0, dtype=piece.shadow.dtype, device=piece.shadow.device)
-
-
-def _trim() -> None:
-    """Let the C library give back to the kernel what it has kept of freed memory. Source: malloc_trim(3), which only glibc has."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _nothing(bundle: Bundle) -> torch.Tensor:
