@@ -265,6 +265,8 @@ def _zero3(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], obj
     from nvme_offload import zero3
 
     zero3.enable()
+    if device == "cpu":  # nothing is compiled for a try; one rank has nobody to share memory with
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     nvme = {"device": "nvme", "nvme_path": job["directory"]}
     aio = job["aio"]
     config = {
@@ -272,7 +274,7 @@ def _zero3(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], obj
         "gradient_clipping": 1.0,
         "steps_per_print": 1000,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": device == "cpu"}},
         "zero_optimization": {"stage": 3, "offload_optimizer": nvme, **({"offload_param": nvme} if job["way"] == "both" else {})},
         "aio": {"block_size": aio["block_size"], "queue_depth": aio["queue_depth"], "intra_op_parallelism": aio["thread_count"]},
         "nvme_offload": {"host_memory": job["host_memory"], "state_format": "compact", "backend": aio["backend"]},

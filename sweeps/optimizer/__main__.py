@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.tier import engine_config, memory_size
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
+from sweeps.models import CONFIGS, config_of, tensors
 from sweeps.training.drive import Floor
 from sweeps.training.plan import Plan
 from sweeps.training.trainer import last_words
 
 from ..command import run, stop_at_sigterm
 from .report import SETTLING, TITLES, Drive, Results, Run, as_json, render
+from .shapes import gpt_shapes
 
 _ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 15
@@ -43,6 +46,8 @@ class _FioPlan(NamedTuple):
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--parameters", type=float, default=None, help="How many, about.  [default: 1.6e9 with a GPU, 4e8 without]")
+@click.option("--model", help=f"Instead of a GPT of so many: {', '.join(CONFIGS)}, or the path of a Hugging Face config.json.")
+@click.option("--width", type=click.IntRange(min=8), help="Of the model's small-width form, which has all of its tensors, instead of the model.")
 @click.option("--host-memory", default=None, help='Of each variant, all ranks together: a size, or "auto".  [default: 2.75 bytes for each parameter]')
 @click.option("--variants", default="exact,split,compact,memory", show_default=True, help=f"Which of {', '.join(TITLES)}, with commas between.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="With more than one, FSDP2 shards the parameters over them.")
@@ -59,6 +64,8 @@ class _FioPlan(NamedTuple):
 def main(
     directory: Path,
     parameters: float | None,
+    model: str | None,
+    width: int | None,
     host_memory: str | None,
     variants: str,
     ranks: int,
@@ -78,15 +85,22 @@ def main(
     names = variants.split(",")
     if unknown := sorted(set(names) - set(TITLES)):
         raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(TITLES)}", param_hint="--variants")
+    if (parameters and model) or (width and not model):
+        raise click.UsageError("give --parameters or --model, and --width with a model alone")
     wanted = int(parameters or (1.6e9 if _has_gpu() else 4e8))
+    shapes = gpt_shapes(wanted) if model is None else [tensor.shape for tensor in tensors(config_of(model, width))]
+    if model is not None:
+        wanted = sum(map(math.prod, shapes))
     cap = host_memory or int(2.75 * wanted)
     chosen = engine_config(str(directory))
     given = {"block_size": parse_bytes(block_size) if block_size else None, "queue_depth": queue_depth, "thread_count": thread_count}
     aio = dataclasses.replace(chosen, **{key: value for key, value in given.items() if value is not None})
     described = facts(directory, "sweeps.optimizer") | {"versions": commit(), "engine": _text(aio)}
+    if model is not None:
+        described["model"] = f"{model}{'' if width is None else f', width {width}'}: {len(shapes)} tensors"
     shown = host_memory or f"{int(cap) / 1e9:.2f} GB"
     results = Results(described, shown, ranks, [], [], list(note))
-    job = {"parameters": wanted, "host_memory": cap, "ranks": ranks, "steps": steps, "aio": dataclasses.asdict(aio), "patience_seconds": timeout}
+    job = {"shapes": shapes, "host_memory": cap, "ranks": ranks, "steps": steps, "aio": dataclasses.asdict(aio), "patience_seconds": timeout}
     started = time.monotonic()
     try:
         _measure(results, directory, names, rounds, job, parse_bytes(fio_size), timeout, None if seconds is None else started + seconds, output)

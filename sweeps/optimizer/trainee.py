@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from sweeps.training import process
 
 from .contenders import DEEPSPEED, contender
-from .shapes import gpt_shapes
 
 
 def main() -> None:
@@ -122,7 +121,7 @@ def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Cal
 def _model(job: dict[str, Any], device: torch.device) -> nn.Module:
     """The parameters; with several ranks `fully_shard` leaves each its shards, unless DeepSpeed is to have shards of its own."""
     model = nn.Module()
-    for number, shape in enumerate(gpt_shapes(job["parameters"])):
+    for number, shape in enumerate(job["shapes"]):
         model.register_parameter(str(number), nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02))
     return fully_shard(model) if job["ranks"] > 1 and job["variant"] != DEEPSPEED else model
 

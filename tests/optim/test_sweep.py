@@ -97,3 +97,18 @@ def test_a_variant_that_there_is_not(tmp_path):
     ran = subprocess.run([sys.executable, "-m", "sweeps.optimizer", str(tmp_path), "--variants", "tiny"], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 2
     assert "'tiny' is none of exact, split, compact, deepspeed, memory" in ran.stderr
+
+
+def test_the_tensors_of_a_model(tmp_path):
+    pytest.importorskip("transformers", reason="the models are made by transformers")
+    from sweeps.models import config_of, tensors
+
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("llama3-8b"), "num_hidden_layers": 2}))
+    options = f"--model {tmp_path} --width 64 --host-memory 800KB --rounds 1 --steps 4 --fio-size 0 --variants compact".split()
+    command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options, "--output", str(tmp_path / "report")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    found = tensors(config_of(str(tmp_path), 64))
+    (only,) = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert (only["error"], only["done"]["elements"]) == (None, sum(tensor.elements for tensor in found))
+    assert f"width 64: {len(found)} tensors" in ran.stdout
