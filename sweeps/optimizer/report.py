@@ -131,7 +131,8 @@ def _how(results: Results) -> Iterator[str]:
         return
     elements, rounds = whole[0].done["elements"], len({run.round for run in whole})
     yield (
-        f"{elements / 1e9:.3f}e9 bfloat16 parameters in the shapes of a GPT, with the same gradients at each step; fused AdamW. A run is a process; its first "
+        f"{elements / 1e9:.3f}e9 bfloat16 parameters in the shapes of {'the model' if 'model' in results.facts else 'a GPT'}, with the same gradients at each "
+        "step; fused AdamW. A run is a process; its first "
         f"{SETTLING} steps, which make the states and settle, count for memory alone, of the {len(whole[0].steps)} others the median counts. {rounds} rounds, "
         "each with every variant once, every second the other way about; in brackets all of them. Bytes are those that the kernel counts. "
         f"host_memory: {results.host_memory}."
