@@ -32,7 +32,7 @@ class NullEngine(Engine):
         speeds = f":{read_bytes_per_second:.0f}:{write_bytes_per_second:.0f}" if read_bytes_per_second else ""
         super().__init__(AioConfig(block_size=1 << 20, queue_depth=32, direct=False), _backend=f"null{speeds}", _faults=faults)
 
-    def open_anonymous(self, directory: StrPath, size: int = 0) -> File:
+    def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
         """A file in *directory* that has no blocks, and no name from now on."""
         with tempfile.NamedTemporaryFile(dir=directory) as made:
             made.truncate(size)
