@@ -235,7 +235,8 @@ bool Worker::judge(Slot& slot, std::int64_t result) {
   const bool reading = slot.transfer.operation == Operation::read;
   const std::uint64_t start = align_down(slot.progress, slot.alignment);
   const std::uint64_t reached = start + std::min(static_cast<std::uint64_t>(result), slot.transfer.nbytes);
-  if (reached >= slot.needed) {
+  // The zeros behind a padded write count: a drive that claims an odd number of bytes begins its last sector again.
+  if (reached >= (reading ? slot.needed : slot.range)) {
     slot.progress = slot.needed;
     if (!reading && block.route == Route::buffered) {
       const int error = block.request->file->write_through(slot.file_offset, slot.range);

@@ -197,6 +197,13 @@ class TensorStore:
         with self._values.using():
             self._room.reserve(nbytes)
 
+    def drain(self) -> None:
+        """Wait until no transfer is under way. Their errors stay with their tickets."""
+        with self._values.using():
+            under_way = list(self._values.unsettled)
+        for ticket in under_way:
+            ticket.finish()
+
     def snapshot(self, directory: StrPath, names: Iterable[str] | None = None) -> None:
         """Write the tensors *names*, all unless given, into *directory*, so that `restore` finds them there in another process.
 

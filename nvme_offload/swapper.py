@@ -76,6 +76,8 @@ class TensorSwapper:
         self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers under way
         self._under_way: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())  # reads and writes, the first started first
         self._empty: list[Transfer] = []  # reads of no bytes, while they wait for others
+        self._to_start: deque[Transfer] = deque()  # decided, and not started yet
+        self._interrupted = False  # an exception ended the call that was to start them
         self._on_drive: set[str] = set()  # names that were put into the store
         self._write_errors: dict[str, OffloadError] = {}  # that nobody was told of
         self._read_errors: dict[str, OffloadError] = {}
@@ -186,12 +188,13 @@ class TensorSwapper:
         """
         with self._lock:
             self._live()
+            self._start_all()
             tried: set[str] = set()
             while transfers := [*self._schedule.write_all(but=tried), *self._under_way[True]]:
                 for transfer in transfers:
                     if transfer not in self._tickets and not transfer.ended:
                         tried.add(transfer.name)
-                        self._start(transfer)
+                        self._start_all([transfer])
                 while self._under_way[True]:
                     self._finish(self._under_way[True][0])
             self._raise_write_errors()
@@ -315,9 +318,21 @@ class TensorSwapper:
         while transfers := self._schedule.plan():
             self._start_all(transfers)
 
-    def _start_all(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            self._start(transfer)
+    def _start_all(self, transfers: Iterable[Transfer] = ()) -> None:
+        """Start *transfers*, after those that an exception such as Ctrl-C kept an earlier call from starting."""
+        if self._interrupted:
+            self._store.drain()  # the one that was being started then: two reads to one place must not be under way
+            self._interrupted = False
+        self._to_start.extend(transfers)
+        while self._to_start:
+            transfer = self._to_start.popleft()
+            try:
+                self._start(transfer)
+            except BaseException:
+                if not transfer.ended and transfer not in self._tickets and transfer not in self._empty:
+                    self._to_start.appendleft(transfer)
+                    self._interrupted = True
+                raise
 
     def _start(self, transfer: Transfer) -> None:
         if transfer.void:  # it waits for one that could not even be started
@@ -350,6 +365,8 @@ class TensorSwapper:
 
     def _finish(self, transfer: Transfer) -> None:
         """Wait for *transfer*, and for all that it waits for; those that have ended are noted, and no more under way."""
+        if self._interrupted:
+            self._start_all()
         for blocker in transfer.after:
             if not blocker.ended:
                 self._finish(blocker)
@@ -372,6 +389,7 @@ class TensorSwapper:
             under_way.popleft()
 
     def _finish_all(self) -> None:
+        self._start_all()
         while any(self._under_way) or self._empty:
             for transfers in (*self._under_way, self._empty):
                 while transfers:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SMALL = shlex.split("--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --fio-size 0 --host-memory 140KB --checkpoint-host-memory 36KB")
 

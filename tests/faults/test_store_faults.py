@@ -346,7 +346,7 @@ def write(generation, function, line):
 
     def trace(frame, event, argument):
         nonlocal left
-        if frame.f_code.co_filename != snapshot.__file__:
+        if frame.f_code.co_filename not in (snapshot.__file__, snapshot.commit.__file__):
             return None
         if event == "line" and function in ("", frame.f_code.co_name):
             left -= 1
@@ -368,7 +368,7 @@ def read():
 
 assert in_child(lambda: write(1, "", 0)) == 0
 last = 1
-for function, step in (("", 37), ("_write_manifest", 1)):
+for function, step in (("", 37), ("write_file", 1)):
     line, ended = 1, False
     while not ended:
         generation = last + 1

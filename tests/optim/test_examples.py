@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "examples" / "plain_pytorch"
 RANKS = {"ddp", "fsdp2", "fsdp2_in_backward", "tensor_parallel", "zero_redundancy"}
 ARGUMENTS = {"compiled": ["aot_eager"]}  # what needs no compiler

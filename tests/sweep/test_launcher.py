@@ -18,6 +18,8 @@ from nvme_offload.profile import Profile
 from nvme_offload.profile_shelf import find
 from nvme_offload.sweep.launcher import Place, place
 
+pytestmark = pytest.mark.slow
+
 SWEEP = ["-m", "nvme_offload.sweep"]
 
 

@@ -218,6 +218,7 @@ def test_two_ranks(place: Path) -> None:
     assert results["cut"]["begin"] == results["to cpu"]["begin"]
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Results) -> None:
     again = []
     with contextlib.ExitStack() as stack:

@@ -19,6 +19,8 @@ from nvme_offload.errors import CorruptionError, UnsupportedError
 from nvme_offload.zero3 import manifest
 from nvme_offload.zero3.manifest import Manifest, entry_of, has_checksums, verify
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("checkpointing.py")
 CASE = Case(name="states", states="nvme", persistence=100)
 TAG = {"tag": "tag"}  # which "latest" names a moment later

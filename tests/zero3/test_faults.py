@@ -62,6 +62,7 @@ def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_pat
     assert time.monotonic() - began < 90  # most of it is importing, on a machine that others use too
 
 
+@pytest.mark.slow
 def test_one_rank_that_fails_does_not_leave_the_other_waiting(tmp_path):
     well, broken = run([STREAMED], tmp_path, ranks=2, faulty_rank=1, faults=[[60, ALWAYS, "FAIL", EIO]], timeout=100)
     assert [result["error"] for result in broken.results] == ["IOFailure"], broken.complaints
@@ -101,6 +102,7 @@ def test_a_wrong_section_is_refused(tmp_path):
         assert said in result["message"]
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_swappers_work_on_this_packages_op(tmp_path):
     # Each large parameter its own sub-group: with a small one ahead of a large one in it, DeepSpeed reads gradients that it never wrote.
     case = Case(section={"swappers": "deepspeed"}, model="misaligned", steps=2, sub_group_size=1, zero={"offload_optimizer": {"buffer_count": 8}})

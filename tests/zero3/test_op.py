@@ -1073,6 +1073,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @has_deepspeed
 @pytest.mark.deepspeed
 def test_deepspeeds_own_swappers_train_as_on_the_cpu(tmp_path):

@@ -140,6 +140,7 @@ def test_cpu_adam_of_deepspeed(once, name):
     assert differences(*once(CPU_ADAM)[name]) == []
 
 
+@pytest.mark.slow
 def test_what_gets_a_gradient_from_an_early_micro_batch_only_is_updated_by_it(tmp_path):
     # Not compared with "cpu": there DeepSpeed leaves it out and applies the gradient of an earlier step; without offload it is right.
     case = Case(model="sometimes", accumulation=2, steps=4, section=SMALLEST)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from launch import Case, finish, start
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}
 
@@ -27,7 +29,7 @@ CASES = {
     "split": Case(model="odd", sub_group_size=700, parameters="nvme", section={"state_format": "split", "host_memory": "smallest"}),
     "parameters": Case(model="odd", parameters="nvme", states="cpu", section=SMALLEST),
 }
-STRIDES = {"states": 23, "both": 29, "split": 41, "parameters": 19}  # of a step's hundreds of calls one in so many
+STRIDES = {"states": 23, "both": 13, "split": 41, "parameters": 19}  # of a step's hundreds of calls one in so many
 
 
 @pytest.mark.parametrize("name", CASES)
