@@ -67,6 +67,7 @@ def operation(chance: random.Random, alive: list[torch.Tensor], weights: list[to
     return kinds[chance.choice(list(kinds))]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("budget", [24 << 10, 64 << 10, 1 << 20])
 def test_random_programs(budget: int, late: bool, tmp_path: Path) -> None:

@@ -330,6 +330,7 @@ with NVMeOptimizer(params, **options, host_memory="40MB") as optimizer:
 """
 
 
+@pytest.mark.slow
 def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
     """Of an optimizer that computes with memory of its own, which the C library keeps: 96 MB of states, a cap of 40, state dicts and saves."""
     script = tmp_path / "script.py"
@@ -340,6 +341,7 @@ def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
     assert int(ran.stdout) < 40e6 * 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
 def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
     script = tmp_path / "script.py"

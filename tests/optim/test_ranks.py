@@ -76,6 +76,7 @@ def told_in_backward(tmp_path_factory):
     return told_by_two_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(told, case):
     assert told[case] == []
@@ -87,6 +88,7 @@ def test_updates_in_backward_on_two_ranks(told_in_backward, case):
     assert told_in_backward[case] == []
 
 
+@pytest.mark.slow
 def test_every_case_is_looked_at(told):
     assert set(told) == set(CASES)
 

@@ -18,6 +18,7 @@ from nvme_offload.sweep.preflight import Refusal
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
 
 
+@pytest.mark.slow
 def test_two_paths_are_swept_and_used_together(mounted: Callable[[str], Path], tmp_path: Path) -> None:
     paths = [str(mounted("ext4")), str(mounted("ext4-4k"))]
     config = tmp_path / "ds.json"

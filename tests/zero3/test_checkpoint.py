@@ -193,6 +193,7 @@ def test_the_file_is_one_of_torch_save(place: Path, whole: Results) -> None:
     assert not list((place / "states").rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_no_memory_but_the_budget(place: Path) -> None:
     case = Case(name="wide", model="wide", section={"host_memory": 80_000_000}, zero_init=True)  # of 200 MB
     target = str(place / "wide")
@@ -201,6 +202,7 @@ def test_saving_and_loading_take_no_memory_but_the_budget(place: Path) -> None:
     assert max(results["saved"]["saving"], results["loaded"]["loading"]) < 20_000_000  # a sub-group has 17 MB
 
 
+@pytest.mark.slow
 def test_two_ranks(place: Path) -> None:
     target = str(place / "two")
     case = CASES["both"].but(name="two", sub_group_size=1000, clipping=0.3)

@@ -40,6 +40,7 @@ def disturbed(tmp_path_factory):
         return {name: training.result()[0] for name, training in under_way.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", TRANSIENT)
 def test_what_passes_leaves_no_trace(disturbed, faults):
     result = disturbed[faults]
@@ -48,6 +49,7 @@ def test_what_passes_leaves_no_trace(disturbed, faults):
     assert result["traffic"]["retries"] > 0 or faults in ("late", "refused")
 
 
+@pytest.mark.slow
 # At the first transfer, which is a write, and in the midst of a step.
 @pytest.mark.parametrize(("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")])
 def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_path, first, error, kind):

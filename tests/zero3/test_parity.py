@@ -128,6 +128,7 @@ def test_the_last_step_is_told_of_whatever_is_on_the_drive(once, name):
     assert once(CASES)["everything-fits"][0]["stats"]["bytes_read"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks(once, name):
     assert differences(*once(ON_TWO_RANKS, ranks=2)[name]) == []

@@ -61,6 +61,7 @@ def compact(tmp_path_factory):
         return [result for half in halves for result in half]
 
 
+@pytest.mark.slow
 def test_compact_gives_the_same_bits_from_memory_and_from_the_drive(compact):
     for other in compact[1:4]:
         assert differences(other, compact[0]) == []
@@ -68,6 +69,7 @@ def test_compact_gives_the_same_bits_from_memory_and_from_the_drive(compact):
     assert compact[2]["traffic"]["bytes_read"] > 0
 
 
+@pytest.mark.slow
 def test_compact_trains_much_as_exact_does(compact):
     rounded, exact = ([float.fromhex(loss) for loss in result["losses"]] for result in (compact[0], compact[-1]))
     assert rounded[:1] == exact[:1]
