@@ -54,7 +54,7 @@ def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_tha
     assert (done.returncode, done.stderr) == (code, "")
     place, *rest = done.stdout.splitlines()
     assert Path(place).samefile(small_project("").parents[1])
-    assert rest == ([] if code else ["slow", "portable -m processor"])
+    assert rest == ([] if code else ["slow", "portable -m processor and not slow"])
 
 
 def test_ci_stops_at_the_first_failure_of_the_command(small_project):

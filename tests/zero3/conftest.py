@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,3 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.deepspeed)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="DeepSpeed is not installed"))
+
+
+@pytest.fixture(scope="session")
+def cpu_adam() -> None:
+    """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it."""
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}")

@@ -153,7 +153,7 @@ def test_saving_changes_nothing_and_deepspeeds_tools_find_the_weights(name: str,
 
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
-def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(place: Path) -> None:
+def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(cpu_adam: None, place: Path) -> None:
     # Not as if it had not ended: it takes powers of its betas at once after a load, and by multiplication at each step otherwise.
     case, target = Case(name="cpu_adam", optimizer="cpu_adam"), str(place / "cpu_adam")
     lives = [

@@ -137,7 +137,7 @@ def test_two_ranks(once, name):
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
 @pytest.mark.parametrize("name", CPU_ADAM)
-def test_cpu_adam_of_deepspeed(once, name):
+def test_cpu_adam_of_deepspeed(cpu_adam, once, name):
     assert differences(*once(CPU_ADAM)[name]) == []
 
 

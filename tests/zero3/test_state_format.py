@@ -40,7 +40,7 @@ def test_split_loses_nothing(split, name):
 
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
-def test_split_loses_nothing_with_cpu_adam_of_deepspeed(tmp_path):
+def test_split_loses_nothing_with_cpu_adam_of_deepspeed(cpu_adam, tmp_path):
     case = Case(optimizer="cpu_adam", section=SPLIT)
     assert differences(train([case], tmp_path)[0], train([case], tmp_path, ours=False)[0]) == []
 
