@@ -74,7 +74,7 @@ class Process(NamedTuple):
     complaints: IO[str]
 
 
-def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[dict[str, Any]]:
+def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 500, **request: Any) -> list[dict[str, Any]]:
     """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
 
     What goes wrong in a case is in its result, as "error", and takes no other case with it.
@@ -106,7 +106,7 @@ def _failure(every: list[Rank], at: int) -> dict[str, Any]:
     return {**(told or ended), "ranks": []}
 
 
-def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 280, **request: Any) -> list[Rank]:
+def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 500, **request: Any) -> list[Rank]:
     """What each rank made of *cases*."""
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(start(cases, directory, ours=ours, ranks=ranks, **request))

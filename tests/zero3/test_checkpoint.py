@@ -52,7 +52,7 @@ def on_cpu(case: Case) -> Case:
     return case.but(parameters="cpu" if case.parameters == "nvme" else case.parameters, states="cpu")
 
 
-def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = 200) -> Results:
+def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = 500) -> Results:
     """What rank 0 told of each life."""
 
     def begin(rest: Sequence[Life]) -> list[Rank]:
@@ -161,7 +161,7 @@ def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(cpu_adam: 
         Life("resumed", case, first=2, load=target),
         Life("to cpu", on_cpu(case), ours=False, first=2, load=target),
     ]
-    results = run(lives, place, timeout=500)
+    results = run(lives, place)
     assert results["resumed"]["end"] == results["to cpu"]["end"]
     assert results["resumed"]["end"]["scalars"] == results["whole"]["end"]["scalars"]
 
