@@ -21,6 +21,7 @@ from sweeps.models import CONFIGS, config_of, split_experts, tensors
 from sweeps.null import NullStore, UntouchedPool
 
 from ..command import run, stop_at_sigterm
+from . import saved
 from .least import least_bytes
 from .uses import PERSISTENT_ELEMENTS, Event, groups_of, made, most_in_use, rounds, step
 
@@ -53,6 +54,13 @@ class Figures:
 @click.option("--models", default="llama2-7b", show_default=True, help=f'Of {", ".join(CONFIGS)}, or paths of config.json; "" for none.')
 @click.option("--width", type=click.IntRange(min=8), help="Of the small-width forms of the models, instead of the models.")
 @click.option("--rounds", "counts", default="", help='Also rounds over so many values, with commas between, such as "256,2048,16384".')
+@click.option("--saved", "saved_counts", default="", help="Also so many tensors saved by save_on_nvme, with commas between.")
+@click.option(
+    "--directory",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=tempfile.gettempdir(),
+    help="Of the drive that those go to. [default: that of temporary files]",
+)
 @click.option(
     "--memory-share",
     type=click.FloatRange(0, 1),
@@ -72,6 +80,8 @@ def main(
     models: str,
     width: int | None,
     counts: str,
+    saved_counts: str,
+    directory: Path,
     memory_share: float,
     host_memory: str | None,
     share_of_experts: float,
@@ -84,21 +94,24 @@ def main(
 ) -> None:
     """Take a swapper through training steps over a store that moves no byte, and print what its calls cost."""
     stop_at_sigterm()
-    described = facts(Path(tempfile.gettempdir()), "sweeps.planning") | {"versions": commit()}
+    described = facts(directory, "sweeps.planning") | {"versions": commit()}
     speeds = (read_speed * 1e9, write_speed * 1e9)
     found: list[Figures] = []
+    added: list[saved.Added] = []
+
+    def write() -> None:
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.with_name(output.name + ".md").write_text(render(described, found, added, speeds, timed))
+            figures = {"facts": described, "figures": list(map(dataclasses.asdict, found)), "saved": list(map(dataclasses.asdict, added))}
+            output.with_name(output.name + ".json").write_text(json.dumps(figures, indent=1))
 
     def measure(title: str, begin: Sequence[Event], steps_of: Callable[[], Sequence[Event]]) -> None:
         held = sum(nbytes for nbytes in {event.name: event.nbytes for event in begin}.values())
         memory = parse_bytes(host_memory) if host_memory else max(int(held * memory_share), 2 * most_in_use(steps_of()))
         found.append(_measure(title, begin, steps_of, held, memory, steps, speeds, timed, least))
         click.echo(_lines(found[-1:])[-1], err=True)
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.with_name(output.name + ".md").write_text(render(described, found, speeds, timed))
-            output.with_name(output.name + ".json").write_text(
-                json.dumps({"facts": described, "figures": [dataclasses.asdict(one) for one in found]}, indent=1)
-            )
+        write()
 
     for name in filter(None, models.split(",")):
         config = config_of(name, width)
@@ -111,7 +124,12 @@ def main(
         for title, (there_and_back, changed) in _ORDERS.items():
             begin, one = rounds(count, there_and_back, changed)
             measure(f"{count} values, {title}", begin, lambda: one)  # noqa: B023
-    click.echo(render(described, found, speeds, timed))
+    for count in map(int, filter(None, saved_counts.split(","))):
+        for fits in (True, False):
+            added.append(saved.added(directory, count, fits))
+            click.echo(saved.table(added[-1:])[-1], err=True)
+            write()
+    click.echo(render(described, found, added, speeds, timed))
 
 
 def _measure(
@@ -180,7 +198,7 @@ def _go_through(swapper: TensorSwapper, events: Sequence[Event]) -> None:
             swapper.release(name, changed=verb == "change")
 
 
-def render(described: dict[str, str], found: Sequence[Figures], speeds: tuple[float, float], timed: bool) -> str:
+def render(described: dict[str, str], found: Sequence[Figures], added: list[saved.Added], speeds: tuple[float, float], timed: bool) -> str:
     """The report in Markdown."""
     parts = [
         "# What planning costs on the shapes of models",
@@ -192,6 +210,13 @@ def render(described: dict[str, str], found: Sequence[Figures], speeds: tuple[fl
         f"for what a step moved. Transfers {'take that time' if timed else 'end at once'}.",
         "\n".join(_lines(found)),
     ]
+    if added:
+        parts += [
+            "## Saved activations",
+            "`save_on_nvme` in a chain of operations on the CPU with one thread, each of which saves its input: the CPU of the whole process, the engine's "
+            "threads included, beyond that of the same chain without. Half of the rows fit into host memory; the others have an eighth of what they need.",
+            "\n".join(saved.table(added)),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
