@@ -3,17 +3,19 @@
 DIR ?= $(CURDIR)
 ARGS ?=
 VERSIONS ?=
-export PYTHON TORCH
+CHECKOUT ?=
+MARKS ?=
+export PYTHON TORCH MARKS
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-slow test-portable test-deepspeed parity build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-portable test-deepspeed test-deepspeed-own parity parity-models build wheel docs lint format asan tsan clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 sweep: ## tune the drive under DIR (default: this directory); more options of nvme-sweep in ARGS
 	@python=$$(tools/setup-env) && exec "$$(dirname "$$python")/nvme-sweep" "$(DIR)" $(ARGS)
@@ -33,8 +35,14 @@ test-portable: ## run tests as other machines would: one core, AVX2, no rights, 
 test-deepspeed: ## run the tests of ZeRO-3 on other releases of DeepSpeed, side by side: VERSIONS="0.16.9 0.18.9", by default all that were tried
 	@python=$$(tools/setup-env test) && exec tools/test-deepspeed "$$python" $(VERSIONS)
 
+test-deepspeed-own: ## run DeepSpeed's own tests of ZeRO-3 and offload, on DeepSpeed as it is and on this package: CHECKOUT=DIRECTORY of its sources
+	@python=$$(tools/setup-env test) && exec "$$python" tools/deepspeed_own_tests.py "$(CHECKOUT)" $(ARGS)
+
 parity: ## train many combinations with DeepSpeed on a drive and on its device "cpu", and compare the bits; --combinations N in ARGS
 	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity.py $(ARGS)
+
+parity-models: ## the same for programs of others, models and loops of transformers, PEFT and Accelerate: writes reports/parity-models.md; --only in ARGS
+	@python=$$(tools/setup-env test) && exec "$$python" tests/zero3/parity_models.py --output reports/parity-models.md $(ARGS)
 
 build: ## build the package into .venv
 	@tools/setup-env >/dev/null

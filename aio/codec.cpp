@@ -22,7 +22,7 @@
 namespace nvme_offload {
 namespace {
 
-constexpr std::size_t kBlock = 256;  // values that share an exponent
+constexpr std::size_t kPart = std::size_t{1} << 16;  // values that a thread takes at once
 constexpr std::uint32_t kInfinity = 0x7f800000;
 constexpr std::uint32_t kMagnitude = 0x7fffffff;
 constexpr std::uint32_t kOctave = 1U << 23;                // what an fp32 pattern grows by from one octave to the next
@@ -56,12 +56,12 @@ void in_parts(std::size_t count, unsigned threads, const Work& work) {
 
     static void run(void* address) {
       Loop& self = *static_cast<Loop*>(address);
-      for (std::size_t begin; (begin = self.next.fetch_add(kRow, std::memory_order_relaxed)) < self.count;) {
-        self.work(begin, std::min(begin + kRow, self.count));
+      for (std::size_t begin; (begin = self.next.fetch_add(kPart, std::memory_order_relaxed)) < self.count;) {
+        self.work(begin, std::min(begin + kPart, self.count));
       }
     }
   } loop{work, count};
-  const auto most = static_cast<unsigned>(std::min<std::size_t>(threads, (count + kRow - 1) / kRow));
+  const auto most = static_cast<unsigned>(std::min<std::size_t>(threads, (count + kPart - 1) / kPart));
 #ifndef NVME_OFFLOAD_SANITIZED
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   static const auto openmp = reinterpret_cast<Parallel>(::dlsym(RTLD_DEFAULT, "GOMP_parallel"));
@@ -139,15 +139,15 @@ INLINE std::uint8_t encode_block(const float* __restrict values, std::uint8_t* _
 }
 
 FOR_EACH_PROCESSOR void encode_part(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed,
-                                    const std::uint32_t* table, std::uint32_t factor, std::uint32_t summand) {
-  for (; count >= kBlock; count -= kBlock, values += kBlock, codes += kBlock, table += kBlock) {
-    *exponents++ = is_signed ? encode_block<true>(values, codes, table, factor, summand) : encode_block<false>(values, codes, table, factor, summand);
+                                    const std::uint32_t* table, const std::uint32_t* factors, const std::uint32_t* summands) {
+  for (; count >= kBlock; count -= kBlock, values += kBlock, codes += kBlock, ++factors, ++summands) {
+    *exponents++ = is_signed ? encode_block<true>(values, codes, table, *factors, *summands) : encode_block<false>(values, codes, table, *factors, *summands);
   }
   if (count != 0) {
     float padded[kBlock]{};
     std::uint8_t cut[kBlock];
     std::memcpy(padded, values, count * sizeof *padded);
-    *exponents = is_signed ? encode_block<true>(padded, cut, table, factor, summand) : encode_block<false>(padded, cut, table, factor, summand);
+    *exponents = is_signed ? encode_block<true>(padded, cut, table, *factors, *summands) : encode_block<false>(padded, cut, table, *factors, *summands);
     std::memcpy(codes, cut, count);
   }
 }
@@ -193,8 +193,8 @@ void join(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t*
 
 void encode(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed, Randoms randoms, unsigned threads) {
   in_parts(count, threads, [=](std::size_t begin, std::size_t end) {
-    const std::size_t row = begin / kRow;
-    encode_part(values + begin, codes + begin, exponents + begin / kBlock, end - begin, is_signed, randoms.table, randoms.factors[row], randoms.summands[row]);
+    const std::size_t block = begin / kBlock;
+    encode_part(values + begin, codes + begin, exponents + block, end - begin, is_signed, randoms.table, randoms.factors + block, randoms.summands + block);
   });
 }
 

@@ -15,9 +15,9 @@ void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* l
 /// The *master* that *working* and *low* were split from.
 void join(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t* master, std::size_t count, unsigned threads);
 
-constexpr std::size_t kRow = std::size_t{1} << 16;
+constexpr std::size_t kBlock = 256;  // values that share an exponent
 
-/// What rounding draws on: for the value at i table[i % kRow] * factors[i / kRow] + summands[i / kRow], without what overflows.
+/// What rounding draws on: for the value at i table[i % kBlock] * factors[i / kBlock] + summands[i / kBlock], without what overflows.
 struct Randoms {
   const std::uint32_t* table;
   const std::uint32_t* factors;

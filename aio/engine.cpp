@@ -255,11 +255,20 @@ void Engine::end(const std::shared_ptr<Request>& request, Requests& finished) {
   if (was_started && --stats.in_flight == 0) stats.busy_seconds += seconds_since(busy_since_[direction]);
   released_owners_.push_back(request->owner);
   finished.push_back(request);
-  if (request->failure && !request->failure->follows()) {
-    failures_.erase(std::remove_if(failures_.begin(), failures_.end(), [](const auto& failed) { return failed->observed.load(); }), failures_.end());
-    failures_.push_back(request);
-  }
+  if (request->failure && !request->failure->follows()) remember_failure(request);
   (was_started ? unfinished_ : held_).erase(request->place);
+}
+
+void Engine::remember_failure(const std::shared_ptr<Request>& request) {
+  failures_.erase(std::remove_if(failures_.begin(), failures_.end(), [](const auto& failed) { return failed->observed.load(); }), failures_.end());
+  failures_.push_back(request);
+}
+
+void Engine::note_lost_memory(const std::shared_ptr<Request>& request) {
+  const std::lock_guard lock(mutex_);
+  if (request->failure) return;
+  request->failure = Failure{Failure::Kind::lost};
+  remember_failure(request);
 }
 
 void Engine::register_memory(std::byte* data, std::size_t nbytes) {

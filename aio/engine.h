@@ -72,6 +72,9 @@ class Engine {
   /// The owners of finished requests, each once.
   std::vector<void*> take_released_owners();
 
+  /// Makes a failure of *request*, which is finished, where it has none yet: its memory is not the caller's any more.
+  void note_lost_memory(const std::shared_ptr<Request>& request);
+
   /// Refuses new requests from now on.
   void refuse_requests();
   /// Waits until no request is unfinished, *limit* at the most. Returns whether that is so.
@@ -95,6 +98,7 @@ class Engine {
   static bool is_over(Request& request);
   void finish(const std::shared_ptr<Request>& request, Requests& finished);
   void end(const std::shared_ptr<Request>& request, Requests& finished);
+  void remember_failure(const std::shared_ptr<Request>& request);
   [[nodiscard]] Worker* take_hungry() noexcept;
   [[nodiscard]] std::uint64_t queued_blocks() const;
   void stop_workers();

@@ -19,13 +19,16 @@ std::size_t mapped_bytes(std::size_t nbytes) {
 
 }  // namespace
 
-Memory::Memory(std::size_t nbytes, InChild in_child) : nbytes_(nbytes) {
-  if (nbytes == 0) return;
-  const std::size_t length = mapped_bytes(nbytes);
-  if (length < nbytes || length > SIZE_MAX - kHugePage) throw std::bad_alloc();
+Memory::Memory(std::size_t nbytes, InChild in_child, std::size_t reserve) : nbytes_(nbytes) {
+  const std::size_t most = std::max(nbytes, reserve);
+  if (most == 0) return;
+  const std::size_t length = mapped_bytes(most);
+  if (length < most || length > SIZE_MAX - kHugePage) throw std::bad_alloc();
   // Huge pages need a start on their own boundary: map that much more and give the slack back.
   const std::size_t slack = length >= kHugePage ? kHugePage : 0;
-  void* mapping = ::mmap(nullptr, length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // Addresses that nobody may touch yet count nowhere as memory.
+  const int access = most > nbytes ? PROT_NONE : PROT_READ | PROT_WRITE;
+  void* mapping = ::mmap(nullptr, length + slack, access, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();
   auto* start = static_cast<std::byte*>(mapping);
   if (slack != 0) {
@@ -36,7 +39,18 @@ Memory::Memory(std::size_t nbytes, InChild in_child) : nbytes_(nbytes) {
     ::madvise(start, length, MADV_HUGEPAGE);  // advice: a kernel without transparent huge pages refuses it, and small pages do
   }
   if (in_child == InChild::absent && ::madvise(start, length, MADV_DONTFORK) == 0) absent_elsewhere_than_ = ::getpid();
+  if (access == PROT_NONE && ::mprotect(start, mapped_bytes(nbytes), PROT_READ | PROT_WRITE) != 0) {
+    ::munmap(start, length);
+    throw std::bad_alloc();
+  }
   data_ = start;
+  mapped_ = length;
+}
+
+void Memory::grow(std::size_t nbytes) {
+  if (nbytes < nbytes_ || nbytes > mapped_) throw std::bad_alloc();
+  if (::mprotect(data_, mapped_bytes(nbytes), PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
+  nbytes_ = nbytes;
 }
 
 std::size_t Memory::lock() noexcept {
@@ -54,7 +68,7 @@ Memory::~Memory() {
   if (data_ == nullptr) return;
   // In a forked child that lacks the mapping, something else may lie there by now.
   if (absent_elsewhere_than_ != 0 && absent_elsewhere_than_ != ::getpid()) return;
-  ::munmap(data_, mapped_bytes(nbytes_));
+  ::munmap(data_, mapped_);
 }
 
 }  // namespace nvme_offload

@@ -10,8 +10,10 @@
 #include <system_error>
 #include <vector>
 
+#include "buffer.h"
 #include "codec.h"
 #include "engine.h"
+#include "exit_status.h"
 #include "failure.h"
 #include "file.h"
 #include "fork.h"
@@ -61,12 +63,11 @@ py::str decoded(const std::string& path) {
   return py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
 }
 
-/// Text for *error*; a full drive and a full quota are one kind to the caller.
+/// Of a full drive or quota the class makes a NoSpaceError by itself.
 py::object system_error(int error, const char* operation, const std::string& path, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t done) {
   using py::literals::operator""_a;
-  const bool full = error == ENOSPC || error == EDQUOT;
-  return error_class(full ? "NoSpaceError" : "IOFailure")(error, std::generic_category().message(error), "operation"_a = operation, "path"_a = decoded(path),
-                                                          "offset"_a = offset, "nbytes"_a = nbytes, "done"_a = done);
+  return error_class("IOFailure")(error, std::generic_category().message(error), "operation"_a = operation, "path"_a = decoded(path), "offset"_a = offset,
+                                  "nbytes"_a = nbytes, "done"_a = done);
 }
 
 const char* name_of(Operation operation) { return operation == Operation::read ? "read" : "write"; }
@@ -84,56 +85,16 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
     const bool cancelled = kind == Failure::Kind::cancelled;
     raise(error_class("CancelledError")(cancelled ? "it was cancelled before it started" : "a transfer that it was to follow failed", **where));
   }
+  if (kind == Failure::Kind::lost) {
+    const bool read = request.operation == Operation::read;
+    raise(error_class("BufferChangedError")(std::string("the tensor's storage was resized, freed or shared meanwhile: ") +
+                                                (read ? "what was read is not in it" : "what was written may be other bytes"),
+                                            **where));
+  }
   const bool truncated = kind == Failure::Kind::truncated;
   raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(truncated ? "the file ends before that" : "the checksum is not that of what was written",
                                                                       **where));
 }
-
-/// Memory lent by Python, and what keeps it alive: the exporter of a buffer, locked while the buffer is, or any object.
-class Buffer {
- public:
-  /// *writable* where the exporter's memory is to be changed. Throws Misuse for what has no such memory, and what else the exporter raises.
-  Buffer(const py::object& exporter, bool writable) {
-    if (PyObject_GetBuffer(exporter.ptr(), &view_, (writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) | PyBUF_FORMAT | PyBUF_ND) != 0) refuse(writable);
-    if (holds_objects()) {
-      PyBuffer_Release(&view_);
-      throw Misuse("the elements of the buffer are Python objects, whose bytes mean nothing on a drive");
-    }
-    data = static_cast<std::byte*>(view_.buf);
-    nbytes = static_cast<std::uint64_t>(view_.len);
-  }
-  Buffer(std::uintptr_t address, std::uint64_t nbytes_, py::object owner)
-      : data(reinterpret_cast<std::byte*>(address)), nbytes(nbytes_), owner_(std::move(owner)) {}
-  ~Buffer() {
-    if (view_.obj != nullptr) PyBuffer_Release(&view_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  std::byte* data = nullptr;
-  std::uint64_t nbytes = 0;
-
- private:
-  [[noreturn]] static void refuse(bool writable) {
-    py::error_already_set error;
-    if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError)) throw error;
-    throw Misuse(std::string("a buffer must be a tensor on the CPU or have the buffer protocol, contiguous") + (writable ? " and writable: " : ": ") +
-                 py::cast<std::string>(py::str(error.value())));
-  }
-
-  /// An "O" in the format, but for the names of fields, which stand between colons.
-  [[nodiscard]] bool holds_objects() const {
-    bool in_name = false;
-    for (const char* sign = view_.format; sign != nullptr && *sign != '\0'; ++sign) {
-      if (*sign == ':') in_name = !in_name;
-      if (*sign == 'O' && !in_name) return true;
-    }
-    return false;
-  }
-
-  Py_buffer view_{};
-  py::object owner_;
-};
 
 class PyRequest;
 
@@ -231,8 +192,14 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
  private:
+  /// What was lost is told of all requests before anything is freed: that may run code of Python's, and let another thread ask.
   static void release_owners(Engine& engine) {
-    for (void* owner : engine.take_released_owners()) delete static_cast<Buffer*>(owner);
+    const std::vector<void*> owners = engine.take_released_owners();
+    for (void* owner : owners) {
+      const Buffer& buffer = *static_cast<Buffer*>(owner);
+      if (buffer.lost(buffer.request->operation == Operation::write)) engine.note_lost_memory(buffer.request);
+    }
+    for (void* owner : owners) delete static_cast<Buffer*>(owner);
   }
 
   std::unique_ptr<PyRequest> submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
@@ -278,7 +245,11 @@ class PyRequest {
     return !all.empty() && requests.front()->engine_->cancel(all);
   }
 
-  [[nodiscard]] bool done() const { return request_->finished(); }
+  [[nodiscard]] bool done() const {
+    if (!request_->finished()) return false;
+    engine_->release_owners();
+    return true;
+  }
   [[nodiscard]] std::uint64_t nbytes() const { return request_->nbytes; }
 
   /// The checksum of the bytes moved, of a request that asked for one and is finished.
@@ -353,8 +324,20 @@ std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> 
   std::vector<std::shared_ptr<Request>> blockers;
   for (const PyRequest* blocker : after) blockers.push_back(blocker->of(*this));
   auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset, asked_checksum(checksum, *this), std::move(blockers), buffer.get());
-  (void)buffer.release();
+  buffer.release()->request = request;  // it may be finished already, and is not asked for before this thread lets go of the GIL
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
+}
+
+/// *file*, whose end does not keep other Python threads waiting: closing one that is large and has no name frees all of its space.
+std::shared_ptr<File> closed_without_gil(std::shared_ptr<File> file) {
+  File* const opened = file.get();
+  return std::shared_ptr<File>(opened, [file = std::move(file)](File* /*unused*/) mutable {
+    if (PyGILState_Check() != 0) {
+      without_gil([&] { return file.reset(), true; });
+    } else {
+      file.reset();
+    }
+  });
 }
 
 template <typename T>
@@ -386,10 +369,11 @@ PYBIND11_MODULE(_aio, module) {
   watch_forks();
 
   py::class_<Memory>(module, "Memory", py::buffer_protocol())
-      .def(py::init([](std::size_t nbytes, bool in_child) {
-             return std::make_unique<Memory>(nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent);
+      .def(py::init([](std::size_t nbytes, bool in_child, std::size_t reserve) {
+             return std::make_unique<Memory>(nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent, reserve);
            }),
-           "nbytes"_a, "in_child"_a = true)
+           "nbytes"_a, "in_child"_a = true, "reserve"_a = 0)
+      .def("grow", &Memory::grow, "nbytes"_a)
       .def("lock", [](Memory& memory) { return without_gil([&] { return memory.lock(); }); })
       .def_property_readonly("address", [](const Memory& memory) { return reinterpret_cast<std::uintptr_t>(memory.data()); })
       .def_buffer([](Memory& memory) { return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()), static_cast<py::ssize_t>(memory.nbytes())); });
@@ -413,13 +397,13 @@ PYBIND11_MODULE(_aio, module) {
       .def_static(
           "open",
           [](const std::string& path, Access access, Direct direct, std::uint64_t nbytes) {
-            return without_gil([&] { return File::open(path, access, direct, nbytes); });
+            return closed_without_gil(without_gil([&] { return File::open(path, access, direct, nbytes); }));
           },
           "path"_a, "access"_a, "direct"_a, "nbytes"_a)
       .def_static(
           "open_anonymous",
           [](const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded) {
-            return without_gil([&] { return File::open_anonymous(directory, direct, nbytes, padded); });
+            return closed_without_gil(without_gil([&] { return File::open_anonymous(directory, direct, nbytes, padded); }));
           },
           "directory"_a, "direct"_a, "nbytes"_a, "padded"_a)
       .def("sync", [](File& file) { without_gil([&] { return file.sync(), true; }); })
@@ -434,6 +418,8 @@ PYBIND11_MODULE(_aio, module) {
       .def("wait", &PyRequest::wait, "timeout_seconds"_a = py::none())
       .def_property_readonly("nbytes", &PyRequest::nbytes)
       .def_property_readonly("checksum", &PyRequest::checksum);
+
+  module.def("fail_at_exit", &fail_at_exit);
 
   // All of *requests*, or none where one of them has started.
   module.def("cancel", &PyRequest::cancel, "requests"_a);

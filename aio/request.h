@@ -29,6 +29,7 @@ struct Failure {
     corrupt,
     cancelled,  // before a byte of it was asked for
     abandoned,  // likewise: something that it waited for failed
+    lost,       // every byte was moved, but the caller's tensor has other memory by then
   };
   Kind kind;
   int error = 0;  // errno, for Kind::system
@@ -50,7 +51,7 @@ struct Checksum {
 ///
 /// Its life: submitted -> (held while it waits for others) -> started -> (cut into blocks, which workers move) -> finished, once and for good, with
 /// every byte moved or with a failure. Up to then only the engine touches the fields of the second group, under its mutex; from then on nobody
-/// changes anything.
+/// changes anything, but for a failure that is known only when its memory is given back.
 class Request {
  public:
   Request(Operation operation_, std::shared_ptr<File> file_, std::byte* data_, std::uint64_t nbytes_, std::uint64_t offset_, Checksum checksum_, void* owner_)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from .config import AioConfig
 from .engine import Engine, File, Ticket
 from .errors import (
+    BufferChangedError,
     CancelledError,
     CorruptionError,
     IOFailure,
     NoSpaceError,
     OffloadError,
+    OutOfHostMemoryError,
     TruncatedError,
     UnsupportedError,
     UsageError,
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AioConfig",
+    "BufferChangedError",
     "CancelledError",
     "CorruptionError",
     "Engine",
@@ -37,6 +40,7 @@ __all__ = [
     "NVMeOptimizer",
     "NoSpaceError",
     "OffloadError",
+    "OutOfHostMemoryError",
     "PinnedPool",
     "TensorStore",
     "TensorSwapper",

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _LONGEST_PERIOD = 1 << 20  # uses: who never ends a period must not fill the memory with its record
+NEVER = -1
 _RECENT = 32  # uses, by which it is judged whether the order is followed
 
 
@@ -26,10 +27,14 @@ class Use(NamedTuple):
 
 
 class Period:
-    """The uses of one period, in order, and at which places each name is used. Never changed."""
+    """The uses of one period, in order, and at which places each name is used. Never changed.
 
-    def __init__(self, uses: list[Use]) -> None:
+    *ends* has for each use the place of the first that began after its end; `NEVER` where there was none.
+    """
+
+    def __init__(self, uses: list[Use], ends: list[int]) -> None:
         self.uses = uses
+        self.ends = ends
         self.names = [use.name for use in uses]
         self.places: dict[str, list[int]] = {}
         for place, name in enumerate(self.names):
@@ -59,9 +64,10 @@ class AccessOrder:
     """
 
     def __init__(self) -> None:
-        self.period = Period([])
+        self.period = Period([], [])
         self.now = 0
         self._record: list[Use] = []
+        self._ends: list[int] = []  # of the uses in it
         self._last_at: dict[str, int] = {}  # name -> its last place in the record
         self._last = ""
         self._strayed = 0  # one bit for each of the last uses: it was not the expected one
@@ -89,6 +95,7 @@ class AccessOrder:
         """*name* is used now."""
         self._last_at[name] = len(self._record)
         self._record.append(Use(name, nbytes, created, created, False))
+        self._ends.append(NEVER)
         if name in self._hints:
             while self._hints.popitem(last=False)[0] != name:
                 pass  # hinted before it, and not needed
@@ -111,6 +118,12 @@ class AccessOrder:
         if place is not None and not self._record[place].changed:
             self._record[place] = self._record[place]._replace(changed=True)
 
+    def ended(self, name: str) -> None:
+        """The last use of *name* has ended."""
+        place = self._last_at.get(name)
+        if place is not None:
+            self._ends[place] = len(self._record)
+
     def dropped(self, name: str) -> None:
         """*name* was discarded after its last use."""
         self.forget_hint(name)
@@ -129,6 +142,7 @@ class AccessOrder:
             del self._hints[name]
         self._periods += 1
         record, self._record, self._last_at = self._record, [], {}
+        ends, self._ends = self._ends, []
         if not record:
             return False
         known = self.period.uses
@@ -140,7 +154,7 @@ class AccessOrder:
             adopt = not extras or self._had_extras
             self._had_extras = extras and not adopt
         if adopt:
-            self.period = Period(record)
+            self.period = Period(record, ends)
             self._strayed = 0
         self.now = -(-self.now // len(self.period)) * len(self.period)
         return adopt

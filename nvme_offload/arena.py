@@ -65,6 +65,17 @@ class Arena(Generic[Owner]):
         if nbytes:
             self.open(self.first)
 
+    def grow(self, nbytes: int) -> None:
+        """Offer what there is more than before, behind the rest. Costs O(blocks)."""
+        if nbytes == self.nbytes:
+            return
+        last: Block[Owner] = self.first
+        while last.following is not None:
+            last = last.following
+        last.following = Block(self.nbytes, nbytes, None, last)
+        self.nbytes = nbytes
+        self.open(last.following)
+
     def set_boundary(self, boundary: int) -> None:
         """No run crosses *boundary* from now on. Costs O(blocks)."""
         self.boundary = boundary

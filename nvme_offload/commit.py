@@ -20,6 +20,7 @@ from pathlib import Path
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
+_unfinished: set[Path] = set()  # what this process has aside just now
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # a kernel or filesystem without
 
 
@@ -150,16 +151,31 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_abandoned(path: Path) -> None:
-    """Remove what writers of *path* that were killed left aside. Raises: OSError."""
-    pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.partial")
-    for left in list(path.parent.iterdir()):
-        if pattern.fullmatch(left.name):
+def remove_unfinished() -> None:
+    """Remove what this process has aside. For the handler of a signal that ends it, wherever it is."""
+    for aside in list(_unfinished):
+        with contextlib.suppress(OSError):
+            remove(aside)
+
+
+def remove_abandoned(directory: Path, name: str) -> None:
+    """Remove what killed writers left aside in *directory* for names that match the regular expression *name*. Raises: OSError."""
+    for left in abandoned(directory, rf"\.(?:{name})\.[0-9a-f]{{8}}\.partial"):
+        remove(left)
+
+
+def abandoned(directory: Path, name: str) -> Iterator[Path]:
+    """What is in *directory* under names that match the regular expression *name*, and locked by nobody; it is locked until the next is asked for.
+
+    Raises: OSError when it cannot be looked into.
+    """
+    for left in list(directory.iterdir()):
+        if re.fullmatch(name, left.name):
             with contextlib.suppress(OSError):
                 descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove(left)
+                    yield left
                 finally:
                     os.close(descriptor)
 
@@ -168,34 +184,48 @@ def remove_abandoned(path: Path) -> None:
 def _aside(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
     """A new file with *mode*, or directory (None), beside *path*, locked, and its descriptor; what is there in the end is removed."""
     with contextlib.suppress(OSError):  # whoever may not look into the directory leaves nothing to find either
-        remove_abandoned(path)
-    aside, descriptor = _claimed(path, mode)
-    try:
-        yield aside, descriptor
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            remove(aside)
-
-
-def _claimed(path: Path, mode: int | None) -> tuple[Path, int]:
+        remove_abandoned(path.parent, re.escape(path.name))
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if mode is None:
-            aside.mkdir()
-            flags = os.O_RDONLY | os.O_DIRECTORY
+        _unfinished.add(aside)  # before it is there: a signal may come at any time
         try:
-            descriptor = os.open(aside, flags | os.O_CLOEXEC, mode or 0)
-        except FileNotFoundError:
-            if mode is None:
-                continue  # another writer took it for an abandoned one, before it was locked
-            raise
-        with contextlib.suppress(OSError):  # a network filesystem without locks: there nobody removes anything
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink > 0:
-            return aside, descriptor
-        os.close(descriptor)  # likewise
+            descriptor = _claimed(aside, mode)
+            if descriptor is None:
+                continue
+            try:
+                yield aside, descriptor
+            finally:
+                os.close(descriptor)
+                with contextlib.suppress(OSError):
+                    remove(aside)
+            return
+        finally:
+            _unfinished.discard(aside)
+
+
+def _claimed(aside: Path, mode: int | None) -> int | None:
+    """The descriptor of the new *aside*, locked; None where another writer took it for an abandoned one, before it was locked. Raises: OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    if mode is None:
+        aside.mkdir()
+        flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        descriptor = os.open(aside, flags | os.O_CLOEXEC, mode or 0)
+    except FileNotFoundError:
+        if mode is None:
+            return None
+        raise
+    lock(descriptor)
+    if os.fstat(descriptor).st_nlink > 0:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def lock(descriptor: int) -> None:
+    """Lock what is open as *descriptor*: whoever would remove it finds it in use, until it is closed or the process ends."""
+    with contextlib.suppress(OSError):  # a network filesystem without locks: there nobody removes anything
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

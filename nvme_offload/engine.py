@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import os
@@ -212,7 +211,7 @@ class Engine:
     needs one.
 
     Lifetime: `close`, or the end of a `with` block, waits for every request. An engine that is dropped or still open when the interpreter
-    ends is closed likewise.
+    ends is closed likewise; a failure that nobody waited for is then a line on standard error, and the process ends with status 1 rather than 0.
     Raises: UnsupportedError when the kernel lacks the backend or has no room for its queues.
     """
 
@@ -266,9 +265,13 @@ class Engine:
         checksum, whose bytes they must be; the read follows that one, too.
 
         Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous and writable.
-        Lifetime: the buffer's memory is held until the request is finished; do not use its contents before.
+        Lifetime: the buffer's memory is held until the request is finished; do not use its contents before. Of a tensor that is the memory which its
+        storage has now: torch refuses to resize or free it meanwhile (RuntimeError), and after `share_memory_` the read ends with BufferChangedError.
+        A tensor that is pointed elsewhere (`set_`, `data =`) leaves the bytes in the memory that it had. A torch without
+        `UntypedStorage._swap_data_ptr_` refuses nothing: there a change is only seen at the end, and told.
         Raises: UsageError at once; IOFailure at once when a path cannot be opened; UnsupportedError for a checksum in a build without; from
-        `Ticket.wait` IOFailure, TruncatedError where the file ends too early, CorruptionError where the checksum differs, CancelledError.
+        `Ticket.wait` IOFailure, TruncatedError where the file ends too early, CorruptionError where the checksum differs, CancelledError,
+        BufferChangedError.
         Source: io_submit(2).
         """
         return self._submit(False, buffer, file, offset, checksum, after)
@@ -279,8 +282,9 @@ class Engine:
         *checksum* sums the bytes on their way: see `Ticket.checksum`.
 
         Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is contiguous.
-        Lifetime: the buffer's memory is held until the request is finished; do not change its contents before. Finished means that every
-        reader sees the bytes; that they survive a loss of power takes `File.sync`.
+        Lifetime: the buffer's memory is held until the request is finished, as by `read`; do not change its contents before. Where the tensor has
+        other memory by then, what was written is what the memory held. Finished means that every reader sees the bytes; that they survive a loss
+        of power takes `File.sync`.
         Raises: as `read`; from `Ticket.wait` also NoSpaceError.
         Source: io_submit(2).
         """
@@ -330,7 +334,7 @@ class Engine:
         core = getattr(self, "_core", None)  # absent where __init__ raised
         if core is not None and not core.closed and os.getpid() == self._process_id:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
-            self.close()
+            _close_at_last(self)
 
     def __repr__(self) -> str:
         return f"<Engine {self.config}{' closed' if self._core.closed else ''}>"
@@ -342,7 +346,7 @@ class Engine:
             _require_plain(buffer, torch.strided)
             nbytes = buffer.nbytes
             opened = file if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
-            # The storage is kept alive, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
+            # The storage and its memory are kept, since the tensor itself can be pointed elsewhere (`tensor.data = ...`).
             return self._submit_at(write, buffer.data_ptr(), nbytes, buffer.untyped_storage(), opened, offset, checksum, [ticket._request for ticket in after])
         opened = file if isinstance(file, File) else self._open_for(write, file, offset, _aio.buffer_nbytes(buffer, not write))
         sums = checksum._request if isinstance(checksum, Ticket) else checksum
@@ -380,16 +384,25 @@ def _require_plain(tensor: torch.Tensor, strided: torch.layout) -> None:
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def _close_open_engines() -> None:
-    """Let every transfer finish before the interpreter takes its memory away."""
-    failures = []
-    for engine in list(_open_engines):
-        try:
-            engine.close()
-        except OffloadError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
+    """Close what is in *opened* when the interpreter ends: after the finalizers of what uses it, and before that of earlier calls."""
+
+    def close() -> None:
+        for one in list(opened):
+            _close_at_last(one)
+
+    # Finalizers run in the reverse order of their making, which `atexit` would cut across: torch has registered theirs there already.
+    weakref.finalize(opened, close)
 
 
-atexit.register(_close_open_engines)
+def _close_at_last(opened: Any) -> None:
+    """Close what nobody closed; a failure cannot be raised to anyone any more, so it is told, and the process' status says so."""
+    try:
+        opened.close()
+    except OffloadError as error:
+        if sys.stderr is not None:
+            print(f"nvme_offload: nobody waited for a transfer that failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _aio.fail_at_exit()
+
+
+close_at_exit(_open_engines)  # so that every transfer is finished before the interpreter takes its memory away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from errno import EDQUOT, EIO, ENOSPC
 
 from .units import format_bytes
 
@@ -13,6 +14,10 @@ class OffloadError(Exception):
 
 class UsageError(OffloadError, ValueError):
     """The caller's fault; nothing was changed, nothing was started."""
+
+
+class OutOfHostMemoryError(UsageError):
+    """What is in use leaves no room in the budget of host memory for what was asked; it fits once some of that is released, or in a larger budget."""
 
 
 class UnsupportedError(OffloadError):
@@ -67,12 +72,26 @@ class CorruptionError(_TransferError):
     """Bytes came back other than they were written."""
 
 
+class BufferChangedError(_TransferError):
+    """The tensor of a transfer was given other memory while it was under way: what was read is not in it, what was written may be other bytes."""
+
+
 class CancelledError(_TransferError):
     """The transfer never started: it was cancelled, or one that it was to follow failed or was cancelled; no byte was moved."""
 
 
 class IOFailure(_TransferError, OSError):
     """The kernel or the drive refused or failed a transfer; *errno* says why."""
+
+    def __new__(cls, errno: int, reason: str, **fields: object) -> IOFailure:
+        """A `NoSpaceError` where *errno* is of a full drive or quota, as Python makes a FileNotFoundError of an OSError."""
+        kind = NoSpaceError if cls is IOFailure and errno in (ENOSPC, EDQUOT) else cls
+        return super().__new__(kind, errno, reason)
+
+    @classmethod
+    def of(cls, error: OSError, *, operation: str, path: str, offset: int = 0, nbytes: int = 0, done: int = 0) -> IOFailure:
+        """*error*, which Python raised, as one of these."""
+        return cls(error.errno or EIO, error.strerror or str(error), operation=operation, path=path, offset=offset, nbytes=nbytes, done=done)
 
     def __init__(self, errno: int, reason: str, *, operation: str, path: str, offset: int, nbytes: int, done: int) -> None:
         _TransferError.__init__(self, reason, operation=operation, path=path, offset=offset, nbytes=nbytes, done=done)

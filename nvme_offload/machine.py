@@ -10,6 +10,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,18 +60,40 @@ def gpu_count(root: Path = Path("/")) -> int:
     return len(list(itertools.takewhile(lambda name: name.strip() not in ("", "-1"), named.split(","))))
 
 
-def available_bytes() -> int:
-    """Bytes of memory that processes can still take: what the kernel says of the machine, or of this cgroup where that is less.
+def physical_bytes() -> int:
+    """Bytes of memory that this machine has, whoever has them."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    Source: proc(5) for MemAvailable; memory.max and memory.current of cgroup v2.
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that processes can still take: what the kernel says of the machine, or of a control group around this process where that is less.
+
+    Files that a group has in the page cache and has not used lately count as free, as the kernel gives them up first.
+    Source: proc(5) for MemAvailable; memory.max, memory.current and memory.stat of cgroup v2, and their names in v1.
     """
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::/")[2].strip()
-        limit = int((group / "memory.max").read_text(encoding="ascii")) - int((group / "memory.current").read_text(encoding="ascii"))
-        available = min(available, limit)
-    return max(available, 0)
+    return max(min([available, *_left_in_groups(root)]), 0)
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Bytes left below the memory limit of each control group that this process is in, the outermost that can be seen here last."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            number, controllers, inside = line.split(":", 2)
+            if number == "0":  # v2, alone or beside v1
+                top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                top, names = root / "sys/fs/cgroup" / controllers, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            group = Path(inside.strip("/"))
+            # In a container the path may be the host's, of which there is only the group that is mounted as the top.
+            for around in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError, KeyError):  # ValueError: "max", no limit
+                    limit, used = (int((top / around / name).read_text(encoding="ascii")) for name in names[:2])
+                    stat = dict(line.split() for line in (top / around / "memory.stat").read_text(encoding="ascii").splitlines())
+                    yield limit - used + int(stat[names[2]])
 
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:

@@ -12,15 +12,18 @@ the same each time, so that an optimizer that draws some is judged as any other.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .errors import UnsupportedError
+from .state_tree import Key, content, is_for_each, tensors, top, travelling
 
 UNIT = 1024  # elements: parameters are cut at multiples of it, in the trial as in training, since vector code rounds the last elements otherwise
 
@@ -31,7 +34,6 @@ _KNOWN_STEPS = 3  # of a class that is known: for its states alone
 _RATE = 1e-3  # in place of a learning rate of zero, which would show nothing
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.1)
 _SCALES = (1.0, 1e-3, 10.0, 1e-6, 0.1)
-_IN_MEMORY = ("step", "master")  # whatever their shapes: the one is a count, and the other is not the optimizer's
 
 # Classes whose sources were read, by where they are defined: whether no element's update depends on another element.
 _KNOWN = {
@@ -60,17 +62,19 @@ _Part = tuple[int, int, int]  # which sample, start, stop
 
 
 class Traits(NamedTuple):
-    """states: those that have a value for every element, by key. eager: there are such before the first step.
+    """states: those that have a value for every element, by key. eager: there are such before the first step. rest: bytes of others for an element, at
+    least, where there are such.
 
     separable: no parameter's update depends on another parameter. elementwise: and no element's on another element.
     why: how that is known, for messages.
     """
 
-    states: Mapping[str, torch.dtype]
+    states: Mapping[Key, torch.dtype]
     eager: bool
     separable: bool
     elementwise: bool
     why: str
+    rest: float = 0.0
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -79,14 +83,27 @@ def known(optimizer: torch.optim.Optimizer) -> bool | None:
     return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
+@torch.no_grad()
 def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype, device: torch.device, *, declared: bool = False) -> Traits:
     """Learn how the optimizers called *name* that *make* makes treat parameters of so many *dimensions*.
 
     *declared*: it is the caller's word that every element is updated by itself.
     Raises: UnsupportedError when they cannot step by gradients alone.
     """
-    samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shape for count in dimensions for shape in _shapes(count))]
-    fresh = make([sample.clone() for sample in samples])
+    large = [shape for count in dimensions for shape in _shapes(count, moderate=False)]
+    moderate = [shape for count in dimensions for shape in _shapes(count, moderate=True)]
+    first = _first_states(make, [_sample(shape, dtype, device, 0) for shape in [*moderate, _whole_units(max(dimensions))]])
+    for key, value in itertools.chain.from_iterable(tensors(states).items() for states in first.values()):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer: its state {top(key)!r} is of {type(value).__name__}, which is no plain tensor")
+    shapes = moderate if _has_rest(first) else large
+    samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shapes)]
+    fresh = make([torch.nn.Parameter(sample.clone()) for sample in samples])
+    if len(fresh.param_groups) != 1:
+        raise UnsupportedError(
+            f"{name} cannot be used with NVMeOptimizer: of one group of parameters it makes {len(fresh.param_groups)}, so that a learning rate that is set "
+            "would not reach them"
+        )
     eager = any(isinstance(state, dict) and len(state) > 0 for state in fresh.state.values())
     elementwise = True if declared else known(fresh)
     together = _recorded(name, make, samples, _KNOWN_STEPS if elementwise is not None else _STEPS)
@@ -94,16 +111,41 @@ def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype
         raise UnsupportedError(
             f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which is of no parameter, so that no checkpoint of torch has it"
         )
+    if together.beside:
+        raise UnsupportedError(
+            f"{name} cannot be used with NVMeOptimizer: it keeps {together.beside}, outside of its state, which would be neither offloaded nor saved"
+        )
     if elementwise is not None:
-        return Traits(together.states, eager, True, elementwise, "declared" if declared else "known")
+        return Traits(together.states, eager, True, elementwise, "declared" if declared else "known", together.rest)
     separable = together.same([[(index, 0, sample.numel())] for index, sample in enumerate(samples)])
-    elementwise = separable and together.same([[part] for index, sample in enumerate(samples) for part in _parts(index, sample.numel())])
-    return Traits(together.states, eager, separable, elementwise, "tried")
+    # What is not like its parameter could not be put together in a checkpoint.
+    elementwise = separable and not together.rest and together.same([[part] for index, sample in enumerate(samples) for part in _parts(index, sample.numel())])
+    return Traits(together.states, eager, separable, elementwise, "tried", together.rest)
 
 
-def has_a_value_for_each(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether the state *value*, called *key*, has an element for each of *parameter*."""
-    return torch.is_tensor(value) and value.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device and key not in _IN_MEMORY
+def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
+    """Makes optimizers over other parameters that are as *optimizer*, which has made no step, is to those of its *group*: with its options and attributes.
+
+    Where it has states already, or parameters among its attributes, they are made by its class, of those options that this can be given.
+    """
+    kind: Any = type(optimizer)
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    parameters = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
+    held = tensors(own).values()
+    if optimizer.state or any(id(value) in parameters or value.numel() > UNIT for value in held):
+        accepted = inspect.signature(kind).parameters
+        given = {key: value for key, value in options.items() if key in accepted}
+        return lambda samples: kind(list(samples), **copy.deepcopy(given))
+
+    def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = kind.__new__(kind)
+        vars(made).update(copy.deepcopy(own))
+        made.state = type(optimizer.state)(dict) if isinstance(optimizer.state, defaultdict) else type(optimizer.state)()
+        made.param_groups = [{**copy.deepcopy(options), "params": list(samples)}]
+        return made
+
+    return make
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -139,8 +181,12 @@ class _Trial:
         self._with_missing = with_missing
         self._gradients: list[list[torch.Tensor | None]] = []
         self._weights: list[list[torch.Tensor]] = []
-        self.states: dict[str, torch.dtype] = {}
+        self._each: dict[Key, torch.dtype] = {}
+        self._uneven: set[Key] = set()
+        self._rests: dict[int, float] = {}  # of each sample, bytes for an element
         self.shared: str = ""  # a key of the state that is no parameter
+        self.beside: str = ""  # what is kept outside of the state
+        self._own: dict[Key, tuple[int, int]] = {}  # tensors there, and the versions of them at the last step
 
     def record(self) -> None:
         """Train all samples together."""
@@ -150,6 +196,16 @@ class _Trial:
                 if not all(bool(weight.isfinite().all()) for weight in weights):
                     break
                 self._weights.append([weight.clone() for weight in weights])
+
+    @property
+    def states(self) -> dict[Key, torch.dtype]:
+        """Those that have a value for each element of every parameter that has them."""
+        return {key: dtype for key, dtype in self._each.items() if key not in self._uneven}
+
+    @property
+    def rest(self) -> float:
+        """Bytes of states that are not like their parameters for an element: of those samples that have such, where it is least."""
+        return min(filter(None, self._rests.values()), default=0.0)
 
     def same(self, bundles: Sequence[Sequence[_Part]]) -> bool:
         """Whether the same comes of the samples where each of *bundles* has an optimizer of its own."""
@@ -164,13 +220,13 @@ class _Trial:
     def _train(self, bundles: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
         """The weights after each step, in which the bundles are updated one after another, as `NVMeOptimizer` does it."""
         weights = [sample.clone() for sample in self._samples]
-        parts = [[_view(weights[index], start, stop) for index, start, stop in bundle] for bundle in bundles]
+        parts = [[torch.nn.Parameter(_view(weights[index], start, stop)) for index, start, stop in bundle] for bundle in bundles]
         optimizers = [self._make(bundle) for bundle in parts]
         for optimizer in optimizers:
             _switch(optimizer, "train")
         options = _options(optimizers[-1])
         rate = options.get("lr")
-        base = float(rate) if isinstance(rate, int | float) else None
+        base = float(rate) if isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1) else None
         for number in range(self._steps):
             if number == self._steps // 2:  # as those do that keep other weights for evaluation
                 for optimizer in optimizers:
@@ -178,7 +234,8 @@ class _Trial:
                     _switch(optimizer, "train")
                 options = _options(optimizers[-1])
             if base is not None:
-                options["lr"] = (base or _RATE) * _RATES[number % len(_RATES)]
+                moved = (base or _RATE) * _RATES[number % len(_RATES)]
+                options["lr"] = torch.full_like(rate, moved) if torch.is_tensor(rate) else moved
             if len(self._gradients) <= number:
                 self._gradients.append(self._directions(number, weights))
             left = options
@@ -197,9 +254,26 @@ class _Trial:
 
     def _learn(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self.shared = next((str(key) for key in optimizer.state if not torch.is_tensor(key)), "")
-        for parameter in parameters:
-            state = optimizer.state.get(parameter, {})
-            self.states.update({key: value.dtype for key, value in state.items() if has_a_value_for_each(key, value, parameter)})
+        self._look_beside(optimizer)
+        for index, parameter in enumerate(parameters):
+            found = travelling(optimizer.state.get(parameter, {}), parameter.shape, parameter)
+            self._uneven |= {key for key, value in found.items() if not is_for_each(value, parameter.shape)}
+            self._each.update({key: value.dtype for key, value in found.items()})
+            rest = sum(value.nbytes for key, value in found.items() if key in self._uneven) / parameter.numel()
+            self._rests[index] = max(rest, self._rests.get(index, 0.0))
+
+    def _look_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find what *optimizer* keeps outside of its state, as one that wraps another does: tables that stay as they are, and views of weights, are none."""
+        weights = {parameter.untyped_storage().data_ptr() for group in optimizer.param_groups for parameter in group["params"]}
+        own = {}
+        for way, value in content({key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}):
+            if isinstance(value, torch.optim.Optimizer) and value is not optimizer and value.state is not optimizer.state:
+                self.beside = f"another optimizer, {type(value).__name__}, as {way[0]!r}"
+            elif isinstance(value, torch.Tensor) and value.numel() > UNIT and value.untyped_storage().data_ptr() not in weights:
+                own[way] = id(value), value._version
+                if self._own.get(way, own[way]) != own[way]:
+                    self.beside = f"tensors as {way[0]!r}"
+        self._own = own
 
     def _directions(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradients of step *number*."""
@@ -253,12 +327,40 @@ class _same_random_numbers:
         np.random.set_state(self._numpy)
 
 
-def _shapes(dimensions: int) -> list[tuple[int, ...]]:
-    """Of two samples: one above the least sizes from which optimizers factor matrices or pack states, one below; neither of whole units."""
+def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
+    """Of two samples: one above the least sizes from which optimizers factor matrices or pack states, one below; neither of whole units.
+
+    *moderate*: such that an optimizer may keep a matrix for each side, and find its roots.
+    """
     if dimensions == 1:
-        return [(5003,), (67,)]
+        return [(130,), (67,)] if moderate else [(5003,), (67,)]
     rest = (3, 2, *(1,) * dimensions)[: dimensions - 2]
-    return [(130, 132, *rest), (9, 14, *rest)]
+    return [(20, 22, *rest) if moderate and rest else (130, 132, *rest), (9, 14, *rest)]
+
+
+def _whole_units(dimensions: int) -> tuple[int, ...]:
+    """Of a sample in whole blocks of those optimizers that pack states by blocks."""
+    return (64, 128, *(1,) * dimensions)[: max(dimensions, 2)] if dimensions > 1 else (8192,)
+
+
+def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Tensor, Any]:
+    """What an optimizer of *samples* keeps for each after one step; nothing where that fails, as the trial itself will say."""
+    with _same_random_numbers(samples[0].device):
+        try:
+            parameters = [torch.nn.Parameter(sample) for sample in samples]
+            optimizer = make(parameters)
+            for parameter in parameters:
+                parameter.grad = parameter.detach().clone()
+            raw_step(optimizer)(optimizer)
+        except Exception:
+            return {}
+        return {parameter: optimizer.state.get(parameter, {}) for parameter in parameters}
+
+
+def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
+    """Whether an optimizer that has these *states* keeps what is not like its parameters, which will not be cut, and need not be as large as that takes."""
+    found = {parameter: travelling(state, parameter.shape, parameter) for parameter, state in states.items()}
+    return any(not is_for_each(value, parameter.shape) for parameter, kept in found.items() for value in kept.values())
 
 
 def _parts(index: int, size: int) -> list[_Part]:

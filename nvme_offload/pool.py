@@ -39,8 +39,8 @@ class _Arena(Memory):
 
     _unregister: Callable[[int], object] | None = None  # also where __init__ raised
 
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, in_child=False)
+    def __init__(self, nbytes: int, reserve: int) -> None:
+        super().__init__(nbytes, in_child=False, reserve=reserve)
         self._process_id = os.getpid()
 
     def register_with_cuda(self, nbytes: int) -> str | None:
@@ -50,6 +50,10 @@ class _Arena(Memory):
         cuda: Any = torch.cuda  # untyped there
         try:
             cudart = cuda.cudart()
+            if self._unregister is not None:  # as less than it is now
+                cuda.synchronize()  # with what is copied meanwhile
+                self._unregister(self.address)
+                self._unregister = None
             result = cudart.cudaHostRegister(self.address, nbytes, _CUDA_HOST_REGISTER_DEFAULT)
         except RuntimeError as error:  # CUDA cannot start: a driver that is too old, a child forked from a process that uses it
             return str(error)
@@ -68,10 +72,11 @@ class _Arena(Memory):
 class PinnedPool:
     """A budget of pinned host memory that tensors of every size share.
 
-    One arena of *nbytes*, rounded up to 4 KiB and no further, on huge pages where the kernel grants them. Where there is a GPU it is registered
-    with CUDA on the current device, so choose that first (`torch.cuda.set_device`); otherwise it is locked in memory as far as the limit allows,
-    so that it is never swapped out. *pin* says how much of that must be: "auto" takes what there is (`pinned` and `pinned_bytes` tell, and a
-    GPU that refuses is warned of), True wants the whole arena pinned, False pins nothing.
+    One arena of *nbytes*, rounded up to 4 KiB and no further, on huge pages where the kernel grants them; `grow` can make it as large as *reserve*,
+    which takes addresses and no memory. Where there is a GPU it is registered with CUDA on the current device, so choose that first
+    (`torch.cuda.set_device`); otherwise it is locked in memory as far as the limit allows, so that it is never swapped out. *pin* says how much
+    of that must be: "auto" takes what there is (`pinned` and `pinned_bytes` tell, and a GPU that refuses is warned of), True wants the whole
+    arena pinned, False pins nothing.
 
     All methods may be called from any thread. The arena does not exist in forked children, such as the workers of a DataLoader, which would
     otherwise be given copies of all of it: a tensor of the pool must not be touched there.
@@ -82,7 +87,7 @@ class PinnedPool:
     Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
     """
 
-    def __init__(self, nbytes: int, pin: bool | Literal["auto"] = "auto") -> None:
+    def __init__(self, nbytes: int, pin: bool | Literal["auto"] = "auto", *, reserve: int = 0) -> None:
         if not (isinstance(pin, bool) or pin == "auto"):
             raise UsageError(f"pin must be true, false or 'auto', not {pin!r}")
         count = whole_number("nbytes", nbytes)
@@ -91,9 +96,10 @@ class PinnedPool:
         self.nbytes = -(-count // _GRANULE_BYTES) * _GRANULE_BYTES
         self.pinned: Literal["cuda", "mlock", "none"] = "none"
         self.pinned_bytes = 0
-        self._arena: _Arena | None = _Arena(self.nbytes)
-        if pin:
-            self._pin(self._arena, wholly=pin is True)
+        self._reserved = max(whole_number("reserve", reserve), self.nbytes)
+        self._arena: _Arena | None = _Arena(self.nbytes, self._reserved)
+        self._pin_wanted = pin
+        self._pin(self._arena)
         self._process_id = os.getpid()
         self._extents = Extents(self.nbytes, _GRANULE_BYTES)
         self._peak_bytes = 0
@@ -136,7 +142,7 @@ class PinnedPool:
         """
         import torch
 
-        memory = self.memory
+        arena = self._live()
         numel = whole_number("numel", numel)
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):
             raise UsageError(f"dtype must be a torch.dtype that is not quantized, not {dtype!r}")
@@ -151,9 +157,28 @@ class PinnedPool:
             )
         offset = self._allocate(nbytes, timeout)
         # The storage of a tensor made from an array holds that very array until it goes itself.
-        array = np.frombuffer(memory, np.uint8, nbytes, offset)
+        array = np.frombuffer(memoryview(arena), np.uint8, nbytes, offset)  # as long as it is now: it may have grown meanwhile
         weakref.finalize(array, self._freed.put, offset).atexit = False
         return torch.from_numpy(array).view(dtype)
+
+    def grow(self, nbytes: int) -> None:
+        """Have *nbytes* in all, rounded up to 4 KiB; where there are as many, do nothing. What was handed out stays where it is.
+
+        Where the arena is registered with CUDA this waits for the GPU.
+        Raises: UsageError above what was reserved, or when closed; MemoryError; UnsupportedError when pin=True and not all can be pinned.
+        """
+        count = -(-whole_number("nbytes", nbytes) // _GRANULE_BYTES) * _GRANULE_BYTES
+        with self._lock:
+            arena = self._live()
+            if count <= self.nbytes:
+                return
+            if count > self._reserved:
+                raise UsageError(f"a pool that reserved {format_bytes(self._reserved)} cannot grow to {format_bytes(count)}: make it with reserve={count}")
+            arena.grow(count)
+            self.nbytes = count
+            self._extents.grow(count)
+            self._freed.put(None)  # who waits may have room now
+            self._pin(arena)
 
     def close(self) -> None:
         """Hand out no more tensors, and end the waits for one with a UsageError; a second call does nothing."""
@@ -171,9 +196,12 @@ class PinnedPool:
         state = " closed" if self._arena is None else f", {len(self._waiters)} waiting" if self._waiters else ""
         return f"<PinnedPool {format_bytes(self.nbytes)}, pinned: {pinned}, peak: {format_bytes(self._peak_bytes)}{state}>"
 
-    def _pin(self, arena: _Arena, wholly: bool) -> None:
+    def _pin(self, arena: _Arena) -> None:
         import torch
 
+        if not self._pin_wanted:
+            return
+        wholly = self._pin_wanted is True
         refusal = None
         if torch.cuda.is_available():
             refusal = arena.register_with_cuda(self.nbytes)

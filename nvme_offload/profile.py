@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import types
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from . import sealed
 from .config import AioConfig
 from .errors import UsageError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PHASES = ("read", "write", "mixed")
 
 
@@ -120,7 +120,7 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What something else reached with the chosen setting, by turns with the engine.
+    """What something else reached with the chosen setting, interleaved with the engine.
 
     name: "fio", or the other backend ("io_uring", "libaio"); version: of what is not ours. gb_per_s: the median; chosen_gb_per_s: of the engine's
     runs between. relative: the median ratio of the first to the second, relative_low and relative_high its middle 90 %, or all where there are few.
@@ -219,22 +219,24 @@ class Profile:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end; "sha256" is of the rest."""
+        return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
         """Read what `to_json` wrote; *source* names it in messages.
 
-        Raises: UsageError when it is not a profile, or is of a schema that this version does not know.
+        Raises: UsageError when it is not a profile, was altered, or is of a schema that this version does not know.
         """
         try:
-            data = json.loads(text)
+            data = sealed.loads(text)
             version = data["schema_version"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError) as error:
             raise UsageError(f"{source} is not a drive profile: {error!r}") from None
         if isinstance(version, bool) or version not in _READABLE:
             raise UsageError(f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again")
+        if version == SCHEMA_VERSION and not sealed.unseal(data):
+            raise UsageError(f"{source} is not as it was written, but damaged or edited; run nvme-sweep again")
         try:
             return require_schema(cls(**_decoded(data)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -293,7 +295,7 @@ def _require_instance(kind: Any, value: Any, place: str) -> None:
         raise TypeError(f"{place} cannot be {value!r:.80}")
 
 
-_READABLE = (1, SCHEMA_VERSION)  # the first filed trials that do not count under a stage with the name of the flaw
+_READABLE = (1, 2, SCHEMA_VERSION)  # the first filed trials that do not count under a stage with the name of the flaw; the third has a checksum
 _FLAWS = ("drifted", "impossible")
 
 
@@ -301,7 +303,7 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a `Profile` from what JSON gives, which knows neither tuples nor dataclasses. Raises: KeyError, TypeError, ValueError, AttributeError."""
     if data["schema_version"] == 1:
         data["trials"] = [{**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""} for trial in data["trials"]]
-        data["schema_version"] = SCHEMA_VERSION
+    data["schema_version"] = SCHEMA_VERSION
     data["trials"] = tuple(Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"])
     for group in ("best", "performance"):
         data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}

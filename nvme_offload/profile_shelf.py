@@ -66,6 +66,24 @@ def find(path: str | Path) -> Profile:
     return profile
 
 
+def swept_elsewhere(path: str | Path) -> Profile | None:
+    """A profile of what *path* was on when it was swept, where that is another drive now, of which there is none: a drive that is not mounted, or a new one."""
+    drive = describe(_nearest(path))
+    if (directory() / _name(drive.identity)).exists():
+        return None
+    place = Path(drive.path)
+    for file in sorted(directory().glob("*.json")):
+        try:
+            profile = Profile.load(file)
+        except (UsageError, OSError):  # which `find` says, of the drive's own
+            continue
+        was = Path(profile.drive.get("mount_point") or profile.drive["path"])
+        # What is mounted below it is another place, which was never swept.
+        if place.is_relative_to(was) and (Path(drive.mount_point) == was or not Path(drive.mount_point).is_relative_to(was)):
+            return profile
+    return None
+
+
 def _nearest(path: str | Path) -> Path:
     """*path*, or where it is yet to be made, the nearest directory above it that is there."""
     absolute = Path(path).absolute()

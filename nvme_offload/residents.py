@@ -1,13 +1,115 @@
-"""Which values stay in memory through a period of uses, because that saves the most transfers. Pure."""
+"""Which values stay in memory through a period of uses, because that saves the most transfers, and through how much of it the others pass."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from .access_order import Period
+import numpy as np
+
+from .access_order import NEVER, Period
 
 REQUEST_BYTES = 256 << 10  # a transfer costs as much as so many bytes: where all else is equal, small values stay
+
+_LARGEST = (1, 2, 4, 8, 16)  # so many of the largest values are tried as the first to stay
+_TRIES = 4
+
+
+class Passing(NamedTuple):
+    """What room the values want that do not stay: *in_use* bytes at once, at most, and *nbytes* with those that are read meanwhile."""
+
+    in_use: int
+    nbytes: int
+
+
+class Choice(NamedTuple):
+    """*names* stay, the others pass through *passing_bytes*, and so *saved_bytes* of a period are not moved."""
+
+    names: list[str]
+    passing_bytes: int
+    saved_bytes: int
+
+
+class Chooser:
+    """Chooses who stays in memory through *period*, for values that take *sizes*.
+
+    *carried_bytes* are in use when a period ends. *ahead_bytes* are read ahead, None for as much as the two values take that are used next: one that is
+    being read while the other is ready.
+    """
+
+    def __init__(self, period: Period, sizes: Mapping[str, int], carried_bytes: int, ahead_bytes: int | None) -> None:
+        numbers = {name: number for number, name in enumerate(sizes)}
+        self._sizes = sizes
+        self._numbers = numbers
+        self._carried_bytes = carried_bytes
+        self._ahead_bytes = ahead_bytes
+        self._used = np.fromiter((numbers[name] for name in period.names), np.int64, len(period))
+        self._ends = np.array(period.ends, np.int64)
+        self._by_number = np.fromiter(sizes.values(), np.int64, len(sizes))
+        everything = self.passing(())
+        self.counts = transfers(period, sizes, everything.nbytes - everything.in_use)
+
+    def saved(self, names: Collection[str]) -> int:
+        """Bytes of a period that are not moved when *names* stay."""
+        return sum(self.counts.get(name, 0) * self._sizes.get(name, 0) for name in names)
+
+    def passing(self, stay: Collection[str]) -> Passing:
+        """The room that all others want when the values *stay*: rather too much where one is in use until just before its next use. Costs O(uses)."""
+        sizes = self._by_number.copy()
+        sizes[[self._numbers[name] for name in stay if name in self._numbers]] = 0
+        taken = sizes[self._used]
+        known = np.flatnonzero((taken > 0) & (self._ends != NEVER))
+        change = np.zeros(len(taken) + 1, np.int64)
+        np.add.at(change, known, taken[known])
+        np.subtract.at(change, self._ends[known], taken[known])
+        places = np.flatnonzero(taken)
+        if not len(places):
+            return Passing(self._carried_bytes, self._carried_bytes)
+        in_use = change.cumsum()[places] + self._carried_bytes
+        most = int(in_use.max())
+        if self._ahead_bytes is not None:
+            return Passing(most, most + self._ahead_bytes)
+        here = self._used[places]
+        first, second = np.roll(here, -1), np.roll(here, -2)
+        ahead = sizes[first] * (first != here) + sizes[second] * ((second != here) & (second != first))
+        return Passing(most, int((in_use + ahead).max()))
+
+    def choose(self, nbytes: int) -> Choice:
+        """Who stays in *nbytes* of memory.
+
+        A few values that are far larger than all others are tried as the first to stay: the room through
+        which the others pass can be so much smaller then.
+        """
+        everything = self.passing(())
+        by_size = sorted((name for name, count in self.counts.items() if count), key=lambda name: self._sizes[name], reverse=True)
+        firsts = [(self.passing(by_size[:count]).nbytes, by_size[:count]) for count in _LARGEST if count <= len(by_size)]
+        fitting = [(passing, first) for passing, first in firsts if passing + self._bytes(first) <= nbytes]
+        tried = [self._settled(nbytes, [], everything.nbytes)]
+        if fitting and min(fitting)[0] < everything.nbytes:
+            tried.append(self._settled(nbytes, min(fitting)[1], min(fitting)[0]))
+        return max(tried, key=lambda choice: choice.saved_bytes)
+
+    def _settled(self, nbytes: int, first: list[str], passing_bytes: int) -> Choice:
+        """Those who stay, *first* among them, and the room that the others want then, which follow from each other."""
+        rest = {name: count for name, count in self.counts.items() if name not in set(first)}
+        best = Choice([], self.passing(()).nbytes, 0)
+        for _ in range(_TRIES):
+            left = nbytes - passing_bytes - self._bytes(first)
+            if left < 0:
+                break
+            names = first + choose(rest, self._sizes, left)
+            wanted = self.passing(names).nbytes
+            saved = self.saved(names)
+            if wanted <= nbytes - self._bytes(names) and saved > best.saved_bytes:
+                best = Choice(names, wanted, saved)
+            if wanted == passing_bytes:
+                break
+            passing_bytes = wanted
+        return best
+
+    def _bytes(self, names: Collection[str]) -> int:
+        return sum(self._sizes[name] for name in names)
 
 
 def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict[str, int]:

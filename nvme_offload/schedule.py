@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from . import residents
 from .access_order import AccessOrder
 from .arena import Arena, Block
-from .errors import UsageError
+from .errors import OutOfHostMemoryError, UsageError
+from .residents import Chooser
 from .units import format_bytes
 from .value_states import TABLE, Event, State
 
@@ -77,12 +77,13 @@ class Schedule:
     """The plan of a budget of *nbytes* of memory: pure bookkeeping, told what users do and which transfers end, and asked what to start.
 
     What was used in the last period is expected in the next: two cursors walk it, `order.now` before
-    the next use, and another one *lookahead_bytes* of reads ahead of it, by default twice the largest
-    value, at most half of the memory. Which values stay in memory is chosen for the whole period, by
-    transfers saved for each byte of room; they lie packed at the low end. All others pass through the
-    rest: read ahead, used, and on offer at once when nobody uses them before the second cursor. A
-    changed value is written then. Its room can be given on before that write ends: who gets it waits
-    for the write (`Transfer.after`). So what is planned does not depend on when transfers end.
+    the next use, and another one ahead of it, by what is read: as much as the next two values take, or
+    *lookahead_bytes*. Which values stay in memory is chosen for the whole period, by transfers saved for
+    each byte of room, beside the room that the others want to pass through (`residents.Chooser`); they
+    lie packed at the low end. All others pass through the rest: read ahead, used, and on offer at once
+    when nobody uses them before the second cursor. A changed value is written then. Its room can be
+    given on before that write ends: who gets it waits for the write (`Transfer.after`). So what is
+    planned does not depend on when transfers end.
 
     Where no order is known, or it is not followed, values stay until their room is needed, and what is
     used again last leaves first; where nothing is known that is what was used last, since it is used
@@ -116,7 +117,6 @@ class Schedule:
         self._in_use: dict[str, _Entry] = {}
         self._in_use_bytes = 0  # but for those placed lowest
         self._in_passing = 0  # of these, of values that do not stay
-        self._most_in_use = 0  # of a period
         self._out: list[Transfer] = []  # to start
         self._needed: _Entry | None = None
         self._creates = False  # the needed one
@@ -127,7 +127,7 @@ class Schedule:
         # The residents and the cursor that looks ahead.
         self._homes: dict[str, tuple[int, int]] = {}  # name -> (offset, size) of who stays
         self._stay_all = False
-        self._passing_bytes = 0  # in use at once in the last period, at most
+        self._passing_bytes = 0  # of room for who does not stay, which is in use or read ahead
         self._forced = False  # values had to leave that were to stay
         self._cursor = 0
         self._ahead: deque[_Entry] = deque()  # read or reserved ahead, in order of use
@@ -171,7 +171,7 @@ class Schedule:
         """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so, `take` hands it out once it is `ready`.
 
         No transfer that `hinders_create` may be under way.
-        Raises: UsageError when *name* is in use, or when there cannot be room, and nothing is changed.
+        Raises: UsageError when *name* is in use, OutOfHostMemoryError when there cannot be room, and nothing is changed.
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
@@ -204,7 +204,7 @@ class Schedule:
     def need(self, name: str) -> None:
         """The bytes of *name* are needed: `plan` brings them, `take` hands them out once it is `ready`.
 
-        Raises: UsageError when there is no such value, it is in use, or there cannot be room for it.
+        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when there cannot be room for it.
         """
         entry = self._entry(name)
         self._check_free(entry)
@@ -243,7 +243,6 @@ class Schedule:
             self._in_passing += entry.size
         if not entry.lowest:
             self._in_use_bytes += entry.size
-            self._most_in_use = max(self._most_in_use, self._in_use_bytes)
         return block.start, was_read
 
     def give_up(self, name: str) -> None:
@@ -303,7 +302,6 @@ class Schedule:
 
     def step(self) -> None:
         """A period of the order of use ends here; from what it was follows which values stay in memory in the next ones."""
-        self._passing_bytes, self._most_in_use = self._most_in_use, self._in_use_bytes
         forced, self._forced = self._forced, False
         adopted = self.order.step()
         if adopted:  # what was read for the order before is no more ahead than all else
@@ -355,25 +353,12 @@ class Schedule:
                 self._keep(entry)  # it may leave again where the last write had failed
         return self.decided()
 
-    def resize(self, nbytes: int) -> None:
-        """Every value leaves the memory, which has *nbytes* from now on. No transfer may be under way, and nothing in use or changed since its write.
-
-        Raises: UsageError when the largest value would not fit.
-        """
-        largest = max((entry.size for entry in self._entries.values()), default=0)
-        if nbytes < largest:
-            raise UsageError(f"a budget of {format_bytes(nbytes)} cannot hold the largest value, which takes {format_bytes(largest)}")
-        for entry in [*self._entries.values(), *self._kept_for.values()]:
-            assert entry.read is None
-            assert entry.write is None
-            assert entry.state in (State.NOWHERE, State.AWAY, State.RESERVED, State.CLEAN)
-            if entry.block is not None:
-                self._lose(entry)
+    def grow(self, nbytes: int) -> None:
+        """The memory has *nbytes* from now on, no fewer than before: what is there stays there."""
+        assert nbytes >= self.nbytes
+        self._arena.grow(nbytes)
         self.nbytes = nbytes
         self._set_lookahead()
-        self._arena = Arena(nbytes)
-        self._heaps = ([], [])
-        self._homes = {}
         if self.order.learned:
             self._choose_residents(packed=False)
 
@@ -419,6 +404,7 @@ class Schedule:
 
     def _let_go(self, entry: _Entry) -> None:
         del self._in_use[entry.name]
+        self.order.ended(entry.name)
         if not entry.lowest:
             self._in_use_bytes -= entry.size
         if entry.passes:
@@ -621,18 +607,23 @@ class Schedule:
             if self._homes:
                 self._set_homes({}, 0)
             return
-        counts = residents.transfers(period, sizes, self.lookahead_bytes)
-        passes = self._passing_bytes + self.lookahead_bytes
+        chooser = Chooser(period, sizes, self._in_use_bytes, self._asked_lookahead)
+        if fits:
+            names, passing, saved = [*sizes], 0, 0
+        else:
+            names, passing, saved = chooser.choose(room)
+        self._stay_all = False
+        kept = chooser.passing(self._homes).nbytes
+        fit = self._arena.boundary <= self.nbytes - kept and all(sizes.get(name, size) == size for name, (_, size) in self._homes.items())
+        if fit and not packed and chooser.saved(self._homes) >= _GOOD_ENOUGH * saved:
+            self._passing_bytes = kept
+            return
+        self._passing_bytes = passing
         homes: dict[str, tuple[int, int]] = {}
-        for name in [*sizes] if fits else residents.choose(counts, sizes, room - passes):
+        for name in names:
             homes[name] = (lowest, sizes[name])
             lowest += sizes[name]
-        self._stay_all = False
-        saved = {name: counts.get(name, 0) * size for name, size in sizes.items()}
-        best = sum(saved[name] for name in homes)
-        fit = self._arena.boundary <= self.nbytes - passes and all(sizes.get(name, size) == size for name, (_, size) in self._homes.items())
-        if not fit or packed or sum(saved.get(name, 0) for name in self._homes) < _GOOD_ENOUGH * best:
-            self._set_homes(homes, lowest)
+        self._set_homes(homes, lowest)
 
     def _set_homes(self, homes: dict[str, tuple[int, int]], boundary: int) -> None:
         self._homes = homes
@@ -928,7 +919,7 @@ class Schedule:
     def _fits_ahead(self, size: int) -> bool:
         """Whether *size* bytes more may be read ahead: where values pass beside those that stay, what is not in use there may all be."""
         taken = self._ahead_bytes + size
-        return taken <= self.lookahead_bytes or bool(self._homes and taken + self._in_passing <= self.lookahead_bytes + self._passing_bytes)
+        return taken + self._in_passing <= self._passing_bytes if self._homes else taken <= self.lookahead_bytes
 
     def _reserve(self, name: str, nbytes: int, position: int) -> bool:
         """Keep room for *name*, which is created at *position*; whether the cursor may pass."""
@@ -985,7 +976,7 @@ class Schedule:
             raise UsageError(f"{entry.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
-        """Raises: UsageError, with what would do, when what is in use leaves no room for *size* bytes."""
+        """Raises: OutOfHostMemoryError, with what would do, when what is in use leaves no room for *size* bytes."""
         if self._arena.best_fit(size, above=True) is not None or any(end - start >= size for start, end in self._stretches()):
             return
         in_use = sorted((entry for entry in self._in_use.values()), key=lambda entry: entry.block.start if entry.block is not None else 0)
@@ -993,7 +984,7 @@ class Schedule:
         enough = size + max((entry.block.end for entry in in_use if entry.block is not None), default=0)
         listed = ", ".join(f"{entry.name!r} ({format_bytes(entry.nbytes)})" for entry in in_use[:8])
         more = f" and {len(in_use) - 8} more" if len(in_use) > 8 else ""
-        raise UsageError(
+        raise OutOfHostMemoryError(
             f"no room for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
             f"{f' by {listed}{more}' if in_use else ''}; release some first, or make the budget at least {enough} bytes"
         )

@@ -132,8 +132,10 @@ class Slabs:
     def _grown(self, nbytes: int) -> bool:
         try:
             self.grow(nbytes)
+        except NoSpaceError:
+            return False
         except IOFailure as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # the last where one file may not be so large: a smaller one may be
+            if error.errno == errno.EFBIG:  # one file may not be so large: a smaller one may be
                 return False
             raise
         return True

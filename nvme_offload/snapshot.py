@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import re
 import secrets
@@ -25,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import commit
+from . import commit, sealed
 from .engine import Engine, File, StrPath, Ticket, allocate
-from .errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
+from .errors import CorruptionError, IOFailure, OffloadError, UnsupportedError, UsageError
 from .slabs import GRANULE_BYTES, Extent
 
 WINDOW_BYTES = 8 << 20  # what moves at a time, and what one checksum covers at most
@@ -159,11 +157,10 @@ class Snapshot:
         _pump(len(windows), read, write, finished)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        manifest["sha256"] = _digest(manifest)
         path = self.directory / _MANIFEST
         with _system_errors("snapshot", path):
             commit.sync_directory(self.directory)  # the data are there under their name before they are spoken of
-            commit.write_file(path, json.dumps(manifest))
+            commit.write_file(path, sealed.dumps(manifest))
 
     def _named_data(self) -> str | None:
         """The data that count. Raises: UsageError where `snapshot.json` is somebody else's."""
@@ -189,14 +186,15 @@ class Snapshot:
             except FileNotFoundError:
                 return None
         try:
-            manifest = json.loads(text)
+            manifest = sealed.loads(text)
         except ValueError:
             raise self._corrupt(f"{_MANIFEST} is not JSON") from None
-        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        whole = sealed.unseal(manifest)
+        if manifest.get("format") != _FORMAT:
             raise UsageError(f"{path} is not of a snapshot of this package")
         if manifest.get("version") != _VERSION:
             raise UnsupportedError(f"{path} is of version {manifest.get('version')!r} and this package reads version {_VERSION}: install the one that wrote it")
-        if manifest.pop("sha256", None) != _digest(manifest) or not _is_sound(manifest):
+        if not whole or not _is_sound(manifest):
             raise self._corrupt(f"{_MANIFEST} is not as it was written")
         return manifest
 
@@ -372,10 +370,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode("ascii")).hexdigest()
-
-
 def _has_checksums(engine: Engine, file: File) -> bool:
     try:
         engine.read(bytearray(), file, checksum=True)
@@ -422,5 +416,4 @@ def _system_errors(operation: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, OffloadError):
             raise
-        kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else IOFailure
-        raise kind(error.errno or 0, error.strerror or str(error), operation=operation, path=str(path), offset=0, nbytes=0, done=0) from None
+        raise IOFailure.of(error, operation=operation, path=str(path)) from None

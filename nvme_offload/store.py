@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .config import AioConfig
-from .engine import Engine, StrPath, Ticket
+from .engine import Engine, StrPath, Ticket, close_at_exit
 from .errors import NoSpaceError, OffloadError, UsageError, whole_number
 from .slabs import Stripes
 from .snapshot import Snapshot
@@ -89,6 +90,7 @@ class TensorStore:
                 with self.engine.open_anonymous(self.paths[0]) as file:
                     self.engine.write(b"", file, checksum=True)  # refused here where this build has none
             undo.pop_all()
+        _open_stores.add(self)
 
     def put(self, name: str, tensor: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
         """Start writing *tensor* under *name*, in place of what was there, once all of *after* ended well.
@@ -98,7 +100,7 @@ class TensorStore:
         was cancelled leaves the old value in either case.
 
         Shapes: *tensor* is contiguous, on the CPU, or has the buffer protocol.
-        Lifetime: its memory is held until the ticket is done; do not change its contents before.
+        Lifetime: its memory is held until the ticket is done, as by `Engine.write`; do not change its contents before.
         Raises: UsageError; NoSpaceError, with the numbers, when it does not fit on the drives, which leaves *name* as it was; from
         `StoreTicket.wait` IOFailure, NoSpaceError and CancelledError.
         Source: io_submit(2).
@@ -123,9 +125,9 @@ class TensorStore:
         """Start reading tensor *name* into *out*, as of the last put, once all of *after* ended well.
 
         Shapes: *out* is contiguous, on the CPU, with the stored tensor's number of bytes, or has the buffer protocol and is writable.
-        Lifetime: *out* is held until the ticket is done; do not use its contents before.
+        Lifetime: the memory of *out* is held until the ticket is done, as by `Engine.read`; do not use its contents before.
         Raises: UsageError when there is no such tensor or the sizes differ; the error of the put that lost it; from `StoreTicket.wait` IOFailure,
-        TruncatedError, CancelledError, and CorruptionError where the store keeps checksums.
+        TruncatedError, CancelledError, BufferChangedError, and CorruptionError where the store keeps checksums.
         Source: io_submit(2).
         """
         nbytes = _checked_nbytes(out, writable=True)
@@ -275,6 +277,7 @@ class TensorStore:
             self._values.check_process()
         except UsageError:
             return
+        _open_stores.discard(self)
         with self._values.lock:
             self._values.closed = True
             under_way = list(self._values.unsettled)
@@ -326,6 +329,10 @@ class TensorStore:
         self._counts["puts" if writes else "gets"] += 1
         self._counts["bytes_written" if writes else "bytes_read"] += value.nbytes
         return ticket
+
+
+_open_stores: weakref.WeakSet[TensorStore] = weakref.WeakSet()
+close_at_exit(_open_stores)
 
 
 def _checked_nbytes(buffer: Any, writable: bool) -> int:

@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,8 @@ class TensorSwapper:
     A value is in use from `create` or `swap_in` to `release`: its tensor is the memory itself, and must not be touched afterwards. What is not in
     use stays in memory while there is room, without touching the drive; otherwise what is needed last leaves, and is read back ahead of need. The
     order of need is learned from one `step` to the next, and taken from `prefetch`. With one value in use at a time every budget will do that
-    holds the largest. *lookahead_bytes* is how much is read ahead: by default twice the largest value, at most half of the memory.
+    holds the largest. *lookahead_bytes* is how much is read ahead: by default as much as the next two values take once the order is known, and until
+    then twice the largest value, at most half of the memory.
 
     What comes next starts when the transfers end that it waits for, in the engine's threads: it takes no call. All methods may be called from any
     thread; one that waits for the drive makes the others wait.
@@ -70,7 +71,9 @@ class TensorSwapper:
         if pool.used_bytes:
             raise UsageError(f"a swapper takes the whole memory of its pool, of which {format_bytes(pool.used_bytes)} are in use")
         self._store = store
-        self._memory: torch.Tensor | None = pool.empty(pool.nbytes, torch.uint8)
+        self._pool = pool
+        self._taken = [pool.empty(pool.nbytes, torch.uint8)]  # of the pool, so that nobody else has it
+        self._memory: torch.Tensor | None = self._taken[0]
         self._lock = threading.RLock()  # for all that follows; held through a whole call, waits included
         self._schedule = Schedule(pool.nbytes, lookahead_bytes)
         self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers under way
@@ -93,7 +96,7 @@ class TensorSwapper:
         What stays in use for long is best placed *lowest*, whoever has to leave, so that it does not divide the room of others.
 
         Shapes: one dimension of *nbytes* unsigned bytes.
-        Raises: UsageError when *name* is in use, or when what is in use leaves no room, which says what would; the error of a write that was
+        Raises: UsageError when *name* is in use; OutOfHostMemoryError when what is in use leaves no room, which says what would; the error of a write that was
         to make room, which leaves that value in memory, and *name* without one.
         """
         nbytes = operator.index(nbytes)
@@ -200,28 +203,32 @@ class TensorSwapper:
             self._raise_write_errors()
             self._pump()
 
+    def lacks_writes(self) -> bool:
+        """Whether a write has failed that nobody was told of, once those under way are done: the value is in memory, and `flush` tries it again."""
+        with self._lock:
+            self._live()
+            while self._under_way[True]:
+                self._finish(self._under_way[True][0])
+            return bool(self._write_errors)
+
     def in_use(self) -> bool:
         """Whether any value is between `create` or `swap_in` and `release`."""
         with self._lock:
             return self._schedule.in_use()
 
-    def move(self, pool: Callable[[], PinnedPool]) -> None:
-        """Go on with the memory of the pool that *pool* makes, once that of the present one is let go: values are on the drive meanwhile.
-
-        Raises: UsageError when a value is in use, or the largest would not fit; as `flush`; and what *pool* raises, which leaves this closed.
-        """
+    def grow(self, nbytes: int) -> None:
+        """Have a budget of *nbytes* in all, which the pool grows to: values stay where they are, those in use too. Raises: as `PinnedPool.grow`."""
         import torch
 
         with self._lock:
             self._live()
-            if self._schedule.in_use():
-                raise UsageError("a value is in use, so that the memory cannot be exchanged: release it first")
-            self.flush()
-            self._finish_all()
-            self._memory = None
-            made = pool()
-            self._schedule.resize(made.nbytes)
-            self._memory = made.empty(made.nbytes, torch.uint8)
+            pool = self._pool
+            pool.grow(nbytes)
+            if pool.nbytes > self._schedule.nbytes:
+                self._taken.append(pool.empty(pool.nbytes - self._schedule.nbytes, torch.uint8))
+                self._memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+                self._schedule.grow(pool.nbytes)
+                self._pump()
 
     def nbytes(self, name: str) -> int:
         """Bytes of the room of *name*, as it was created. Raises: UsageError when there is none."""
@@ -262,6 +269,7 @@ class TensorSwapper:
                 return
             self._finish_all()
             self._memory = None
+            self._taken.clear()
             for name in list(self._on_drive):
                 self._delete(name)
             self._raise_write_errors()

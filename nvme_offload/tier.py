@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -11,10 +12,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from . import profile_shelf
 from .config import AioConfig
 from .drive import describe
 from .errors import NoSpaceError, OffloadError, UsageError
-from .machine import available_bytes, gpu_count
+from .machine import available_bytes, gpu_count, physical_bytes
 from .pool import PinnedPool
 from .store import TensorStore
 from .swapper import SwapperStats, TensorSwapper
@@ -63,6 +65,7 @@ class Tier:
         self._pool: PinnedPool | None = None
         self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
         self._needed_bytes = 0
+        self._most_bytes = 0  # that the pool can grow to
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if host_memory == "auto" else host_memory
@@ -99,16 +102,9 @@ class Tier:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
         elif wanted > self._held_bytes:
-            sizes = {name: room.numel() for name, room in self._scratch.items()}
-            self._scratch.clear()  # these tensors hold the memory, too
-            for name in sizes:
-                self.swapper.discard(name)
-            if not self.swapper.in_use():
-                # Twice as much, since all values go to the drive and come back at every change.
-                larger = min(max(wanted, 2 * self._held_bytes), self.cap_bytes)
-                self.swapper.move(lambda: self._make_pool(larger))
-            for name, size in sizes.items():
-                self.make_scratch(name, size)
+            # Twice as much, since CUDA is told anew of all memory at every change.
+            self._swapper.grow(min(max(wanted, 2 * self._held_bytes), self.cap_bytes, self._most_bytes))
+            self._tell_memory()
 
     def give_back(self, nbytes: int) -> None:
         """The opposite of `require`: so many bytes are no longer of use to who asked for them."""
@@ -132,11 +128,16 @@ class Tier:
         return self._pool.nbytes if self._pool is not None else 0
 
     def _make_pool(self, nbytes: int) -> PinnedPool:
-        self._pool = None  # the last of the old one goes before the new one comes, or both would count
-        self._pool = PinnedPool(nbytes)
-        automatic = ", from the memory available" if self._automatic else ""
-        _log.info("host memory for offload: %s of at most %s%s; pinned: %s", format_bytes(nbytes), format_bytes(self.cap_bytes), automatic, self._pool.pinned)
+        self._most_bytes = max(nbytes, physical_bytes())
+        self._pool = PinnedPool(nbytes, reserve=self._most_bytes)
+        self._tell_memory()
         return self._pool
+
+    def _tell_memory(self) -> None:
+        assert self._pool is not None
+        automatic = ", from the memory available" if self._automatic else ""
+        held, cap = format_bytes(self._pool.nbytes), format_bytes(self.cap_bytes)
+        _log.info("host memory for offload: %s of at most %s%s; pinned: %s", held, cap, automatic, self._pool.pinned)
 
     def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
         """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and for *beside_bytes* beside; "auto" gives way to those.
@@ -213,11 +214,25 @@ def _check_directory(path: str) -> None:
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
         raise UsageError(f"{path} {what}, and none is made: mount the drive, or make the directory on it with mkdir -p, or correct the path")
+    _check_profile(path)
     drive = describe(path)
     if drive.is_memory:
         _log.warning('%s is held in memory (%s): what goes there takes host memory beside "host_memory"', path, drive.filesystem)
     elif Path(path).stat().st_dev == Path("/").stat().st_dev:
         _log.warning("%s is on the root filesystem: see that the drive is mounted, unless this is where the states should go", path)
+
+
+@functools.cache
+def _check_profile(path: str) -> None:
+    """Tell, once, of a *path* on another drive than when it was swept: as a rule its drive is not mounted."""
+    with contextlib.suppress(OffloadError, OSError):
+        swept, drive = profile_shelf.swept_elsewhere(path), describe(path)
+        if swept is not None:
+            was = " ".join(filter(None, (swept.drive["model"], swept.drive["device"])))
+            _log.warning(
+                "%s is on %s, and nvme-sweep measured it on %s: mount that drive, or run `nvme-sweep %s` for this one, of which there are no tuned settings",
+                *(path, drive.device, was, path),
+            )
 
 
 def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:

@@ -303,7 +303,8 @@ def kill_points(kill_points_library: Path, tmp_path: Path) -> Callable[[Path], t
 
     def of(directory: Path) -> tuple[dict[str, str], Path]:
         images = Path(tempfile.mkdtemp(prefix="images-", dir=tmp_path))
-        preload = {"LD_PRELOAD": str(kill_points_library), "KILL_POINTS_ROOT": str(directory), "KILL_POINTS_IMAGES": str(images)}
+        libraries = f"{os.environ.get('LD_PRELOAD', '')}:{kill_points_library}".lstrip(":")  # a sanitizer's comes first
+        preload = {"LD_PRELOAD": libraries, "KILL_POINTS_ROOT": str(directory), "KILL_POINTS_IMAGES": str(images)}
         return preload, images
 
     return of

@@ -1,5 +1,7 @@
 /* Preloaded into a program: before each of its calls that change what is below KILL_POINTS_ROOT, that directory is copied to KILL_POINTS_IMAGES/N.
  *
+ * With KILL_POINTS_SIGNAL=N there are no copies: a SIGTERM comes to the process before its Nth such call, from 0, and KILL_POINTS_SENT is set.
+ *
  * A copy is what a kill -9 at that moment leaves: what a process wrote stays in the page cache, the call that would follow does not happen. All
  * processes that share the images take turns, the call included, so that a copy is of one moment.
  */
@@ -10,6 +12,7 @@
 #include <fcntl.h>
 #include <libaio.h>
 #include <limits.h>
+#include <signal.h>
 #include <spawn.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -52,6 +55,14 @@ static int watched(int directory, const char* path) {
 /* Takes the copy; returns what `after` is to be given. */
 static int before(int watch) {
   if (inside || !watch) return -1;
+  if (getenv("KILL_POINTS_SIGNAL") != NULL) {
+    static int seen;
+    if (seen++ == atoi(getenv("KILL_POINTS_SIGNAL"))) {
+      setenv("KILL_POINTS_SENT", "1", 1);
+      kill(getpid(), SIGTERM);
+    }
+    return -1;
+  }
   inside = 1;
   int (*real_open)(const char*, int, ...) = dlsym(RTLD_NEXT, "open");
   char path[PATH_MAX], count[32] = {0};

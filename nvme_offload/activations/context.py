@@ -34,7 +34,8 @@ class save_on_nvme:
     behind autograd's back (`Tensor.data`, NumPy) between two saves of it comes back as it was at the first.
 
     *host_memory*, bytes or a size such as "8GB", is the most pinned memory that is used; "auto" takes a share of what is available when this is made.
-    What fits in it never touches a drive. A tensor larger than it stays on its device, with one warning. *aio* are the engine's settings: those that
+    What fits in it never touches a drive. A tensor larger than it stays on its device, with one warning. Tensors of up to 1 MiB share pieces of at most
+    4 MiB, or an eighth of *host_memory*, which are given back when the last of their tensors is gone. *aio* are the engine's settings: those that
     `nvme-sweep` chose for the drive unless given.
 
     Several graphs may be alive at once; contexts may be nested, where the innermost has what is saved in it; a checkpointed block

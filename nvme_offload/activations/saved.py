@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -52,7 +53,10 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     item = tensor.element_size()
     begin = int(tensor.storage_offset()) * item
-    end = begin + (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * item
+    spread = tensor.numel()
+    if not tensor.is_contiguous():
+        spread = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = begin + spread * item
     whole = tensor.untyped_storage().nbytes()
     return (0, whole) if 2 * (end - begin) >= whole else (begin // _ALIGNED * _ALIGNED, end)
 
@@ -116,8 +120,6 @@ class Moved:
     __slots__ = ("_begin", "_gone", "_like", "_size", "_stride", "_version", "number")
 
     def __init__(self, tensor: torch.Tensor, number: int, gone: deque[int]) -> None:
-        import torch
-
         self.number = number
         self._gone = gone
         self._begin = tensor.storage_offset() * tensor.element_size()
@@ -125,7 +127,7 @@ class Moved:
         self._stride = tensor.stride()
         self._version = tensor._version
         self._like = tensor.detach()  # which counts modifications with it, also when its memory is taken away
-        self._like.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._like.data = _without_memory(tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
         self._gone.append(self.number)  # no more: the garbage collector calls this in the middle of any line
@@ -143,6 +145,13 @@ class Moved:
         restored = self._like.detach()  # a backward that modifies it is counted, and found out by whoever needs it later
         restored.data = tensor.set_(storage, first, self._size, self._stride)
         return restored
+
+
+@functools.cache
+def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 Packed = Stayed | Parts | Moved

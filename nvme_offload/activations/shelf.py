@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..units import format_bytes
+from .chunks import Chunk, Chunks
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
 from .saved import Moved, Packed, Parts, Stayed, counter_of, is_distributed, is_plain, is_weight, span
@@ -28,10 +26,9 @@ if TYPE_CHECKING:
 
 _HELD = 2  # tensors that computing need not wait for while they are copied away
 _AHEAD = 2  # tensors that are copied to a GPU before they are asked for, if the next operation does not want more
-_HINTED = 8  # tensors that the swapper is told of
-_FIRST_BYTES = 256 << 20  # of host memory, as far as there may be so much
-_GROWTH = 4  # times as much, where it does not do
+_HINTED = 8  # chunks that the swapper is told of
 _NEAR = 32  # saved tensors among which one that is needed again stays on its device
+_FAR = 8192  # and those among which the next chunks are looked for, once for each chunk that is brought
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +53,6 @@ class ActivationStats:
     peak_host_bytes: int = 0
 
 
-class _Waiting:
-    """Adds to one of *waits* the seconds in which this thread stands still: what it computes itself is no waiting."""
-
-    __slots__ = ("_began", "_name", "_waits")
-
-    def __init__(self, waits: dict[str, float], name: str) -> None:
-        self._waits = waits
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter() - time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self._waits[self._name] += max(time.perf_counter() - time.thread_time() - self._began, 0.0)
-
-
 class Shelf:
     """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All methods may be called from any thread.
 
@@ -92,15 +73,13 @@ class Shelf:
         self._order = BackwardOrder()
         self._storages = Storages()
         self._on_device: set[Value] = set()  # those with memory
-        self._free_numbers: list[int] = []
-        self._numbers = 0
-        self._asked_bytes = 0  # of the tier
+        self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
+        self._hinted_at = 0  # chunks that had been brought when the swapper was last told what comes next
         self._told_too_large = False
         self._closed = False
         self._process_id = os.getpid()
         # Counted apart, and made `ActivationStats` when asked for: a new object for every tensor costs more than to count.
         self._counts = dict.fromkeys(("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0)
-        self._waits = dict.fromkeys(("forward_wait_seconds", "backward_wait_seconds"), 0.0)
         self._moved: dict[str, int] = {}
         # A copy under way must not lose its place; the tier, which is older than this, is closed after it.
         self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
@@ -111,8 +90,7 @@ class Shelf:
         with self._lock:
             self._check_open()
             self._collect()
-            if not self._values and self._asked_bytes:
-                self._tier.swapper.step()
+            if not self._values and self._chunks.begin_step():
                 self._storages.begin_step()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -125,22 +103,22 @@ class Shelf:
 
     def unpack(self, saved: Packed) -> torch.Tensor:
         """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's errors; UsageError when closed."""
-        import torch
-
         if isinstance(saved, Stayed):
             return saved.restore()
         if isinstance(saved, Parts):
             return saved.restore(self.unpack)
         saved.check()
         self._check_process()
-        with self._lock, torch.no_grad():
+        with self._lock:
             self._check_open()
             self._collect()
             value = self._values[saved.number]
             storage, offset = value.on_device() or self._bring(value)
             if value.filled is not None:
                 value.filled.precede(storage)
-            self._look_ahead(saved.number)
+            if value.users == 1:
+                self._drop(value)
+            self._look_ahead(value, saved.number)
             return saved.restore(storage, offset)
 
     def let_go(self) -> None:
@@ -153,9 +131,10 @@ class Shelf:
     def stats(self) -> ActivationStats:
         """What was done since this was made."""
         with self._lock:
-            if self._asked_bytes and not self._closed:
+            if not self._closed:
                 self._collect()
-                moved = self._tier.swapper.stats()
+                moved = self._chunks.stats()
+            if not self._closed and moved is not None:
                 self._moved = {
                     "bytes_written": moved.bytes_written,
                     "bytes_read": moved.bytes_read,
@@ -164,8 +143,8 @@ class Shelf:
                 }
             return ActivationStats(
                 **self._counts,
-                forward_wait_seconds=self._waits["forward_wait_seconds"],
-                backward_wait_seconds=self._waits["backward_wait_seconds"],
+                forward_wait_seconds=self._chunks.room_waits.seconds,
+                backward_wait_seconds=self._chunks.read_waits.seconds,
                 **self._moved,
             )
 
@@ -204,7 +183,7 @@ class Shelf:
             if value is None:
                 value = self._save(storage, counter, begin, end)
             else:
-                self._count(shared_bytes=end - begin)
+                self._counts["shared_bytes"] += end - begin
             value.users += 1
             # All that a node saves is saved before the next one has its number. Source: at::sequence_number.
             number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
@@ -212,48 +191,40 @@ class Shelf:
             return Moved(tensor, number, self._gone)
 
     def _save(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value:
-        with _Waiting(self._waits, "forward_wait_seconds"):
-            self._grow(end - begin)
-            if self._free_numbers:
-                number = heapq.heappop(self._free_numbers)  # the lowest: so a step has the names of the one before
-            else:
-                number, self._numbers = self._numbers, self._numbers + 1
-            value = Value(number, begin, end, counter._version, storage.device, weak_reference(storage), weakref.ref(counter))
-            try:
-                place = self._with_room(lambda: self._tier.swapper.create(value.name, value.nbytes))
-            except BaseException:
-                heapq.heappush(self._free_numbers, number)
-                raise
+        chunk, place = self._chunks.reserve(end - begin)
+        value = Value(chunk, place, begin, end, counter._version, storage.device, weak_reference(storage), weakref.ref(counter))
         try:
-            copy = self._copier.save(bytes_of(storage, begin, end), place)
+            copy = self._copier.save(bytes_of(storage, begin, end), self._room_of(value))
         except BaseException:
-            self._discard(value)
+            self._chunks.forget(chunk)
+            self._chunks.unpin(chunk)
             raise
         if copy is None:
-            self._tier.swapper.release(value.name, changed=True)
+            self._chunks.unpin(chunk)
         else:
             value.copy = copy
             self._saving.append((value, copy))
             if len(self._saving) > _HELD:
                 self._saving[-1 - _HELD][1].let_go()
         self._storages.add(value)
-        self._count(saved_bytes=value.nbytes, alive_bytes=value.nbytes)
+        self._counts["saved_bytes"] += end - begin
+        self._counts["alive_bytes"] += end - begin
         return value
 
     def _bring(self, value: Value) -> tuple[torch.UntypedStorage, int]:
         """Bring *value* to its device, where it stays until `_look_ahead` finds that it is not needed soon."""
-        with _Waiting(self._waits, "backward_wait_seconds"):
-            if value.copy is not None:
+        if value.copy is not None:
+            with self._chunks.read_waits:
                 self._finish(value, value.copy)
-            place = self._with_room(lambda: self._tier.swapper.swap_in(value.name))
+        self._chunks.bring(value.chunk)
         try:
-            value.memory, copy = self._copier.bring(place, value.device)
+            value.memory, copy = self._copier.bring(self._room_of(value), value.device)
         except BaseException:
-            self._tier.swapper.release(value.name, changed=False)
+            self._chunks.unpin(value.chunk)
             raise
         value.filled = value.copy = copy
         if copy is None:
-            self._tier.swapper.release(value.name, changed=False)
+            self._chunks.unpin(value.chunk)
         else:
             self._bringing.append((value, copy))
         self._on_device.add(value)
@@ -261,17 +232,39 @@ class Shelf:
         value.restored = weak_reference(storage)
         return storage, value.begin
 
-    def _look_ahead(self, number: int) -> None:
+    def _room_of(self, value: Value) -> torch.Tensor:
+        """Its place in host memory, while its chunk is pinned."""
+        assert value.chunk.place is not None
+        return value.chunk.place[value.place : value.place + value.nbytes]
+
+    def _look_ahead(self, asked: Value, number: int) -> None:
         """Backward is at *number*: see that what it wants next is on its way, and that nothing else stays on a device."""
         self._order.ask(number)
-        near = list(dict.fromkeys(self._values[one] for one in self._order.after(number, _NEAR)))
-        for value in self._on_device.difference(near):
-            self._drop(value)
-        self._tier.swapper.prefetch([value.name for value in near[:_HINTED]])
-        # A node asks for all of its own before it computes: what the next one wants can only come beside this one's computing.
-        for value in dict.fromkeys(self._values[one] for one in self._order.next_node(number, _AHEAD)):
-            if self._copier.overlaps(value.device) and value.on_device() is None:
-                self._bring(value)
+        if self._hinted_at != self._chunks.brought:
+            self._hinted_at = self._chunks.brought
+            self._chunks.prefetch(self._next_chunks(asked.chunk, number))
+        if self._on_device:
+            near = {self._values[one] for one in self._order.after(number, _NEAR)}
+            for value in self._on_device.difference(near):
+                self._drop(value)
+        if self._copier.overlaps(asked.device):
+            # A node asks for all of its own before it computes: what the next one wants can only come beside this one's computing.
+            for value in dict.fromkeys(self._values[one] for one in self._order.next_node(number, _AHEAD)):
+                if value.on_device() is None and self._copier.overlaps(value.device):
+                    self._bring(value)
+
+    def _next_chunks(self, asked: Chunk, number: int) -> list[Chunk]:
+        """Those that backward asks for after *number*, the next one first."""
+        found: dict[Chunk, None] = {}
+        for count in (_NEAR, _FAR):
+            for one in self._order.after(number, count):
+                found[self._values[one].chunk] = None
+                if len(found) > _HINTED:
+                    break
+            if len(found) > _HINTED:
+                break
+        found.pop(asked, None)
+        return list(found)[:_HINTED]
 
     def _drop(self, value: Value) -> None:
         """Let go of what came back of *value* to its device."""
@@ -288,36 +281,18 @@ class Shelf:
             if value.users == 0:
                 self._storages.remove(value)
                 self._drop(value)
-                self._count(alive_bytes=-value.nbytes)
-                if value.copy is None:
-                    self._discard(value)
+                self._counts["alive_bytes"] -= value.nbytes
+                self._chunks.forget(value.chunk)
         for under_way in (self._saving, self._bringing):
             while under_way and under_way[0][1].done():
                 self._finish(*under_way[0])
 
     def _finish(self, value: Value, copy: Copy) -> None:
-        """Wait for *copy*, which is under way, and give back the place."""
+        """Wait for *copy*, which is under way."""
         copy.wait()
-        changed = (value, copy) in self._saving
-        (self._saving if changed else self._bringing).remove((value, copy))
+        (self._saving if (value, copy) in self._saving else self._bringing).remove((value, copy))
         value.copy = None
-        if value.users:
-            self._tier.swapper.release(value.name, changed=changed)
-        else:
-            self._discard(value)
-
-    def _discard(self, value: Value) -> None:
-        self._tier.swapper.discard(value.name)
-        heapq.heappush(self._free_numbers, value.number)
-
-    def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What *ask* gets from the swapper, once enough copies have given back their places."""
-        while True:
-            try:
-                return ask()
-            except UsageError:  # what is in use leaves no room
-                if not self._finish_first():
-                    raise
+        self._chunks.unpin(value.chunk)
 
     def _finish_first(self) -> bool:
         """Wait for a copy; False when there is none."""
@@ -327,20 +302,8 @@ class Shelf:
                 return True
         return False
 
-    def _grow(self, nbytes: int) -> None:
-        """See that there is host memory for *nbytes* more, as far as the tier's cap allows."""
-        wanted = self._counts["alive_bytes"] + nbytes
-        if wanted <= self._asked_bytes or self._asked_bytes >= self._tier.cap_bytes:
-            return
-        while self._finish_first():
-            pass  # memory that is in use cannot be exchanged for more
-        # Far more at a time, since everything goes to the drive meanwhile.
-        more = max(wanted, _GROWTH * self._asked_bytes, _FIRST_BYTES) - self._asked_bytes
-        self._tier.require(more)
-        self._asked_bytes += more
-
     def _keep(self, nbytes: int) -> None:
-        self._count(kept_bytes=nbytes)
+        self._counts["kept_bytes"] += nbytes
         if nbytes > self._tier.cap_bytes and not self._told_too_large:
             self._told_too_large = True
             warnings.warn(
@@ -348,10 +311,6 @@ class Shelf:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _count(self, **more: int) -> None:
-        for name, count in more.items():
-            self._counts[name] += count
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:

@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from .chunks import Chunk
     from .copies import Copy
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """The bytes from *begin* to *end* of the storage *source*, as they were at the *version* of the tensor *counter*; *users* saved tensors are on them.
 
-    copy: between the device and the place in the swapper, which is in use as long. memory: with the bytes that came back, where they are to stay on
+    They are in *chunk*, from its byte *place* on.
+
+    copy: between the device and the chunk, which is pinned as long. memory: with the bytes that came back, where they are to stay on
     the device, and *filled* the copy that fills it. source, restored: weak references to the storages of the original and of *memory*. counter: one to
     the tensor that counts modifications, which others on the storage may not be counted by.
     """
 
-    number: int
+    chunk: Chunk
+    place: int
     begin: int
     end: int
     version: int
@@ -33,11 +37,6 @@ class Value:
     memory: torch.Tensor | None = None
     filled: Copy | None = None
     restored: Any = None
-
-    @property
-    def name(self) -> str:
-        """The value's in the swapper."""
-        return f"activation/{self.number}"
 
     @property
     def nbytes(self) -> int:

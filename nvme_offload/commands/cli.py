@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,10 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
 
 
 def main() -> int:
-    """Run the command; returns 0 for a good answer, 3 for a bad one, 1 after a failure, 2 for what was asked wrongly, 130 after Ctrl-C."""
+    """Run the command; returns 0 for a good answer, 3 for a bad one, 1 after a failure, 2 for what was asked wrongly, 130 after Ctrl-C, 143 after SIGTERM."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # not at once: what is aside is removed
     try:
         status = command.main(args=sys.argv[1:] or ["--help"], prog_name="nvme-offload", standalone_mode=False)
     except click.Abort:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +13,11 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_traits import Traits, examine
-from ..state_formats import StateFormat
+from ..state_formats import BLOCK, StateFormat
 from .budget import Budget, beside_bytes, most_elements
 from .bundles import Bundle, Weight, cut, is_distributed, local
 
+_ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
 _SAMPLE = 1 << 20  # elements, whose bytes tell those of one
 
 _log = logging.getLogger(__name__)
@@ -59,9 +61,10 @@ class Admission:
         for kind, most in self._kinds(parameters, options):
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [tensor.is_contiguous() and weight.traits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
-            for parts in cut([tensor.numel() for tensor in tensors], most, divisible) if most else ():
+            unit = BLOCK if self._format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
+            for parts in cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ():
                 own, dtype = number + len(bundles), tensors[0].dtype
-                bundle = Bundle(f"{self._prefix}/{own}", own, dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits)
+                bundle = Bundle(f"{self._prefix}/{own}", dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits, unit)
                 for which, start, stop in parts:
                     bundle.add(kind[which], index, start, stop)
                 bundles.append(bundle)
@@ -71,13 +74,21 @@ class Admission:
     def required_bytes(self, bundles: Sequence[Bundle]) -> int:
         """Bytes of the values of *bundles*, for which the budget is divided."""
         layouts = [self._format.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name) for bundle in bundles]
+        values = [layout.nbytes + int(bundle.numel * bundle.traits.rest) for layout, bundle in zip(layouts, bundles, strict=True)]
+        for bundle, nbytes in zip(bundles, values, strict=True):
+            bundle.room_bytes = nbytes
         beside = [bundle.numel * beside_bytes(self._format, bundle.traits, bundle.dtype) for bundle in bundles if bundle.device.type == "cpu"]
         try:
-            return self._budget.divide([layout.nbytes for layout in layouts], beside)
+            return self._budget.divide(values, beside, max((self._wide_bytes(bundle) for bundle in bundles), default=0))
         except UsageError as error:
             if self._together is None:
                 raise
             raise UsageError(f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}") from None
+
+    def _wide_bytes(self, bundle: Bundle) -> int:
+        """Of the bundle's value, should its states show to need 16 bits."""
+        wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
+        return wide.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name).nbytes + int(bundle.numel * bundle.traits.rest)
 
     def joined(self, bundles: list[Bundle], *, alone: bool) -> list[Bundle]:
         """*bundles*, or one of all that is trained, where parameters cannot be updated apart. *alone*: there are no others."""
@@ -119,7 +130,7 @@ class Admission:
                     f"{self._name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
-            value_bytes = self._format.layout(_SAMPLE, found.states, dtype, self._name).nbytes / _SAMPLE
+            value_bytes = self._format.layout(_SAMPLE, found.states, dtype, self._name).nbytes / _SAMPLE + found.rest
             most = most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
             yield weights, most if found.separable else sum(local(parameter).numel() for parameter in parameters)
 

@@ -43,12 +43,13 @@ class Budget:
         self.values_bytes = cap_bytes
         self._divided = False
 
-    def divide(self, values: Sequence[int], beside: Sequence[int]) -> int:
+    def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
         """Make room for bundles with values of such sizes, and for the largest of what is *beside* them on the host; the bytes of all values.
 
+        *most*: the bytes that one may come to have.
         Raises: UsageError with what would do.
         """
-        largest = max((_rounded(value) for value in values), default=0) + _PAGE
+        largest = max((_rounded(value) for value in [*values, most]), default=0) + _PAGE
         aside = max(beside, default=0)
         kept = self.cap_bytes - self.values_bytes
         if not self._divided and beside and largest + aside <= self.cap_bytes:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..optimizer_traits import UNIT, Traits
-from ..state_formats import Layout
+from ..state_formats import BLOCK, Layout
+from ..state_tree import Key, is_for_each
 
-_ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
+_SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,7 +22,8 @@ class Weight:
     """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next, and *updates*
     how often its states have changed.
 
-    *traits*: of the optimizer's class with parameters like this one.
+    *traits*: of the optimizer's class with parameters like this one. *number*: among all of the optimizer's. *offset*: of the part on this rank within all
+    of the parameter, in elements.
     """
 
     parameter: torch.Tensor
@@ -29,11 +32,14 @@ class Weight:
     seen: tuple[int, int] | None = None
     changes: int = 0
     updates: int = 0
+    number: int = 0
+    offset: int = 0
     shown: Any = None  # the `ShownState`, once there is one
+    stand_ins: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
 
     @property
-    def states(self) -> dict[str, Any]:
-        """What is kept in memory: of the first piece, since all have the same. Nothing where there are no pieces, as of what never has gradients."""
+    def states(self) -> dict[Any, Any]:
+        """Of the first piece, which has the same as all others in memory. Nothing where there are no pieces, as of what never has gradients."""
         return self.pieces[0].states if self.pieces else {}
 
     def look(self) -> None:
@@ -59,13 +65,32 @@ class Weight:
         return self.parameter._version, local(self.parameter).data_ptr()
 
 
+class Place(NamedTuple):
+    """Of a tensor that is not like its parameter: where it begins in the rest of the bundle's value, in bytes, and what it is like."""
+
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.offset + self.shape.numel() * self.dtype.itemsize
+
+    def within(self, rest: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        flat = rest[self.offset : self.stop].view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
+
+
 @dataclasses.dataclass(eq=False)
 class Piece:
     """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle. *group*: the parameter's.
 
-    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it; what travels is only there while the bundle is
-    bound, and *keys* says of which of the bundle's states this piece has a part, and with which strides. *strides*: of the shadow.
-    *stepped*: it has had a gradient, so that its master is its own.
+    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it. *leaves* are those of its tensors that travel,
+    which are empty but while the bundle is bound: *keys* says of which of the bundle's states this piece has a part, and with which strides, and *rest*
+    where the others are. *strides*: of the shadow. *stepped*: it has had a gradient, so that its master is its own.
     """
 
     weight: Weight
@@ -76,8 +101,10 @@ class Piece:
     place: int
     shape: torch.Size
     shadow: torch.Tensor
-    states: dict[str, Any] = dataclasses.field(default_factory=dict)
-    keys: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    states: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    leaves: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)
+    keys: dict[Key, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    rest: dict[Key, Place] = dataclasses.field(default_factory=dict)
     strides: tuple[int, ...] = ()
     stepped: bool = False
     changes: int = 0
@@ -109,6 +136,10 @@ class Piece:
         """The same, with the shape and the strides of the parameter, or other *strides* without gaps."""
         return flat.as_strided(self.shape, self.strides if strides is None else strides, flat.storage_offset() + self.place)
 
+    def state(self, key: Key, states: Mapping[Key, torch.Tensor], rest: torch.Tensor) -> torch.Tensor:
+        """One that travels: of the bundle's *states*, or of the *rest* of its value."""
+        return self.within(states[key], self.keys[key]) if key in self.keys else self.rest[key].within(rest)
+
     def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
         """*weight*, flat: a view where it has the strides of this piece, and a copy elsewhere."""
         if weight.stride() != self.strides:
@@ -134,18 +165,42 @@ class Piece:
 class Bundle:
     """*pieces* of one *dtype* on one *device*, which are updated in *update_dtype*; of one parameter group or, where all parameters go together, of several.
 
-    *layout*: of the value *name*, None while there is none.
+    *unit*: where pieces begin, in elements. *layout*: of the value *name*, None while there is none; behind it are *rest_bytes* for states that are not like
+    their parameters. *room_bytes*: that were asked for.
     """
 
     name: str
-    number: int
     dtype: torch.dtype
     update_dtype: torch.dtype
     device: torch.device
     traits: Traits
+    unit: int = 1
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     inner: torch.optim.Optimizer | None = None
     layout: Layout | None = None
+    rest_bytes: int = 0
+    room_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
+
+    def arrange(self, forms: Mapping[Piece, Mapping[Key, torch.Tensor]]) -> tuple[dict[Key, torch.dtype], int]:
+        """Find places for all that travels, of which *forms* has what it is like: the states of the layout, and the bytes of the rest."""
+        # What has a value for each element of a vector, say, and not of a matrix, would take room for those of the matrix, too.
+        uneven = {key for piece in self.pieces for key, form in forms[piece].items() if not is_for_each(form, piece.shape)}
+        states: dict[Key, torch.dtype] = {}
+        end = 0
+        for piece in self.pieces:
+            piece.keys, piece.rest = {}, {}
+            for key, form in forms[piece].items():
+                if key not in uneven and states.setdefault(key, form.dtype) == form.dtype:
+                    piece.keys[key] = dense_strides(form)
+                else:
+                    piece.rest[key] = Place(-(-end // _SLOT_BYTES) * _SLOT_BYTES, form.shape, dense_strides(form), form.dtype)
+                    end = piece.rest[key].stop
+        return states, end
 
     @property
     def numel(self) -> int:
@@ -165,12 +220,22 @@ class Bundle:
 
     @property
     def _next_place(self) -> int:
-        return self.numel if self.traits.elementwise else -(-self.numel // _ALIGNED) * _ALIGNED
+        return -(-self.numel // self.unit) * self.unit
 
     @property
     def groups(self) -> list[int]:
         """The parameter groups that the pieces are of, in order."""
         return sorted({piece.group for piece in self.pieces})
+
+    def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """What "compact" rounds each of the blocks by: the parameter's number and the place in it, whatever the bundles are. On the bundle's device."""
+        made_on = self.device if device is None else device  # there, so that nothing is copied to a GPU, which would wait for it
+        names = [
+            torch.arange(first, first - (-piece.numel // BLOCK), dtype=torch.int64, device=made_on)
+            for piece in self.pieces
+            for first in [(piece.weight.number << 40) + (piece.weight.offset + piece.start) // BLOCK]
+        ]
+        return torch.cat(names)
 
     def join(self, other: Bundle) -> None:
         """Take in the pieces of *other*, of which nothing is stored yet."""
@@ -182,7 +247,8 @@ class Bundle:
         """Take in a part of *weight*, which is of *group*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
-        shadow = torch.empty(0, dtype=self.update_dtype, device=self.device)  # its data is put there for the time of each step
+        # Its data is put there for the time of each step. There are optimizers that skip what is frozen, and that take nothing but Parameters.
+        shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
         piece = Piece(weight, self, group, start, stop, self._next_place, shape, shadow)
         self.pieces.append(piece)
         weight.pieces.append(piece)
@@ -217,6 +283,18 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def offset_of(parameter: torch.Tensor) -> int:
+    """Of the first element of this rank's part of *parameter*, in the whole."""
+    if not is_distributed(parameter) or local(parameter).numel() == 0:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = parameter
+    _, starts = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    sizes = [*whole.shape[1:], 1]
+    return sum(start * math.prod(sizes[dimension:]) for dimension, start in enumerate(starts))
+
+
 def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """*part* as the part of a tensor that is distributed as *parameter* is."""
     if not is_distributed(parameter):
@@ -233,8 +311,10 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool]) -> list[list[tuple[int, int, int]]]:
+def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 1) -> list[list[tuple[int, int, int]]]:
     """Divide things of *sizes* elements into lists of at most *most* elements, in order: of each list, (which thing, start, stop).
+
+    Each takes room of whole *units*, of which *most* is a multiple.
 
     Only what is larger than *most* by itself is cut, if it is *divisible*; otherwise it has a list of its own.
     """
@@ -242,11 +322,12 @@ def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool]) -> list[list
     room = -1
     for index, size in enumerate(sizes):
         for start, stop in _parts(size, most, max(room, 0)) if size > most and divisible[index] else [(0, size)]:
-            if stop - start > room:
+            taken = -(-(stop - start) // unit) * unit
+            if taken > room:
                 lists.append([])
                 room = most
             lists[-1].append((index, start, stop))
-            room -= stop - start
+            room -= taken
     return lists
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import UsageError
+from ..errors import OutOfHostMemoryError
 from ..tier import Tier
 
 _PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
@@ -144,7 +144,7 @@ class DeviceLane:
         while True:
             try:
                 host: torch.Tensor = ask()
-            except UsageError:  # no room beside what is on its way back
+            except OutOfHostMemoryError:  # beside what is on its way back
                 if not self._returns:
                     raise
                 self._release(at_most=len(self._returns) - 1)

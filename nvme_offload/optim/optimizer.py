@@ -21,18 +21,18 @@ import torch
 from ..config import AioConfig
 from ..errors import UnsupportedError, UsageError
 from ..state_formats import state_format as format_called
+from ..state_formats import wide_enough
+from ..state_tree import Key, replaced, top
 from ..tier import Tier, engine_config, memory_size
 from . import saved
 from .admission import Admission
 from .backward import BackwardUpdates, await_copy, clear_spent
 from .budget import Budget
-from .bundles import Bundle, Weight, like, local
-from .options import StepOptions, first_tensor, materialised, same
-from .stand_ins import ShownState, StateOnDrive, is_on_drive
+from .bundles import Bundle, Weight, like, local, offset_of
+from .options import StepOptions, materialised, same, samples_of
+from .stand_ins import ShownState, StateOnDrive
 from .stats import UpdateClock, UpdateStats
-from .update import MASTER, Updater
-
-_SEEDS = 1 << 20  # that each step has for its bundles
+from .update import Updater
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
@@ -105,9 +105,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
-        first = local(first_tensor(given))
-        template = optimizer_class([torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device)], **kwargs)
+        samples = samples_of(given)
+        template = optimizer_class(samples, **kwargs)
+        if not isinstance(getattr(template, "param_groups", None), list):
+            raise UnsupportedError(f"{self._class_name} cannot be used with NVMeOptimizer: it has no param_groups, as torch's optimizers have")
         super().__init__(given, dict(template.defaults))
+        _follow(self.param_groups, template.param_groups)
+        self._maker = _Maker(optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict))
 
         places = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         if not places:
@@ -118,10 +122,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise UsageError(f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}') from None
         self._tier = Tier(places, aio or engine_config(places[0]), host_memory=memory)
         try:
-            make = functools.partial(_make, optimizer_class, kwargs)
-            self._updater = Updater(self._tier, self._format, make, self._class_name)
+            self._format = wide_enough(self._format, self._class_name, self.param_groups)
+            self._updater = Updater(self._tier, self._format, self._maker, self._class_name)
             self._budget = Budget(self._tier.cap_bytes)
-            self._admission = Admission(self._class_name, make, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
+            self._admission = Admission(self._class_name, self._maker, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -170,13 +174,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError; UnsupportedError; and nothing is changed."""
+        if not self._ready:
+            super().add_param_group(param_group)
+            return
+        [sample] = samples_of([param_group])
         super().add_param_group(param_group)
-        if self._ready:
-            try:
-                self._admit([len(self.param_groups) - 1])
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        groups, samples = self.param_groups, self._template.param_groups
+        before = len(samples)
+        try:
+            self._template.add_param_group(sample)
+            _follow(groups[-1:], samples[before:])
+            self._maker.add(groups[-1])
+            self._admit([len(groups) - 1])
+        except BaseException:
+            groups.pop()
+            del samples[before:]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, on the CPU and mapped from a file: memory is taken as it is read, and can be taken back.
@@ -204,7 +217,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             finally:
                 handle.remove()
                 self.state = small
-            return {**packed, "nvme_offload": {"state_format": self._format.name, "steps": self._steps}}
+            wide = {"wide": True} if self._updater.wide else {}
+            return {**packed, "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this or the plain optimizer saved, one bundle at a time; the masters of 16-bit parameters without a "master" are made from them.
@@ -213,14 +227,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Raises: UsageError or ValueError when it is of other parameters, and nothing is changed; as `step`, after which it is to be loaded again.
         """
         loaded: dict[Weight, dict[str, Any]] = {}
-        steps = 0
+        steps, wide = 0, False
 
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            nonlocal steps
+            nonlocal steps, wide
             indices = [index for group in given["param_groups"] for index in group["params"]]
             for weight, index in zip(self._weights, indices, strict=False):  # if there are more of the one, the base says so
                 loaded[weight] = given["state"].get(index, {})
                 saved.check(loaded[weight], weight)
+            wide = bool(given.get("nvme_offload", {}).get("wide"))
             steps = given.get("nvme_offload", {}).get("steps") or max(map(saved.steps, loaded.values()), default=0)
             return {**given, "state": {}}
 
@@ -229,6 +244,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
             self._forget_step()
+            self._updater.wide = wide
             self._restore(loaded)
             self._steps = steps
 
@@ -315,13 +331,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._updated:
                 raise UsageError(f"{name}() cannot be called in the midst of a step: call step() or zero_grad() first")
             results: list[Any] = []
+
+            def call(one: torch.optim.Optimizer) -> None:
+                result = getattr(one, name)(*args, **kwargs)
+                results.append(self if result is one else result)
+
             for bundle in self._bundles:
                 if bundle.trained:
                     memory = self._updater.open(bundle)
                     try:
                         for piece in bundle.pieces:
                             piece.weight.look()
-                        left = self._updater.call(bundle, memory, self._options_of(bundle), lambda one: results.append(getattr(one, name)(*args, **kwargs)))
+                        left = self._updater.call(bundle, memory, self._options_of(bundle), call)
                     except BaseException as error:
                         if results:
                             self._broken = f"{name}() failed for some parameters ({type(error).__name__}: {error})"
@@ -354,6 +375,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             made = self._admission.admit(index, group["params"], self._options.of(index, group), len(self._bundles) + len(bundles))
             weights += made[0]
             bundles += made[1]
+        for number, weight in enumerate(weights, len(self._weights)):
+            weight.number, weight.offset = number, offset_of(weight.parameter)
         bundles = self._admission.joined(bundles, alone=not self._bundles)
         trained = [bundle for bundle in bundles if bundle.trained]
         nbytes = self._admission.required_bytes(trained)
@@ -382,8 +405,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             for piece in bundle.pieces:
                 piece.weight.look()
-            seed = self._steps * _SEEDS + bundle.number
-            for index, options in self._updater.step(bundle, memory, self._options_of(bundle), seed).items():
+            for index, options in self._updater.step(bundle, memory, self._options_of(bundle), seed=self._steps).items():
                 self._options.left(index, options)
         except BaseException as error:
             self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
@@ -413,17 +435,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if piece is weight.pieces[0]:
                 if weight.shown is None:
                     weight.shown = ShownState(weight, saved.check)
-                content = dict(piece.states)
-                for key, dtype in saved.travelling(bundle, piece).items():
-                    form = saved.form(weight, key, dtype)
-                    shown = weight.shown.get(key)
-                    there: Any = local(shown) if is_on_drive(shown) else None
-                    if there is not None and (there.dtype, there.stride(), there.key) == (form.dtype, form.stride(), key):
-                        content[key] = shown
+                there: dict[Key, torch.Tensor] = {}
+                for key, form in saved.forms(piece).items():
+                    own = local(weight.stand_ins[key]) if key in weight.stand_ins else None
+                    if own is not None and (own.dtype, own.shape, own.stride()) == (form.dtype, form.shape, form.stride()):
+                        there[key] = weight.stand_ins[key]
                     else:
-                        content[key] = like(weight.parameter, StateOnDrive(self._source, weight, key, form, bundle.device))
-                weight.shown.show(content)
-                if content:
+                        stand_in = StateOnDrive(self._source, weight, key, form, bundle.device)
+                        there[key] = stand_in if key in piece.rest else like(weight.parameter, stand_in)
+                weight.stand_ins = there
+                weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
+                if weight.shown:
                     self.state[weight.parameter] = weight.shown
 
     def _take_up_states(self) -> None:
@@ -439,30 +461,29 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not self._updated:  # what is small is shown of the first piece alone, where somebody may have changed it in place
             for weight in self._weights:
                 for piece in weight.pieces[1:]:
-                    piece.states.update(copy.deepcopy(weight.states))
+                    there = set(map(top, piece.leaves))
+                    piece.states.update(copy.deepcopy({key: value for key, value in weight.states.items() if key not in there}))
 
-    def read_state(self, weight: Weight, key: str) -> torch.Tensor:
+    def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state on the drive: for what `state` has in its place."""
         with self._lock:
             self._check_usable()
             self._updater.drain()
-            dtype = saved.travelling(weight.pieces[0].bundle, weight.pieces[0]).get(key)
-            if dtype is None:
+            form = saved.forms(weight.pieces[0]).get(key)
+            if form is None:
                 raise UsageError(f"the parameter has no state {key!r} any more")
-            form = saved.form(weight, key, dtype)
-            whole = torch.empty_strided(form.shape, form.stride(), dtype=dtype)
-            for piece in weight.pieces:
-                with self._updater.reading(piece.bundle) as (master, states):
-                    flat = master if key == MASTER else states[key]
-                    assert flat is not None
-                    whole.as_strided((whole.numel(),), (1,))[piece.start : piece.stop].copy_(piece.flat_within(flat))
+            whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+            for piece in weight.pieces[:1] if key in weight.pieces[0].rest else weight.pieces:
+                with self._updater.reading(piece.bundle) as find:
+                    values = saved.in_a_row(find(piece, key))
+                    saved.in_a_row(whole)[piece.start :][: values.numel()].copy_(values)
             return whole.to(weight.pieces[0].bundle.device)
 
-    def write_state(self, weight: Weight, key: str, values: torch.Tensor) -> None:
+    def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Put a state on the drive: for what `state` has in its place."""
         with self._lock:
             self._take_up_states()
-            self._restore({weight: {**weight.shown, key: values}})
+            self._restore({weight: replaced(dict(weight.shown), {id(weight.stand_ins[key]): values})})
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
         self._updater.drain()
@@ -529,5 +550,33 @@ def _check_unchanged(weight: Weight) -> None:
         raise UsageError(f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays")
 
 
-def _make(optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return optimizer_class(groups, **kwargs)
+def _follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
+    """Let *groups* have the options as the class has them in those that it has *made*: there are defaults for a kind of group, and rates kept in tensors."""
+    if len(groups) == len(made):
+        for group, other in zip(groups, made, strict=True):
+            for key, value in other.items():
+                if key not in ("params", "param_names") and not (key in group and type(group[key]) is type(value)):  # what is there may be the user's own
+                    group[key] = copy.deepcopy(value)
+
+
+class _Maker:
+    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of a list. *groups*: as they were given."""
+
+    def __init__(self, optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, in_groups: bool):
+        self._class = optimizer_class
+        self._kwargs = kwargs
+        self._in_groups = in_groups
+        self._options = {key for group in groups for key in group}
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Learn of a *group* that was added."""
+        self._in_groups = True
+        self._options |= group.keys()
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        if not self._in_groups and len(groups) == 1:
+            made = self._class(groups[0]["params"], **self._kwargs)
+            made.param_groups[0].update({key: value for key, value in groups[0].items() if key != "params"})
+            return made
+        # There are classes that refuse what schedulers add to a group.
+        return self._class([{key: value for key, value in group.items() if key in self._options} for group in groups], **self._kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from .bundles import local
 
 _NOT_OPTIONS = {"params", "param_names"}
 
@@ -62,15 +63,24 @@ def materialised(params: Any) -> Any:
     return entries
 
 
-def first_tensor(params: Any) -> torch.Tensor:
-    """The first parameter that *params*, in any of the forms that an optimizer takes, has; some tensor where it has none."""
-    for entry in [] if isinstance(params, torch.Tensor) else params:
-        inner = entry.get("params", ()) if isinstance(entry, Mapping) else (entry,)
-        for item in (inner,) if isinstance(inner, torch.Tensor) else inner or ():
-            tensor = item[-1] if isinstance(item, tuple) else item
-            if isinstance(tensor, torch.Tensor):
-                return tensor
-    return torch.zeros(1)
+def samples_of(params: Any) -> list[Any]:
+    """A small parameter for each group of *params*, in any of the forms that an optimizer takes, with the options of the group; or one in all."""
+    entries = [] if isinstance(params, torch.Tensor) else list(params)
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        return [_sample(entries)]
+    groups = [{key: copy.deepcopy(value) for key, value in entry.items() if key not in _NOT_OPTIONS} for entry in entries]
+    return [{**group, "params": [_sample(entry.get("params", ()))]} for group, entry in zip(groups, entries, strict=True)]
+
+
+def _sample(items: Any) -> torch.Tensor:
+    """As many dimensions, and the device, of the first tensor of *items*; some tensor where there is none."""
+    first = torch.zeros(1)
+    for item in (items,) if isinstance(items, torch.Tensor) else items or ():
+        tensor = item[-1] if isinstance(item, tuple) else item
+        if isinstance(tensor, torch.Tensor):
+            first = local(tensor)
+            break
+    return torch.nn.Parameter(torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device))
 
 
 def same(one: Any, other: Any) -> bool:

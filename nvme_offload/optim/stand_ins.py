@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
+from ..state_tree import content
 from .bundles import local
 
 if TYPE_CHECKING:
@@ -146,19 +147,20 @@ class ShownState(dict[Any, Any]):
     def __init__(self, weight: Weight, check: Callable[[Mapping[Any, Any], Weight], None]) -> None:
         super().__init__()
         self._weight, self._check = weight, check
-        self._shown: dict[Any, Any] = {}
+        self._shown: list[tuple[tuple[Any, ...], Any]] = []  # what is in no container, and the way there
 
-    def show(self, content: Mapping[Any, Any]) -> None:
-        """Have this *content*, which is known."""
+    def show(self, state: Mapping[Any, Any]) -> None:
+        """Have this *state*, which is known."""
         super().clear()
-        super().update(content)
-        self._shown = dict(content)
+        super().update(state)
+        self._shown = content(state)
 
     def differs_from(self, state: Mapping[Any, Any]) -> bool:
         """Whether *state*, which is in the place of this now and may be this, is not what was shown."""
         if state is not self:
             return bool(state or self._shown)
-        return len(self) != len(self._shown) or any(self.get(key) is not value for key, value in self._shown.items())
+        now = content(self)
+        return len(now) != len(self._shown) or any(one is not other or way != where for (way, one), (where, other) in zip(now, self._shown, strict=True))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check({key: value}, self._weight)

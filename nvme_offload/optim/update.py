@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..optimizer_traits import has_a_value_for_each, raw_step
-from ..state_formats import Layout, StateFormat
+from ..errors import OutOfHostMemoryError
+from ..optimizer_traits import raw_step
+from ..state_formats import Layout, StateFormat, far_blocks, looks_at, round_near, wide_enough, widened
+from ..state_tree import Key, travelling
 from ..tier import Tier
-from .bundles import Bundle, Piece, dense_strides
+from ..units import format_bytes
+from .bundles import Bundle, Piece
 from .lanes import DeviceLane, HostLane, Lane
 
+_LOADING = -1  # in the place of a step
 MASTER = "master"  # the key that the fp32 weights have in a state dict
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+Find = Callable[[Piece, Key], torch.Tensor]  # what travels of a piece, by its key
 Options = Mapping[int, Mapping[str, Any]]  # of each parameter group that a bundle has parts of
 
 
@@ -33,11 +39,23 @@ class Updater:
         self.make = make
         self._name = name
         self.slack_bytes = 0  # of host memory, kept for what is beside the values
+        self._widened_when: int | None = None
+        self._far: torch.Tensor | None = None  # blocks of the bundle in use
         self._resident_bytes = 0  # of the process, when freed memory was last given back
         self.attributes: dict[str, Any] = {}  # that were set, for inner optimizers to come
         self._host = HostLane(tier)
         self._scratch = torch.empty(0)
         self._lanes: dict[torch.device, Lane] = {}
+
+    @property
+    def wide(self) -> bool:
+        """Whether states are kept in 16 bits where 8 would be too few; to be set before states are loaded, for those that were kept so."""
+        return self._format.wide
+
+    @wide.setter
+    def wide(self, needed: bool) -> None:
+        self._widened_when = None
+        self._format = dataclasses.replace(self._format, wide=self._format.wide or (needed and self._format.eight_bit))
 
     def drain(self) -> None:
         """Return when no bundle is in use."""
@@ -48,12 +66,12 @@ class Updater:
         """Have the bundle's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`; nothing is changed by then, so that it may be tried again."""
         lane = self._lane(bundle)
         if bundle.layout is not None:
-            return lane.fetch(bundle.name, bundle.layout.nbytes) if bundle.layout.nbytes else _nothing(bundle)
+            return lane.fetch(bundle.name, bundle.nbytes) if bundle.nbytes else _nothing(bundle)
         layout = self._format.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name)
         memory = lane.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bundle)
-        bundle.layout = layout
+        bundle.layout, bundle.rest_bytes = layout, 0
         for piece in bundle.pieces:
-            piece.keys.clear()
+            piece.leaves, piece.keys, piece.rest = {}, {}, {}
             piece.look_at_strides()
             piece.stepped = False
             piece.changes = -1  # so that the master is made from the weight
@@ -62,7 +80,8 @@ class Updater:
     def step(self, bundle: Bundle, memory: torch.Tensor, options: Options, seed: int) -> Options:
         """Update the parameters of the opened *bundle* by their gradients; what the inner optimizer has made of the *options*."""
         first = bundle.inner is None
-        inner, memory = self._bound(bundle, memory, options, seed, raw_step)
+        self._format = wide_enough(self._format, self._name, options.values())
+        inner, memory = self._bound(bundle, memory, options, seed, raw_step, steps=True)
         self._give_back(bundle, changed=True)
         if bundle.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the bundle's value now; later of what it computes with.
@@ -93,21 +112,34 @@ class Updater:
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
     @contextlib.contextmanager
-    def reading(self, bundle: Bundle) -> Iterator[tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]]:
-        """The master and the states of a bundle that has a layout: flat, on the CPU, for the time of the context."""
+    def reading(self, bundle: Bundle) -> Iterator[Find]:
+        """The states of the pieces of a bundle that has a layout, and their masters, by key: on the CPU, for the time of the context."""
         layout = bundle.layout
         assert layout is not None
-        memory = self._host.fetch(bundle.name, layout.nbytes) if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+        memory = self._host.fetch(bundle.name, bundle.nbytes) if bundle.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
-            yield self._format.unpack(layout, memory, bundle.with_gaps(_host_copies(bundle)), self._scratch_of(self._format.unpacked_elements(layout)))
+            scratch = self._scratch_of(self._format.unpacked_elements(layout))
+            master, states = self._format.unpack(layout, memory, bundle.with_gaps(_host_copies(bundle)), scratch)
+            yield _finder(master, states, memory[layout.nbytes :])
         finally:
-            if layout.nbytes:
+            if bundle.nbytes:
                 self._host.give_back(changed=False)
 
-    def store(self, bundle: Bundle, dtypes: Mapping[str, torch.dtype], fill: Callable[[torch.Tensor | None, Mapping[str, torch.Tensor]], None]) -> None:
-        """Make the bundle's value anew, with states of *dtypes*. *fill* is given all of it, of zeros and, where there is a master, of the weights."""
-        layout = self._format.layout(bundle.numel, dtypes, bundle.dtype, self._name)
-        memory = self._host.renew(bundle.name, layout.nbytes).zero_() if layout.nbytes else torch.empty(0, dtype=torch.uint8)
+    def store(
+        self, bundle: Bundle, forms: Mapping[Piece, Mapping[Key, torch.Tensor]], fill: Callable[[Find], None], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Make the bundle's value anew, for states of *forms*. *fill* can have the place of each, of zeros, and where there are masters, of the weights."""
+        if not self._store(bundle, forms, fill, groups):
+            self._store(bundle, forms, fill, groups)
+
+    def _store(
+        self, bundle: Bundle, forms: Mapping[Piece, Mapping[Key, torch.Tensor]], fill: Callable[[Find], None], groups: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Whether the states have fitted the format; if not it is another one now."""
+        dtypes, rest_bytes = bundle.arrange(forms)
+        layout = bundle.layout = self._format.layout(bundle.numel, dtypes, bundle.dtype, self._name)
+        bundle.rest_bytes = rest_bytes
+        memory = self._renewed(bundle, self._host)
         try:
             flats = _host_copies(bundle)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
             working = bundle.with_gaps(flats)
@@ -115,11 +147,17 @@ class Updater:
             if master is not None:
                 for piece, flat in zip(bundle.pieces, flats, strict=True):
                     piece.flat_within(master).copy_(flat)
-            fill(master, states)
-            self._format.pack(layout, memory, working, master, states)
-            bundle.layout = layout
+            fill(_finder(master, states, memory[layout.nbytes :]))
+            names = bundle.block_names("cpu") if self._format.eight_bit else None
+            if self._format.eight_bit:
+                if self._widen(layout, states, _LOADING, [groups[index] for index in bundle.groups]):
+                    return False
+                if self._widened_when == _LOADING:
+                    round_near(layout, states, self._far, 0, names)
+            self._format.pack(layout, memory, working, master, states, 0, names)
+            return True
         finally:
-            if layout.nbytes:
+            if bundle.nbytes:
                 self._host.give_back(changed=True)
 
     # Inside.
@@ -131,7 +169,7 @@ class Updater:
         return lane
 
     def _give_back(self, bundle: Bundle, *, changed: bool) -> None:
-        if bundle.layout is not None and bundle.layout.nbytes:
+        if bundle.nbytes:
             self._lane(bundle).give_back(changed=changed)
 
     def _bound(
@@ -141,6 +179,8 @@ class Updater:
         options: Options,
         seed: int,
         act: Callable[[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Any]],
+        *,
+        steps: bool = False,
     ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
         assert bundle.layout is not None
@@ -154,17 +194,35 @@ class Updater:
                 self._follow(piece, weight, piece.within(master))
             piece.shadow.data = weight if master is None else piece.within(master)
             piece.shadow.grad = piece.gradient(widened)
-            piece.states.update({key: piece.within(states[key], strides) for key, strides in piece.keys.items()})
+            for key, leaf in piece.leaves.items():
+                leaf.data = piece.state(key, states, memory[bundle.layout.nbytes :])
         inner = self._inner(bundle, options)
         act(inner)(inner)
         memory, master, states = self._collected(bundle, memory, working, master, states)
-        self._format.pack(bundle.layout, memory, working, master, states, seed)
+        names = bundle.block_names() if self._format.eight_bit else None
+        if steps and looks_at(self._format, seed + 1):
+            if self._widen(bundle.layout, states, seed, options.values()):
+                memory, master, states = self._collected(bundle, memory, working, master, states)
+            if self._widened_when == seed:
+                round_near(bundle.layout, states, self._far, seed, names)
+        self._format.pack(bundle.layout, memory, working, master, states, seed, names)
         if master is not None:
             for piece, weight, flat in zip(bundle.pieces, weights, flats, strict=True):
                 if weight.data_ptr() != flat.data_ptr():
                     weight.copy_(flat.as_strided(piece.shape, piece.strides))
         self._unbind(bundle)
         return inner, memory
+
+    def _widen(self, layout: Layout, states: Mapping[str, torch.Tensor], when: int, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether *states* have shown that they need 16 bits, in which all are kept from now on, which is *when*."""
+        self._far = None
+        if self._format.wide and self._widened_when != when:
+            return False
+        self._far = far_blocks(layout, states, min((eps for group in groups if isinstance(eps := group.get("eps"), int | float)), default=0.0))
+        if self._far is None or self._format.wide:
+            return False
+        self._format, self._widened_when = widened(self._format, self._name), when
+        return True
 
     def _room_beside(self, bundle: Bundle, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is the allocator's business."""
@@ -228,40 +286,63 @@ class Updater:
         """See that all that travels is in *states*; where the bundle's value has no place for it, make it anew."""
         layout = bundle.layout
         assert layout is not None
-        found: dict[str, torch.dtype] = {}
         for piece in bundle.pieces:
             if bundle.inner is not None and piece.shadow in bundle.inner.state:
                 piece.states = bundle.inner.state[piece.shadow]
-            piece.keys = {key: dense_strides(value) for key, value in piece.states.items() if has_a_value_for_each(key, value, piece.shadow)}
-            found.update({key: piece.states[key].dtype for key in piece.keys})
+            piece.leaves = travelling(piece.states, piece.shape, piece.shadow)
         kept = {key: slot.dtype for key, slot in layout.states.items()}
-        if {**kept, **found} != kept:
-            bundle.layout = self._format.layout(bundle.numel, {**kept, **found}, bundle.dtype, self._name)
+        found, rest_bytes = bundle.arrange({piece: piece.leaves for piece in bundle.pieces})
+        too_few = self._format.wide and any(slot.exponents is not None for slot in layout.states.values())
+        if {**kept, **found} != kept or rest_bytes > bundle.rest_bytes or too_few:
+            bundle.layout, bundle.rest_bytes = self._format.layout(bundle.numel, {**kept, **found}, bundle.dtype, self._name), rest_bytes
             for piece in bundle.pieces:
-                piece.states.update({key: piece.states[key].clone() for key in piece.keys})
+                for leaf in piece.leaves.values():
+                    leaf.data = leaf.clone()
             copied = None if master is None else master.clone()
-            memory = self._lane(bundle).renew(bundle.name, bundle.layout.nbytes).zero_()
+            memory = self._renewed(bundle, self._lane(bundle))
             master, states = self._format.unpack(bundle.layout, memory, working)
             if master is not None and copied is not None:
                 master.copy_(copied)
-        for piece in bundle.pieces:
-            for key, strides in piece.keys.items():
-                place = piece.within(states[key], strides)
-                if place.data_ptr() != piece.states[key].data_ptr():
-                    place.copy_(piece.states[key])
+        find = _finder(master, states, memory[bundle.layout.nbytes :] if bundle.layout is not None else memory)
+        moved = [(place, leaf) for piece in bundle.pieces for key, leaf in piece.leaves.items() if (place := find(piece, key)).data_ptr() != leaf.data_ptr()]
+        own = {one.untyped_storage().data_ptr() for one in (memory, *states.values())} if moved else set()
+        # What has changed places with another is where the other is to be.
+        copies = [(place, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf) for place, leaf in moved]
+        for place, leaf in copies:
+            place.copy_(leaf)
         return memory, master, states
+
+    def _renewed(self, bundle: Bundle, lane: Lane) -> torch.Tensor:
+        """Room of zeros in place of the bundle's value, for which more host memory is asked for than was foreseen, if need be."""
+        if bundle.nbytes > bundle.room_bytes:
+            self._tier.require(bundle.nbytes - bundle.room_bytes)
+            bundle.room_bytes = bundle.nbytes
+        if not bundle.nbytes:
+            return _nothing(bundle)
+        try:
+            return lane.renew(bundle.name, bundle.nbytes).zero_()
+        except OutOfHostMemoryError as error:
+            enough = max(bundle.nbytes * 8 // 7, bundle.nbytes + self.slack_bytes) + 2 * mmap.PAGESIZE
+            raise OutOfHostMemoryError(
+                f"{self._name} keeps {format_bytes(bundle.nbytes)} of states for parameters that are updated together, which shows as it makes them, and "
+                f"host_memory has no room for them: allow at least {enough} bytes ({format_bytes(enough)})"
+            ) from error
 
     @staticmethod
     def _unbind(bundle: Bundle) -> None:
         for piece in bundle.pieces:
-            for key in piece.keys:
-                piece.states.pop(key, None)
+            for leaf in piece.leaves.values():
+                leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             piece.shadow.grad = None
             piece.shadow.data = torch.empty(0, dtype=piece.shadow.dtype, device=piece.shadow.device)
 
 
 def _nothing(bundle: Bundle) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=bundle.device)
+
+
+def _finder(master: torch.Tensor | None, states: Mapping[Key, torch.Tensor], rest: torch.Tensor) -> Find:
+    return lambda piece, key: piece.within(master) if key == MASTER and master is not None else piece.state(key, states, rest)
 
 
 def _host_copies(bundle: Bundle) -> list[torch.Tensor]:

@@ -121,7 +121,7 @@ def limits(profile: Profile) -> Table:
             row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
-    columns = ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\nby turns", "Range"] if fio else columns
+    columns = ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"] if fio else columns
     columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
     return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
 
@@ -132,7 +132,7 @@ def _inverse(other: Beside) -> str:
 
 
 def backends(profile: Profile) -> Table:
-    """The other kernel interface at the chosen setting, by turns with the one that was swept."""
+    """The other kernel interface at the chosen setting, interleaved with the one that was swept."""
     rows = []
     names = dict.fromkeys(other.name for other in profile.beside if other.name != "fio")
     for name in names:
@@ -141,7 +141,7 @@ def backends(profile: Profile) -> Table:
             rows.append((PHASE_NAMES[phase], wording.speed(other.chosen_gb_per_s), wording.speed(other.gb_per_s), wording.ratio(other.relative), spread))
     ours, others = profile.chosen.backend, " or ".join(names)
     columns = ("Load", f"{ours},\nGB/s", f"{others},\nGB/s", f"{others} over\n{ours}", "Range")
-    return Table("backends", f"{ours} and {others}, by turns at this setting", columns, tuple(rows))
+    return Table("backends", f"{ours} and {others}, interleaved at this setting", columns, tuple(rows))
 
 
 def best(profile: Profile) -> Table:

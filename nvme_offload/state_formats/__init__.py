@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
-from .formats import FORMATS, Layout, Slot, StateFormat, StateSlot, state_format
+from .eight_bit import BLOCK
+from .formats import FORMATS, Layout, Slot, StateFormat, StateSlot, far_blocks, looks_at, round_near, state_format, wide_enough, widened
 
-__all__ = ["FORMATS", "Layout", "Slot", "StateFormat", "StateSlot", "state_format"]
+__all__ = [
+    "BLOCK",
+    "FORMATS",
+    "Layout",
+    "Slot",
+    "StateFormat",
+    "StateSlot",
+    "far_blocks",
+    "looks_at",
+    "round_near",
+    "state_format",
+    "wide_enough",
+    "widened",
+]

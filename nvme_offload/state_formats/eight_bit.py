@@ -14,8 +14,9 @@ It also bounds the step. In Adam, |exp_avg| <= 7.3 sqrt(exp_avg_sq) with the usu
 of the first is no more than that times the root of the least of the second: one rounding makes no step larger than this bound and a fifth.
 
 Rounding is stochastic and unbiased: up with the probability of the share of the step between two codes. To the nearest would not do: with beta2 = 0.999 a
-second moment moves by a thousandth a step, and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a table of 2**16
-that is multiplied and shifted by a hash of seed and place: the same seed gives the same codes, on every device.
+second moment moves by a thousandth a step, and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a small table
+that is multiplied and shifted by a hash of the seed and of what the block is called: the same seed and name give the same codes, wherever the block lies and
+on every device.
 
 A block that holds an infinity or a NaN, or a magnitude of 1.6e38 or more, comes back as NaN, all of it: a fault must not become a number.
 
@@ -56,7 +57,6 @@ _TOP_OCTAVE = {True: 0, False: 15}  # where the block's largest value is put amo
 _LEAST_EXPONENT = 32  # of a block, so that neither its scale nor its values are fp32's denormals
 _NOT_FINITE = 255
 _INFINITY = 0x7F800000
-_ROW = 1 << 16  # elements that one shift of the random table serves
 
 
 def is_signed(key: str, optimizer: str) -> bool:
@@ -69,20 +69,41 @@ def is_signed(key: str, optimizer: str) -> bool:
     return _SIGNED[key]
 
 
-def encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...]) -> None:
-    """Round *values* into *codes*, with an exponent for every block.
+def encode(
+    values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...], blocks: torch.Tensor | None = None
+) -> None:
+    """Round *values* into *codes*, with an exponent for every block; *blocks* are their names, by which they are rounded, else their numbers.
 
-    Shapes: flat, contiguous; float32, uint8 of the same size, uint8 for each `BLOCK` begun.
+    Shapes: flat, contiguous; float32, uint8 of the same size, uint8 for each `BLOCK` begun, and int64 names.
     """
     import torch
 
     if not values.is_cpu:
-        encode_by_torch(values, codes, exponents, signed=signed, seed=seed)
+        encode_by_torch(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
         return
     count, table = values.numel(), _table(values.device)
-    factors, summands = _keys(-(-count // _ROW), seed, values.device)
+    factors, summands = _keys(count, seed, values.device, blocks)
     randoms = table.data_ptr(), factors.data_ptr(), summands.data_ptr()
     _aio.encode(values.data_ptr(), codes.data_ptr(), exponents.data_ptr(), count, signed, *randoms, torch.get_num_threads())
+
+
+def round_to_16(values: torch.Tensor, codes: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None) -> None:
+    """Round *values* into *codes*, bfloat16, stochastically as `encode` does.
+
+    Shapes: flat, contiguous; float32 and bfloat16 of the same size, int64 names of blocks.
+    """
+    import torch
+
+    factors, summands = _keys(values.numel(), seed, values.device, blocks)
+    size = min(1 << 16 if values.is_cpu else CHUNK, -(-values.numel() // BLOCK) * BLOCK)
+    random = torch.empty(size, dtype=torch.int32, device=values.device)
+    for start in range(0, values.numel(), size):
+        part = values[start : start + size]
+        count = part.numel()
+        first_block = start // BLOCK
+        drawn = _randoms(random[: -(-count // BLOCK) * BLOCK], factors[first_block:], summands[first_block:])[:count].bitwise_and_(0xFFFF)
+        drawn.mul_(part.isfinite())  # a fault must stay one
+        codes[start : start + count].view(torch.int16).copy_(drawn.add_(part.view(torch.int32)).bitwise_right_shift_(16))
 
 
 def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool) -> None:
@@ -95,13 +116,15 @@ def decode(codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *
         decode_by_torch(codes, exponents, values, signed=signed)
 
 
-def encode_by_torch(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...]) -> None:
+def encode_by_torch(
+    values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor, *, signed: bool, seed: tuple[int, ...], blocks: torch.Tensor | None = None
+) -> None:
     """`encode` on any device."""
     import torch
 
     device = values.device
     values = values.view(-1)
-    factors, summands = _keys(-(-values.numel() // _ROW), seed, device)
+    factors, summands = _keys(values.numel(), seed, device, blocks)
     size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
     for start in range(0, values.numel(), CHUNK):
@@ -123,7 +146,7 @@ def encode_by_torch(values: torch.Tensor, codes: torch.Tensor, exponents: torch.
             torch.maximum(bits, random.sub_(1 << 23), out=bits)
         else:
             torch.maximum(a, torch.sign(part, out=b).mul_(_LEAST_NORMAL), out=a)
-        bits.add_(_randoms(random, factors[start // _ROW :], summands[start // _ROW :]))
+        bits.add_(_randoms(random, factors[first_block:], summands[first_block:]).bitwise_right_shift_(32 - _DROPPED).add_(_STEP // 2 - _CODE_ZERO))
         if signed:
             sign = torch.bitwise_right_shift(part.view(torch.int32), 24 - _DROPPED, out=random)
             bits.bitwise_or_(sign.bitwise_and_(0x80 << _DROPPED))
@@ -167,34 +190,32 @@ def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
 
 
 def _randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
-    """For every element of *out* a number from 0 to less than a step, with what makes a pattern a code taken off. The others: of `_keys`."""
+    """For every element of *out*, which are whole blocks, one of all numbers of 32 bits. The others: of `_keys`."""
     import torch
 
-    table = _table(out.device)
-    rows = out.numel() // _ROW
-    rest = out.numel() - rows * _ROW
-    if rows:
-        torch.mul(table, factors[:rows, None], out=out[: rows * _ROW].view(rows, _ROW)).add_(summands[:rows, None])
-    if rest:
-        torch.mul(table[:rest], factors[rows], out=out[rows * _ROW :]).add_(summands[rows])
-    return out.bitwise_right_shift_(32 - _DROPPED).add_(_STEP // 2 - _CODE_ZERO)
+    count = out.numel() // BLOCK
+    torch.mul(_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(summands[:count, None])
+    return out
 
 
 @functools.cache
 def _table(device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.randint(-(1 << 31), 1 << 31, (_ROW,), dtype=torch.int32, generator=torch.Generator().manual_seed(0x5EED)).to(device)
+    return torch.randint(-(1 << 31), 1 << 31, (BLOCK,), dtype=torch.int32, generator=torch.Generator().manual_seed(0x5EED)).to(device)
 
 
-def _keys(count: int, seed: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the random table is multiplied by and what is added to it for each of *count* rows: a hash of *seed* and the row's number."""
+def _keys(count: int, seed: tuple[int, ...], device: torch.device, blocks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the random table is multiplied by and what is added to it for each block of *count* values: a hash of *seed* and the block's name."""
     import torch
+
+    if blocks is None:
+        blocks = torch.arange(-(-count // BLOCK), dtype=torch.int64, device=device)
 
     state = 0
     for part in seed:
         state = _mixed(state ^ (part % (1 << 64)))
-    key = torch.arange(count, dtype=torch.int64, device=device).mul_(_GOLDEN).add_(_as_signed(state))
+    key = blocks.mul(_GOLDEN).add_(_as_signed(state))
     for multiplier in _MULTIPLIERS:
         key.bitwise_xor_((key >> 29) & ((1 << 35) - 1)).mul_(multiplier)
     return (key >> 32).to(torch.int32) | 1, (key ^ (key >> 32)).to(torch.int32)

@@ -19,17 +19,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, UsageError
-from .eight_bit import BLOCK, decode, encode, is_signed
-from .split import join, split
+from .eight_bit import BLOCK, decode, encode, is_signed, round_to_16
+from .split import CHUNK, join, split
 
 if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
+_SLOWEST = 0.96  # of momenta in 8 bits: reports/compact-quality-cpu.md
+_LEAST_EPS = 1e-12  # likewise
+_LOOK_EVERY = 64  # steps, and at the powers of two, at how far states are apart
+_REACH = 2.0**-30  # from a block's largest value without a sign to the least code
+_MOVED = 64.0  # a first moment is less than such a part of what it is divided by: steps are less than that part of the learning rate
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +54,21 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each block's exponent and whether values have signs."""
+    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each block's exponent and whether values have signs.
+
+    halved: it is kept in 16 bits.
+    """
 
     dtype: torch.dtype
     values: Slot
     exponents: Slot | None = None
     signed: bool = True
+    halved: bool = False
+
+    @property
+    def rounded(self) -> bool:
+        """Whether it is kept in fewer bits than it has."""
+        return self.halved or self.exponents is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +84,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
-    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits.
+    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits, or where
+    they are *wide* in 16.
 
     keeps_masters: 16-bit weights have fp32 masters; without, they are updated themselves.
     """
@@ -76,6 +94,7 @@ class StateFormat:
     splits_master: bool
     eight_bit: bool
     keeps_masters: bool = True
+    wide: bool = False
 
     def update_dtype(self, working_dtype: torch.dtype) -> torch.dtype:
         """What weights of *working_dtype* are updated in."""
@@ -119,12 +138,15 @@ class StateFormat:
             if dtype != torch.float32:
                 raise UnsupportedError(f'state_format="{self.name}" keeps float32 states; {optimizer} has {key!r} in {dtype}: use "exact" or "split"')
             signed = is_signed(key, optimizer)
-            slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
+            if self.wide:
+                slots[key] = StateSlot(dtype, slot(numel * 2), signed=signed, halved=True)
+            else:
+                slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
         return Layout(numel, working_dtype, master, slots, end)
 
     def unpacked_elements(self, layout: Layout) -> int:
         """The float32 elements of memory that `unpack` needs beside the buffer."""
-        parts = sum(slot.exponents is not None for slot in layout.states.values()) + (self.splits_master and layout.master is not None)
+        parts = sum(slot.rounded for slot in layout.states.values()) + (self.splits_master and layout.master is not None)
         return parts * layout.numel
 
     def unpack(
@@ -160,10 +182,13 @@ class StateFormat:
                 master = kept.view(torch.float32)
         states = {}
         for key, slot in layout.states.items():
-            if slot.exponents is None:
+            if not slot.rounded:
                 states[key] = slot.values.of(buffer).view(slot.dtype)
+                continue
+            states[key] = next(fresh)
+            if slot.exponents is None:
+                states[key].copy_(slot.values.of(buffer).view(torch.bfloat16))
             else:
-                states[key] = next(fresh)
                 decode(slot.values.of(buffer), slot.exponents.of(buffer), states[key], signed=slot.signed)
         return master, states
 
@@ -175,11 +200,13 @@ class StateFormat:
         master: torch.Tensor | None,
         states: Mapping[str, torch.Tensor],
         seed: int = 0,
+        blocks: torch.Tensor | None = None,
     ) -> None:
         """Write *master* and *states* into *buffer*, and the master, rounded, into the *working* weights. The other way about of `unpack`.
 
         Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing. Where there is no master the working weights stay.
-        seed: what "compact" rounds by, any int; another for every bundle and step, the same to repeat a run bit for bit. Others ignore it.
+        seed, blocks: what "compact" rounds by, any int, another for every step and the same to repeat a run bit for bit; and an int64 for each `BLOCK` of
+        values, another for each, without which they are numbered. Others ignore them.
         Raises: UsageError where shapes do not fit.
         """
         import torch
@@ -200,10 +227,13 @@ class StateFormat:
                     _place(whole, place)
                     weight.copy_(whole)
         for index, (key, slot) in enumerate(layout.states.items()):
-            if slot.exponents is None:
-                _place(states[key], slot.values.of(buffer).view(slot.dtype))
+            values = slot.values.of(buffer)
+            if slot.exponents is not None:
+                encode(states[key], values, slot.exponents.of(buffer), signed=slot.signed, seed=(seed, index), blocks=blocks)
+            elif slot.halved:
+                round_to_16(states[key], values.view(torch.bfloat16), seed=(seed, index), blocks=blocks)
             else:
-                encode(states[key], slot.values.of(buffer), slot.exponents.of(buffer), signed=slot.signed, seed=(seed, index))
+                _place(states[key], values.view(slot.dtype))
 
 
 FORMATS = {
@@ -214,6 +244,99 @@ FORMATS = {
         StateFormat("compact", splits_master=True, eight_bit=True),
     )
 }
+
+
+def wide_enough(format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]) -> StateFormat:
+    """*format*, or its wide form where 8 bits are too few for the options of *groups*, with a line of the log.
+
+    Rounding piles up in a first moment that forgets slowly; and with a small eps steps depend on second moments that are far below the largest of a block.
+    """
+    if not format.eight_bit or format.wide:
+        return format
+    for group in groups:
+        betas = group.get("betas")
+        slow = {"beta1": betas[0] if isinstance(betas, tuple | list) and betas else 0, "momentum": group.get("momentum", 0)}
+        reasons = [f"{name} is {float(value):g}" for name, value in slow.items() if float(value) > _SLOWEST]
+        eps = group.get("eps")
+        reasons += [f"eps is {float(eps):g}"] if isinstance(eps, int | float) and eps < _LEAST_EPS else []
+        if reasons:
+            _log.info('state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few', format.name, optimizer, reasons[0])
+            return dataclasses.replace(format, wide=True)
+    return format
+
+
+def looks_at(format: StateFormat, step: int) -> bool:
+    """Whether it is to be seen at *step*, from 1 on, how far apart states are: before they are rounded for the first time, and seldom after."""
+    return format.eight_bit and (step & (step - 1) == 0 or step % _LOOK_EVERY == 0)
+
+
+def far_blocks(layout: Layout, states: Mapping[str, torch.Tensor], eps: float) -> torch.Tensor | None:
+    """For each block whether 8 bits are too few for its second moments; None where they are enough for all.
+
+    They are where more than a sixteenth of a block are below what has a code, and matter. They do not where *eps*, the optimizer's least, is above the root
+    of the least code; nor where the first moment is much less than the root of the second and eps, so that weights hardly move in any case: those that have
+    no gradients any more, or nothing but noise, as the biases of attention's keys.
+    """
+    import torch
+
+    first = states.get("exp_avg")
+    found = torch.zeros(-(-layout.numel // BLOCK), dtype=torch.bool, device=next(iter(states.values())).device if states else None)
+    for key, slot in layout.states.items():
+        if not slot.rounded or slot.signed:
+            continue
+        size = _at_once(states[key])
+        for start in range(0, layout.numel, size):
+            values = _in_blocks(states[key][start : start + size])
+            reach = values.amax(dim=1, keepdim=True) * _REACH
+            roots = values.sqrt()
+            moved = roots * 8 if first is None else _in_blocks(first[start : start + size]).abs() * _MOVED
+            matter = (values > 0) & (values < reach) & (reach.sqrt() > eps / 8) & (moved >= roots + eps)
+            found[start // BLOCK :][: len(values)] |= matter.sum(dim=1) > BLOCK // 16
+    return found if bool(found.any()) else None
+
+
+def widened(format: StateFormat, optimizer: str) -> StateFormat:
+    """The wide form of *format*, with a line of the log: of states in which there are `far_blocks`."""
+    _log.info(
+        'state_format="%s" keeps the states of %s in 16 bits: second moments of one block are more than 30 octaves apart, for which 8 are too few',
+        *(format.name, optimizer),
+    )
+    return dataclasses.replace(format, wide=True)
+
+
+def round_near(layout: Layout, states: Mapping[str, torch.Tensor], far: torch.Tensor | None, seed: int, blocks: torch.Tensor | None) -> None:
+    """Round all but the *far* blocks of *states* as `StateFormat.pack` does it in 8 bits.
+
+    So the bits do not depend on which bundles were packed when a far block was found.
+    """
+    import torch
+
+    for index, (key, slot) in enumerate(layout.states.items()):
+        if not slot.rounded:
+            continue
+        names = torch.arange(-(-layout.numel // BLOCK), dtype=torch.int64, device=states[key].device) if blocks is None else blocks
+        size = _at_once(states[key])
+        for start in range(0, layout.numel, size):
+            values = states[key][start : start + size]
+            of = slice(start // BLOCK, -(-(start + values.numel()) // BLOCK))
+            codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
+            exponents = torch.empty(len(names[of]), dtype=torch.uint8, device=values.device)
+            kept = values.clone()
+            encode(values, codes, exponents, signed=slot.signed, seed=(seed, index), blocks=names[of])
+            decode(codes, exponents, values, signed=slot.signed)
+            if far is not None:
+                values.copy_(torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], kept, values))
+
+
+def _at_once(values: torch.Tensor) -> int:
+    """Elements whose temporaries are small beside what a cap of host memory holds."""
+    return 1 << 18 if values.is_cpu else CHUNK
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def state_format(name: str) -> StateFormat:

@@ -1,4 +1,4 @@
-"""The chosen setting beside something else, by turns: A B A B A, each B judged by the two As around it, since the drive drifts."""
+"""The chosen setting beside something else, interleaved: A B A B A, each B judged by the two As around it, since the drive drifts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def rounds(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[tuple[Setting, str], float]]:
-    """Run *settings* by turns under every phase for about *seconds*, every other round the other way about; returns bytes per second of each round."""
+    """Run *settings*, interleaved, under every phase for about *seconds*, every other round the other way about; returns bytes per second of each round."""
     window = min(1.0, max(0.1, seconds / (len(settings) * len(PHASES) * 2 * LEAST_ROUNDS)))
     began = clock()
     found: list[dict[tuple[Setting, str], float]] = []

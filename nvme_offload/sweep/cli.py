@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from nvme_offload import __version__, ds_config
+from nvme_offload import __version__, commit, ds_config
 from nvme_offload.config import BACKENDS
 from nvme_offload.drive import Drive, short_name
 from nvme_offload.errors import OffloadError, UsageError
@@ -60,8 +59,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     """End at once: the files on the drive have no names and go with the process, whatever is still under way to them."""
     resumable = "; --resume goes on from here" if any(journal.has_trials for journal in _journals) else ""
     _progress.say_at_once(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}")
-    for directory in results.unfinished:
-        shutil.rmtree(directory, ignore_errors=True)
+    commit.remove_unfinished()
     os._exit(128 + number)
 
 
@@ -185,6 +183,9 @@ def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Prof
             _journals.append(Journal(journal_path(found.identity, options.engine), options.asked(), resume))
         if resume and not any(journal.begun for journal in _journals):
             raise Refusal("there is no interrupted sweep of this drive to go on with: leave out --resume")
+        for journal in _journals:
+            for warning in journal.warnings:
+                _progress.say(f"nvme-sweep: {warning}")
         profiles = [tune(*each, _progress) for each in zip(drives, [options] * len(drives), sizes, _journals, strict=True)]
         if len(drives) > 1:
             from .several import stripe

@@ -19,8 +19,6 @@ from .preflight import Failure
 from .progress import Progress, describe
 from .proof import prove
 
-unfinished: list[Path] = []  # directories to remove when a signal ends the process
-
 
 def write_report(profile: Profile, name: str, directory: Path, progress: Progress) -> Path:
     """Write everything aside, then give it its name, so that there is a whole report or none. Returns where it is."""
@@ -28,17 +26,15 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
 
     progress.show("report", "drawing")
     commit.make_directory(directory)
+    with contextlib.suppress(OSError):
+        commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")  # of sweeps that were killed, on other days and of other drives
     wanted = directory / f"{name}-{profile.created[:10]}"
     with commit.aside_directory(wanted) as aside:
-        unfinished.append(aside)
-        try:
-            (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
-            (aside / "ds_config.json").write_text(ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8")
-            render.write(profile, aside)
-            commit.sync_tree(aside)
-            return _named(aside, wanted)
-        finally:
-            unfinished.remove(aside)
+        (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+        (aside / "ds_config.json").write_text(ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8")
+        render.write(profile, aside)
+        commit.sync_tree(aside)
+        return _named(aside, wanted)
 
 
 def _named(aside: Path, wanted: Path) -> Path:
@@ -64,7 +60,7 @@ def keep(profile: Profile) -> str:
 
 def apply(config: Path, profile: Profile) -> str:
     """Set the chosen setting in *config* and read it back; returns what that changed, and who read it."""
-    with _uninterrupted():  # between writing aside and renaming, an end would leave the file aside
+    with _uninterrupted():  # a file that is written in place must not be left at half
         applied = ds_config.apply(config, profile)
     read_back, proven = prove(config, profile.chosen)
     if not applied.changed:
@@ -87,7 +83,7 @@ def _uninterrupted() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         for late in heard:
-            signal.raise_signal(late)
+            os.kill(os.getpid(), late)  # whichever thread hears it
 
 
 def summary(profile: Profile) -> list[str]:
@@ -112,7 +108,7 @@ def summary(profile: Profile) -> list[str]:
         lines += ["", f"fio ({next(iter(fio.values())).version}) at the same setting, GB/s: {speeds}; the engine beside it " + _shares(fio)]
     if profile.latencies:
         timed = [one for one in profile.latencies if one.setting == chosen]
-        lines.append("A block takes, in ms (half, 99 of 100): " + ", ".join(f"{one.phase} {one.p50_ms:.2f}, {one.p99_ms:.2f}" for one in timed))
+        lines.append("A block takes, in ms (p50, p99): " + ", ".join(f"{one.phase} {one.p50_ms:.2f}, {one.p99_ms:.2f}" for one in timed))
     lines += ["", *profile.reasons]
     lines += [f"Warning: {warning}" for warning in profile.warnings]
     return lines

@@ -33,7 +33,7 @@ class Search:
     """Asks for trials until its time is over.
 
     `asks()` yields them and is sent their results. A coarse grid first, in short trials; then twice the worse half makes way for neighbours of
-    the better; then the finalists and the control by turns. Where settings are alike, the cheap ones are carried along with the best ones.
+    the better; then the finalists and the control, interleaved. Where settings are alike, the cheap ones are carried along with the best ones.
 
     settings: what may be tried; seconds: the budget, from the first ask on; clock: seconds, from any start; ceiling_bytes_per_second: what
     neither direction can exceed, where that is known.
@@ -84,7 +84,7 @@ class Search:
         yield from self._stage("screen", [(setting, PHASES if setting in alone else ("mixed",)) for setting in first], end)
 
     def _finals(self) -> _Asks:
-        """The finalists and the control by turns, mixed in every round, read and write in every other one."""
+        """The finalists and the control interleaved, mixed in every round, read and write in every other one."""
         finalists = self._survivors(2 if self.seconds < 9 else 4 if self.seconds < 90 else 6)
         if not finalists:
             return

@@ -33,7 +33,7 @@ def require_apart(drives: Sequence[Drive]) -> None:
 
 
 def stripe(profiles: Sequence[Profile], drives: Sequence[Drive], options: Options, file_bytes: int, progress: Progress) -> tuple[StripePath, ...]:
-    """Use all paths at once, each at its own setting and by its own processes, by turns with each alone.
+    """Use all paths at once, each at its own setting and by its own processes, interleaved with each alone.
 
     Raises: as `Ranks`.
     """

@@ -24,7 +24,7 @@ from nvme_offload.units import format_bytes
 
 from . import fio, health, space
 from .beside import by_turns, judged
-from .journal import Journal, Playback
+from .journal import Begun, Journal, Playback
 from .preflight import Refusal
 from .progress import Progress, describe
 from .search import Search, drive
@@ -80,15 +80,21 @@ def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, prog
         )
     health_before = health.ask(found)
     if journal.begun:  # as much as was in use then
-        file_bytes = journal.begun["file_bytes"] // options.ranks
+        file_bytes = journal.begun.file_bytes // options.ranks
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
             warnings.append("Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive.")
-        begun = _fill(rig, found, options, journal, progress)
-        budget = begun.get("search_seconds")
-        if budget is None:
-            budget = begun["search_seconds"] = (1 - _share_beside(options)) * options.seconds - (time.monotonic() - began)
-            journal.begin(begun)
+        share = FILL_SHARE * options.seconds if options.size is None and not journal.begun else None
+        speed = fill(rig, found, share, options.backend, progress)
+        begun = journal.begin(
+            journal.begun
+            or Begun(
+                file_bytes=rig.file_bytes,
+                bytes_per_second=speed,
+                copy_bytes_per_second=rig.memory_bytes_per_second(),
+                search_seconds=(1 - _share_beside(options)) * options.seconds - (time.monotonic() - began),
+            )
+        )
         search, verdict = _search(rig, found, options, begun, journal, progress)
         latencies = _latencies(rig, search, verdict, options, progress)
         beside = _beside(rig, verdict.chosen, options, progress)
@@ -159,20 +165,11 @@ def fill(rig: Rig | Ranks, found: Drive, seconds: float | None, backend: str, pr
     return rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), seconds, filled)
 
 
-def _fill(rig: Rig | Ranks, found: Drive, options: Options, journal: Journal, progress: Progress) -> dict[str, Any]:
-    """Write the files, and find out what a search begins with; of a sweep that goes on, what it began with then."""
-    share = FILL_SHARE * options.seconds if options.size is None else None
-    speed = fill(rig, found, None if journal.begun else share, options.backend, progress)
-    if journal.begun:
-        return journal.begun
-    return {"bytes_per_second": speed, "copy_bytes_per_second": rig.memory_bytes_per_second(), "file_bytes": rig.file_bytes}
-
-
-def _search(rig: Rig | Ranks, found: Drive, options: Options, begun: dict[str, Any], journal: Journal, progress: Progress) -> tuple[Search, Verdict]:
+def _search(rig: Rig | Ranks, found: Drive, options: Options, begun: Begun, journal: Journal, progress: Progress) -> tuple[Search, Verdict]:
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
     cpu_count = len(os.sched_getaffinity(0))
-    carried = LINK_TOLERANCE * found.link_bytes_per_second if found.link_bytes_per_second else begun["copy_bytes_per_second"] * cpu_count
-    settings = space.grid(options.backend, cpu_count, begun["bytes_per_second"], begun["file_bytes"] // 2, options.ranks)
+    carried = LINK_TOLERANCE * found.link_bytes_per_second if found.link_bytes_per_second else begun.copy_bytes_per_second * cpu_count
+    settings = space.grid(options.backend, cpu_count, begun.bytes_per_second, begun.file_bytes // 2, options.ranks)
 
     def measure(ask: Ask) -> Result:
         best = search.best_so_far()
@@ -182,7 +179,7 @@ def _search(rig: Rig | Ranks, found: Drive, options: Options, begun: dict[str, A
         return rig.run(ask.setting, ask.phase, ask.seconds)
 
     playback = Playback(journal, measure)
-    search = Search(settings, control, begun["search_seconds"], playback.clock, carried if rig.direct else math.inf)
+    search = Search(settings, control, begun.search_seconds, playback.clock, carried if rig.direct else math.inf)
     drive(search.asks(), playback.measure)
     return search, decide(search.evidence, options.ranks)
 
@@ -209,7 +206,7 @@ def _share_beside(options: Options) -> float:
 
 
 def _beside(rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress) -> list[Beside]:
-    """fio, and the other backend, at the chosen setting by turns with the engine."""
+    """fio, and the other backend, at the chosen setting interleaved with the engine."""
     if options.seconds < BESIDE_SECONDS:
         return []
     each = BESIDE_SHARE * options.seconds / 2 / len(PHASES)
@@ -292,7 +289,7 @@ def _request_bytes(options: Options) -> int:
     return request_bytes(options.ranks)
 
 
-def _engine_facts(rig: Rig | Ranks, begun: dict[str, Any], options: Options) -> dict[str, Any]:
+def _engine_facts(rig: Rig | Ranks, begun: Begun, options: Options) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": options.engine,
         "version": __version__,
@@ -301,7 +298,7 @@ def _engine_facts(rig: Rig | Ranks, begun: dict[str, Any], options: Options) -> 
         "kernel": platform.release(),
         "python": platform.python_version(),
         "cpu_count": len(os.sched_getaffinity(0)),
-        "memory_copy_bytes_per_second": round(begun["copy_bytes_per_second"]),
+        "memory_copy_bytes_per_second": round(begun.copy_bytes_per_second),
     }
     if options.engine == "deepspeed":
         from .deepspeed_op import load

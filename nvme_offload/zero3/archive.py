@@ -13,7 +13,7 @@ import pickle
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,23 +83,25 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
     written: list[Piece] = []
     with engine.open(path, "rw", size=Path(path).stat().st_size) as file:
 
-        def start(tensor: torch.Tensor, offset: int) -> list[tuple[int, Ticket]]:
-            step = PIECE_BYTES // tensor.itemsize
-            starts = range(0, tensor.numel(), step)
-            return [
-                (offset + begin * tensor.itemsize, engine.write(tensor[begin : begin + step], file, offset + begin * tensor.itemsize, checksum=summed))
-                for begin in starts
-            ]
+        def put(pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
+            started: list[tuple[int, Ticket]] = []
 
-        def finish(started: list[tuple[int, Ticket]]) -> None:
-            wait_all([ticket for _, ticket in started])
+            def start() -> Iterator[Ticket]:
+                for offset, tensor in pieces:
+                    step = PIECE_BYTES // tensor.itemsize
+                    for begin in range(0, tensor.numel(), step):
+                        at = offset + begin * tensor.itemsize
+                        started.append((at, engine.write(tensor[begin : begin + step], file, at, checksum=summed)))
+                        yield started[-1][1]
+
+            wait_all(start())
             written.extend(Piece(at, ticket.nbytes, ticket.checksum) for at, ticket in started if ticket.checksum is not None)
 
         for storage, offset in resident:
-            finish(start(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu(), offset))
+            put([(offset, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu())])
         for loan, lent in _by_loan(places).items():
             with loan() as values:
-                finish([one for key, (offset, itemsize), begin in lent for one in start(values[key].flatten(), offset + begin * itemsize)])
+                put((offset + begin * itemsize, values[key].flatten()) for key, (offset, itemsize), begin in lent)
         file.sync()
     return written
 
@@ -139,7 +141,7 @@ def read_mapped(path: str, keep: str) -> Any:
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
-    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when the tickets are done.
+    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when the tickets are done (`wait_all`).
 
     Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises: IOFailure, TruncatedError, here and from the tickets.
     """
@@ -174,10 +176,19 @@ class _Stored(NamedTuple):
         return self.engine.read(into, self.file, offset + start * tensor.dtype.itemsize)
 
 
-def wait_all(tickets: Sequence[Ticket]) -> None:
-    """Wait for every one of *tickets*. Raises: the first failure, once all are finished."""
-    failure = None
-    for ticket in tickets:
+def wait_all(tickets: Iterable[Ticket]) -> None:
+    """Wait for every one of *tickets*, which may be started as they are asked for; none is left in flight, whatever starting the next one raises.
+
+    Raises: the first failure, once all are finished.
+    """
+    started: list[Ticket] = []
+    failure: BaseException | None = None
+    try:
+        for ticket in tickets:
+            started.append(ticket)
+    except BaseException as error:
+        failure = error
+    for ticket in started:
         try:
             ticket.wait()
         except Exception as error:

@@ -71,7 +71,8 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     ) -> bool:
         arguments = (save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         if not _streams(self):
-            saved: bool = before["save_checkpoint"](self, *arguments)
+            with _complete(self):
+                saved: bool = before["save_checkpoint"](self, *arguments)
             return saved
         return _save(self, before["save_checkpoint"], *arguments)
 
@@ -79,11 +80,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         _attempt(self, lambda: before["_save_checkpoint"](self, *args, **named))
 
     def _save_zero_checkpoint(self: Any, *args: Any, **named: Any) -> None:
-        def save() -> None:
-            with _complete(self):
-                before["_save_zero_checkpoint"](self, *args, **named)
-
-        _attempt(self, save)
+        _attempt(self, lambda: before["_save_zero_checkpoint"](self, *args, **named))
 
     def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
@@ -147,6 +144,8 @@ class _Generation:
         self.failure: Exception | None = None
         self.generation = ""
         self._tag = tag
+        self._stage3: Stage3 = engine.optimizer
+        self._has_states = False
         self._aside = self.place.with_name(f".{self.place.name}.partial")
         self._step = int(engine.global_steps)
         self._rank = int(engine.global_rank)
@@ -154,6 +153,7 @@ class _Generation:
         self._io = _engine_of(engine)
         self._checksum = "xxh3" if has_checksums() else "crc32"
         self._entries: list[Entry] = []
+        self._place_lock: int | None = None
         if Path(save_dir).resolve() not in self.place.parents:
             raise UsageError(f"a tag names a directory below that of the checkpoints, which {tag!r} does not")
 
@@ -167,7 +167,13 @@ class _Generation:
             commit.make_directory(self.place.parent)
             for left in (commit.recover_directory(self.place), self._aside):  # of a save that was killed
                 _clear(left, self.place)
+            with contextlib.suppress(OSError):
+                for left in commit.abandoned(self.place.parent, r"\..+\.partial"):  # the same, of other tags
+                    if left.is_dir() and all(_is_ours(entry.name) for entry in left.iterdir()):
+                        commit.remove(left)
             self._aside.mkdir()
+            self._place_lock = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            commit.lock(self._place_lock)
 
         self._on_one_rank(make)
         self.generation = str(_told(secrets.token_hex(16))[0])
@@ -185,7 +191,9 @@ class _Generation:
         known: list[Piece] = []
         try:
             if OPTIMIZER_STATE_DICT in state_dict:
+                states.require_complete(self._stage3, state_dict)
                 state_dict = {**state_dict, _GENERATION: self.generation}
+                self._has_states = True
             if archive.has_away(state_dict):
                 known = archive.write(str(aside), state_dict, self._io, self._checksum == "xxh3")
             else:
@@ -198,6 +206,8 @@ class _Generation:
 
     def commit(self, info: Any) -> bool:
         """Let the checkpoint appear, if every rank has written all of its files. Raises: what went wrong, on every rank."""
+        if self.failure is None and not self._has_states:
+            self.failure = _lacking(self._stage3)
         _agree(self.failure, self._tag)
         files = tuple(entry for entries in _told(self._entries) for entry in entries)
 
@@ -214,6 +224,8 @@ class _Generation:
         if self._renames:
             with contextlib.suppress(OSError):
                 commit.remove(self._aside)
+        if self._place_lock is not None:
+            os.close(self._place_lock)
 
     def _on_one_rank(self, action: Callable[[], None]) -> None:
         failure = None
@@ -231,14 +243,32 @@ class _Complete:
     def __init__(self, original: Any, stage3: Stage3) -> None:
         self._original = original
         self._stage3 = stage3
+        self._has_states = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
     def save(self, state_dict: Any, path: str) -> Any:
         """Write the file."""
-        states.require_complete(self._stage3, state_dict)
+        if OPTIMIZER_STATE_DICT in state_dict:
+            states.require_complete(self._stage3, state_dict)
+            self._has_states = True
         return self._original.save(state_dict, path)
+
+    def commit(self, info: Any) -> Any:
+        """All files are written."""
+        if not self._has_states and (failure := _lacking(self._stage3)) is not None:
+            raise failure
+        return self._original.commit(info)
+
+
+def _lacking(stage3: Stage3) -> OffloadError | None:
+    """What is wrong with a checkpoint that has no states of *stage3*; nothing where it has none."""
+    try:
+        states.require_complete(stage3, {})
+    except OffloadError as failure:
+        return failure
+    return None
 
 
 class _Reader:
@@ -291,12 +321,22 @@ def _clear(directory: Path | None, place: Path) -> None:
     if directory is None or not directory.is_dir():
         return
     for entry in list(directory.iterdir()):
-        ours = entry.name in (manifest.NAME, _SWAP_FILES) or entry.name.endswith((".partial", *_STATE_FILES))
-        if ours or os.path.lexists(place / entry.name) or not place.is_dir():
+        if _is_ours(entry.name) or os.path.lexists(place / entry.name) or not place.is_dir():
             commit.remove(entry)
         else:
             entry.rename(place / entry.name)
     directory.rmdir()
+
+
+def _has_states(directory: Path) -> bool:
+    try:
+        return any(entry.name.endswith(_STATE_FILES) for entry in directory.iterdir())
+    except OSError:
+        return False
+
+
+def _is_ours(name: str) -> bool:
+    return name in (manifest.NAME, _SWAP_FILES) or name.endswith((".partial", *_STATE_FILES))
 
 
 def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> None:
@@ -304,28 +344,31 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
     latest = Path(load_dir) / "latest"
     rank, ranks = engine.global_rank, dist.get_world_size()
 
+    def directory() -> Path:
+        return Path(load_dir, _latest(latest) if tag is None else str(tag)).resolve()
+
     def recover() -> None:
         if rank == 0 or engine.use_node_local_storage():
-            commit.recover_directory(directory)
+            commit.recover_directory(directory())
 
     def check() -> None:
-        found = Manifest.read(directory)
+        place = directory()
+        if tag is None and not _has_states(place):
+            raise _corrupt(latest, "it names no checkpoint that is beside it")
+        found = Manifest.read(place)
         if found is None:
             return
         if with_states and found.ranks != ranks:
             raise UnsupportedError(
-                f"{directory / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} are to load it: use as many, or convert it "
+                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} are to load it: use as many, or convert it "
                 "with DeepSpeed's ds_to_universal"
             )
         for number, entry in enumerate(found.files):
             if rank == (entry.rank if found.ranks == ranks else number % ranks):
-                manifest.verify(directory, entry, _engine_of(engine), found.checksum)
+                manifest.verify(place, entry, _engine_of(engine), found.checksum)
 
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    if tag is None:
-        return
-    directory = Path(load_dir, str(tag)).resolve()
+    if tag is None and not latest.is_file():
+        return  # DeepSpeed says that there is none
     for action in (recover, check):
         failure = None
         try:
@@ -335,6 +378,17 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
         failures = _told(failure)
         if any(failures):
             raise failure or next(filter(None, failures))
+
+
+def _latest(path: Path) -> str:
+    """The tag that the file *path* names. Raises: CorruptionError; OSError."""
+    try:
+        tag = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or "\0" in tag or path.parent.resolve() not in (path.parent / tag).resolve().parents:
+        raise _corrupt(path, "it names no checkpoint that is beside it")
+    return tag
 
 
 def _read_states(path: str, engine: io.Engine) -> Any:
@@ -357,7 +411,7 @@ def _corrupt(path: Path, reason: str) -> CorruptionError:
 def _told(value: Any) -> list[Any]:
     """*value* of every rank."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    torch.distributed.all_gather_object(found, value)  # which older releases of DeepSpeed do not wrap
     return found
 
 
@@ -425,7 +479,7 @@ def _streams(engine: Any) -> bool:
 def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
     latest = Path(load_dir) / "latest"
     if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
+        tag = _latest(latest)
     if tag is not None and (Path(load_dir) / str(tag) / _SWAP_FILES).is_dir():
         raise UnsupportedError(
             f'{Path(load_dir) / str(tag)} was saved with the optimizer in DeepSpeed\'s own swap files (its directory "{_SWAP_FILES}"), which lack '

@@ -60,6 +60,7 @@ CONTRACT: Mapping[str, str] = {
         step(closure)
         unscale_and_clip_grads(sub_group_id, total_norm)
         zero_grad(set_to_none)
+        _backward_active_depth >=0.18.3
         _clear_fp32_optimizer_param_groups()
         _constant_buffered_norm2(input, ...)
         _get_param_partition_rank(param) >=0.19
@@ -71,6 +72,7 @@ CONTRACT: Mapping[str, str] = {
         _zero3_partition_group_metadata() >=0.19
         complete_grad_norm_calculation_for_cpu_offload(params)
         get_param_id(param)
+        ipg_buckets >=0.17.2
         is_gradient_accumulation_boundary() >=0.19.5
         is_gradient_accumulation_boundary <0.19.5
         load_hp_checkpoint_state(folder, key, param) >=0.19
@@ -96,6 +98,8 @@ CONTRACT: Mapping[str, str] = {
         optimizer_swapper
         overflow
         param_names >=0.18
+        params_already_reduced
+        params_in_ipg_bucket <0.17.2
         params_in_nvme_and_cpu
         reduce_and_partition_stream
         sub_group_partition_counts >=0.19
@@ -103,6 +107,10 @@ CONTRACT: Mapping[str, str] = {
         sub_group_to_group_id
         subgroup_to_device
         swap_optimizer
+    """,
+    "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
+        elements >=0.17.2
+        params >=0.17.2
     """,
     "deepspeed.runtime.engine:DeepSpeedEngine": """
         _configure_optimizer(...)
@@ -174,7 +182,9 @@ CONTRACT: Mapping[str, str] = {
         ReduceOp
         all_reduce(tensor, op, ...)
         get_rank(...)
+        get_world_size(...)
     """,
+    "deepspeed.comm:ReduceOp": "MIN",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
         current_device_name()
         current_stream(...)
@@ -396,6 +406,19 @@ def at_accumulation_boundary(stage3: Any) -> bool:
     """Whether the micro-batch is the last of its step: once an attribute, now a method."""
     told = stage3.is_gradient_accumulation_boundary
     return bool(told() if callable(told) else told)
+
+
+def end_backward(stage3: Any) -> None:
+    """Leave a backward pass that an exception has cut short: what it has not reduced is forgotten, which the next pass would reduce as its own."""
+    for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
+        bucket.params.clear()
+        bucket.elements = 0
+    if hasattr(stage3, "params_in_ipg_bucket"):
+        stage3.params_in_ipg_bucket.clear()
+    for identifier in stage3.params_already_reduced:
+        stage3.params_already_reduced[identifier] = False
+    if hasattr(stage3, "_backward_active_depth"):
+        stage3._backward_active_depth = 0  # how deep passes are nested: the next would not be taken for the outermost
 
 
 def lists_by_sub_group(stage3: Any) -> list[str]:

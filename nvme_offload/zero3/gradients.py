@@ -38,7 +38,7 @@ class Gradients:
         self._replacements = [f"{name}/replaced" for name in self._names]
         self._reduced: dict[int, Slices] = {}  # by sub-group: what was reduced since the last step
         self._replaced: dict[int, Slices] = {}  # likewise: what was reduced since all of it was replaced
-        self._open: tuple[int, torch.Tensor] | None = None  # the sub-group whose value is added to, and that
+        self._open: tuple[str, torch.Tensor] | None = None  # the value that is added to, by its name
         self._taken: str | None = None  # the value that is in use, or was to be
         self._scratch = f"{prefix}/widened"
         tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
@@ -46,7 +46,7 @@ class Gradients:
 
     def close(self) -> None:
         """Forget everything; nothing else may be called afterwards."""
-        self.forget()
+        self.forget_all()
         self._tier.drop_scratch(self._scratch)
 
     def name(self, index: int) -> str:
@@ -75,6 +75,9 @@ class Gradients:
                 self._replaced[index][offset] = partition.numel()
         self._reduced[index] = slices
         return totals
+
+    def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """What *partitions* of sub-group *index* have is the gradient of the step: of no interest here."""
 
     def reduced(self, index: int) -> Mapping[int, int]:
         """What was reduced of sub-group *index* since the last step: numbers of elements, by the offset of the first."""
@@ -105,7 +108,7 @@ class Gradients:
         Lifetime: the memory is the same for all; what is changed there stays only by `replace`.
         """
         self.pause()
-        room = self._tier.scratch(self._scratch).view(self._widened_dtype).narrow(0, 0, self._numels[index])
+        room = self._room(index)
         slices = self._reduced.get(index, {})
         if index in self._replaced:
             slices = self._replaced[index]
@@ -121,8 +124,7 @@ class Gradients:
 
     def replace(self, index: int) -> None:
         """What `widened` has handed out for sub-group *index* is its gradient, with all its bits."""
-        name = self._replacements[index]
-        room = self._tier.scratch(self._scratch).view(self._widened_dtype).narrow(0, 0, self._numels[index])
+        name, room = self._replacements[index], self._room(index)
         self.pause()
         self._taken = name
         self._tier.swapper.create(name, room.nbytes).view(self._widened_dtype).copy_(room)
@@ -134,14 +136,25 @@ class Gradients:
         self.pause()
         self._forget([*self._reduced.keys() | self._replaced.keys()])
 
+    def forget_all(self) -> None:
+        """The weights are others now: what was reduced of these is of no use."""
+        self.pause()
+        self._forget(range(len(self._names)))
+
+    def _room(self, index: int) -> torch.Tensor:
+        """Where the gradient of sub-group *index* is widened."""
+        return self._tier.scratch(self._scratch).view(self._widened_dtype).narrow(0, 0, self._numels[index])
+
     def _opened(self, index: int) -> torch.Tensor:
         """The gradient of sub-group *index*, in use; that of another one no longer is."""
-        if self._open is None or self._open[0] != index:
+        return self._use(self._names[index], self._numels[index], self._dtype, exists=index in self._reduced)
+
+    def _use(self, name: str, numel: int, dtype: torch.dtype, *, exists: bool) -> torch.Tensor:
+        if self._open is None or self._open[0] != name:
             self.pause()
-            self._taken = name = self._names[index]
-            nbytes = self._numels[index] * self._dtype.itemsize
-            value = self._tier.swapper.swap_in(name) if index in self._reduced else self._tier.swapper.create(name, nbytes)
-            self._open = index, value.view(self._dtype)
+            self._taken = name
+            value = self._tier.swapper.swap_in(name) if exists else self._tier.swapper.create(name, numel * dtype.itemsize)
+            self._open = name, value.view(dtype)
         return self._open[1]
 
     def _fetch(self, name: str, dtype: torch.dtype, into: torch.Tensor, spans: Sequence[tuple[int, int]], last: bool) -> None:

@@ -10,14 +10,13 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import hashlib
-import json
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import commit
+from .. import commit, sealed
 from ..config import AioConfig
 from ..engine import Engine, File, Ticket, allocate
 from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError
@@ -59,7 +58,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Make it that of *directory*. Raises: OSError."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
-        commit.write_file(directory / NAME, json.dumps({**data, "sha256": _digest(data)}), mode=None)
+        commit.write_file(directory / NAME, sealed.dumps(data), mode=None)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -72,11 +71,11 @@ class Manifest:
         except OSError as error:
             raise IOFailure(error.errno or errno.EIO, str(error.strerror), operation="read", path=str(path), offset=0, nbytes=0, done=0) from None
         try:
-            data = json.loads(text)
-            if data["version"] != _VERSION and data.pop("sha256") == _digest(data):
-                raise UnsupportedError(f"{path} is of version {data['version']!r}, and this package reads version {_VERSION}: install the one that wrote it")
-            if data.pop("sha256") != _digest(data) or data.pop("format") != _FORMAT or data.pop("version") != _VERSION:
+            data = sealed.loads(text)
+            if not sealed.unseal(data) or data.pop("format") != _FORMAT:
                 raise ValueError
+            if (version := data.pop("version")) != _VERSION:
+                raise UnsupportedError(f"{path} is of version {version!r}, and this package reads version {_VERSION}: install the one that wrote it")
             files = tuple(Entry(**{**entry, "pieces": tuple(Piece(*piece) for piece in entry["pieces"])}) for entry in data.pop("files"))
             return cls(**data, files=files)
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -127,26 +126,26 @@ def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None
                 raise CorruptionError(reason, operation="load", path=str(path), offset=piece.offset, nbytes=piece.nbytes, done=piece.nbytes)
 
 
-def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: str) -> Iterator[int]:
-    """The checksums of *ranges* of *file*, one being read while the one before it is summed."""
-    if not ranges:
-        return
-    largest = max(nbytes for _, nbytes in ranges)
-    buffers = [allocate(largest) for _ in range(min(2, len(ranges)))]
-
-    def start(number: int) -> tuple[memoryview, Ticket]:
-        offset, nbytes = ranges[number]
-        memory = buffers[number % 2][:nbytes]
-        return memory, engine.read(memory, file, offset, checksum=checksum == "xxh3")
-
-    reading = start(0)
-    for number in range(len(ranges)):
-        memory, ticket = reading
-        if number + 1 < len(ranges):
-            reading = start(number + 1)
-        ticket.wait()
-        found = ticket.checksum
-        yield zlib.crc32(memory) if found is None else found
+def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: str) -> list[int]:
+    """The checksums of *ranges* of *file*, one being read while the one before it is summed. Raises: IOFailure, TruncatedError."""
+    buffers = [allocate(max((nbytes for _, nbytes in ranges), default=1)) for _ in range(2)]
+    reading: deque[tuple[memoryview, Ticket]] = deque()
+    found: list[int] = []
+    try:
+        for number in range(len(ranges) + 1):
+            if number < len(ranges):
+                offset, nbytes = ranges[number]
+                memory = buffers[number % 2][:nbytes]
+                reading.append((memory, engine.read(memory, file, offset, checksum=checksum == "xxh3")))
+            if number:
+                memory, ticket = reading.popleft()
+                ticket.wait()
+                found.append(zlib.crc32(memory) if ticket.checksum is None else ticket.checksum)
+    finally:
+        for _, ticket in reading:  # of a call that fails: that is what is told, and not what comes of the next
+            with contextlib.suppress(OffloadError):
+                ticket.wait()
+    return found
 
 
 @contextlib.contextmanager
@@ -163,7 +162,3 @@ def _reader(engine: Engine, path: Path) -> Iterator[tuple[Engine, File]]:
 
 def _corrupt(path: Path, reason: str) -> OffloadError:
     return CorruptionError(reason, operation="load", path=str(path), offset=0, nbytes=0, done=0)
-
-
-def _digest(data: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode("ascii")).hexdigest()

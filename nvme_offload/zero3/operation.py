@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine import Engine, File, Ticket
-from ..errors import CorruptionError, IOFailure, NoSpaceError, UsageError
+from ..errors import CorruptionError, IOFailure, UsageError
 from .locked_memory import extent
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> 
 
 
 def _failure(error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0) -> IOFailure:
-    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else IOFailure
-    return kind(error.errno or errno.EIO, error.strerror or str(error), operation="write", path=path, offset=offset, nbytes=nbytes, done=done)
+    return IOFailure.of(error, operation="write", path=path, offset=offset, nbytes=nbytes, done=done)
 
 
 _told_of: set[int] = set()

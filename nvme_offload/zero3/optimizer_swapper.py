@@ -26,15 +26,19 @@ _serial = itertools.count()
 
 @dataclasses.dataclass
 class SubGroup:
-    """One flat parameter of stage 3. *slots* are the tensors packed under *name*, as they are: by key of the optimizer's state, offset and dtype."""
+    """One flat parameter of stage 3, which begins with the element *start* of all.
 
-    number: int
+    *slots* are the tensors packed under *name*, as they are: by key of the optimizer's state, offset and dtype.
+    """
+
+    start: int
     name: str
     numel: int
     capacity_bytes: int
     slots: dict[str, tuple[int, torch.dtype]] = dataclasses.field(default_factory=dict)
     layout: Layout | None = None  # instead of slots, where they are not as they are
     buffer: torch.Tensor | None = None  # while swapped in
+    packed: int = 0  # how often
 
     def end(self, key: str) -> int:
         """Where the slot *key* ends, in bytes."""
@@ -166,7 +170,8 @@ class OptimizerSwapper:
 
     def _add(self, parameter: torch.Tensor, numel: int, capacity_bytes: int) -> SubGroup:
         number = len(self._parameters)
-        sub_group = self._sub_groups[id(parameter)] = SubGroup(number, f"{self._prefix}/{number}", numel, capacity_bytes)
+        start = sum(sub_group.numel for sub_group in self._sub_groups.values())
+        sub_group = self._sub_groups[id(parameter)] = SubGroup(start, f"{self._prefix}/{number}", numel, capacity_bytes)
         self._parameters.append(parameter)  # so that its id stays its own
         self._names.append(sub_group.name)
         return sub_group

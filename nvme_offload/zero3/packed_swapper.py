@@ -10,14 +10,17 @@ time is unpacked, into memory that all share. What DeepSpeed does otherwise than
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ..errors import UnsupportedError
-from ..state_formats import Layout, StateFormat
+from ..state_formats import BLOCK, Layout, StateFormat, far_blocks, looks_at
 from ..tier import Tier
 from .optimizer_swapper import OptimizerSwapper, SubGroup, travelling
+
+_log = logging.getLogger(__name__)
 
 _SPARE_BYTES = 256  # of each sub-group's place
 
@@ -42,11 +45,11 @@ class PackedOptimizerSwapper(OptimizerSwapper):
     ) -> None:
         super().__init__(tier, optimizer, 0)
         self._format = state_format
+        self._told = False
         self._expected = states
         self._working_dtype = working_dtype
         self._load_working = load_working
         self._store_working = store_working
-        self._packed = 0
         self._unpacked_name, self._working_name = f"{self._prefix}/unpacked", f"{self._prefix}/working"
         layout = self._layout_for(largest, states)
         tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
@@ -137,9 +140,25 @@ class PackedOptimizerSwapper(OptimizerSwapper):
             self.tier.swapper.discard(sub_group.name)
             sub_group.buffer = self.tier.swapper.create(sub_group.name, layout.nbytes)
         # The same at the same step, whatever went before, so that a run that was resumed goes on as it would have.
-        self._packed += 1
-        seed = (sub_group.number << 40) + int(state.get("step", self._packed))
-        self._format.pack(layout, sub_group.buffer, [self._working(sub_group)], parameter.data, values, seed)
+        sub_group.packed += 1
+        seed = int(state.get("step", sub_group.packed))
+        if not self._told and looks_at(self._format, 1 if sub_group.packed == 1 else seed) and not self._format.wide:
+            self._look(layout, values)
+        # By the place in all that is trained, whatever the sub-groups are.
+        first = sub_group.start // BLOCK
+        blocks = torch.arange(first, first - (-sub_group.numel // BLOCK), dtype=torch.int64)
+        self._format.pack(layout, sub_group.buffer, [self._working(sub_group)], parameter.data, values, seed, blocks)
+
+    def _look(self, layout: Layout, values: Mapping[str, torch.Tensor]) -> None:
+        """Tell of states that are too far apart for 8 bits. Other ranks have other states, so that one rank cannot go over to 16 bits by itself."""
+        eps = min((eps for group in self._optimizer().param_groups if isinstance(eps := group.get("eps"), int | float)), default=0.0)
+        self._told = far_blocks(layout, values, eps) is not None
+        if self._told:
+            _log.warning(
+                '"state_format": "%s" has too few bits for second moments of one block that are more than 30 octaves apart: the weights with the least '
+                'gradients take smaller steps than they should. Use "split"',
+                self._format.name,
+            )
 
 
 def element_bytes(state_format: StateFormat, states: Mapping[str, torch.dtype], working: torch.dtype, master: torch.dtype, optimizer: str) -> tuple[float, int]:

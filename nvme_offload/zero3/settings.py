@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config import BACKENDS, AioConfig
 from ..errors import UnsupportedError, UsageError
+from ..machine import physical_bytes
 from ..state_formats import FORMATS
 from ..tier import engine_config, memory_size
 from ..units import format_bytes
@@ -43,6 +43,7 @@ class Settings:
     checksum: whether every byte that comes back from a drive is compared with what was written.
     state_format: how master weights and optimizer states are kept, see `nvme_offload.state_formats`: as they are, in 12 bytes a parameter with Adam;
     without the bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in 4.
+    missing_gradients: what a parameter is given that has no gradient in a step: "zero", or "last" for that of its last step, as DeepSpeed does.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -52,6 +53,7 @@ class Settings:
     weights: tuple[float, ...] = ()
     checksum: bool = False
     state_format: Literal["exact", "split", "compact"] = "exact"
+    missing_gradients: Literal["zero", "last"] = "zero"
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
@@ -68,8 +70,10 @@ class Settings:
         _require(values, "backend", BACKENDS)
         _require(values, "checksum", (True, False))
         _require(values, "state_format", tuple(FORMATS))
-        if values.get("swappers") == "deepspeed" and values.get("state_format", "exact") != "exact":
-            raise UsageError(f'"state_format" in "{SECTION}" wants this package\'s swappers: leave "swappers" out')
+        _require(values, "missing_gradients", ("zero", "last"))
+        for key, theirs in (("state_format", "exact"), ("missing_gradients", "last")):
+            if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
+                raise UsageError(f'"{key}" in "{SECTION}" wants this package\'s swappers: leave "swappers" out')
         if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
         if "paths" in values:
@@ -127,7 +131,7 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
         if zero.get("stage") in (1, 2) and isinstance(section, Mapping) and section.get("device") == "nvme":
             yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing goes to a drive: that needs "stage": 3'
     memory = Settings.of(ds_config).host_memory
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = physical_bytes()
     if memory != "auto" and memory > total:
         yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is it meant?'
 

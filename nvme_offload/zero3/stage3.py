@@ -20,12 +20,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import OffloadError, UsageError
-from ..state_formats import FORMATS
+from ..state_formats import FORMATS, wide_enough
 from ..tier import Tier
 from ..units import format_bytes
 from . import archive, compat, heartbeat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
+from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, states_of
 from .packed_swapper import PackedOptimizerSwapper, element_bytes
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
@@ -54,6 +55,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self._packs = self._format.name != "exact"
+        self._keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
+        self._finite: dict[int, torch.Tensor] = {}  # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
         self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
@@ -94,10 +97,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def _open_tier(self, param_groups: Any) -> None:
         """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
         self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
+        self._format = wide_enough(self._format, type(self.optimizer).__name__, self.optimizer.param_groups)
         kept, unpacked = element_bytes(self._format, self._expected_states, self.dtype, self.master_weights_and_grads_dtype, type(self.optimizer).__name__)
         self._footprint = Footprint(
             states=kept,
-            gradient=self.gradient_accumulation_dtype.itemsize,
+            gradient=self.gradient_accumulation_dtype.itemsize + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
             beside=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0,
         )
@@ -140,7 +144,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return
         self.tier.require(self._whole_bytes)
         widened = self.master_weights_and_grads_dtype
-        self._gradients = Gradients(self.tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
+        kind = LastGradients if self._keeps_last else Gradients
+        self._gradients = kind(self.tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
         if not self._packs:
             self.optimizer_swapper = OptimizerSwapper(self.tier, lambda: self.optimizer, int(self._footprint.states))
             return
@@ -219,9 +224,12 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         for index in sorted(swapped, reverse=True):  # what the update needs first stays longest
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
+            if self._keeps_last and self.dtype == torch.float16:
+                self._finite |= {self.get_param_id(param): total.isfinite().all() for (_, _, param), total in zip(swapped[index], totals, strict=True)}
             if compat.at_accumulation_boundary(self):
                 for (_, _, param), total in zip(swapped[index], totals, strict=True):
                     self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(total)
+                self._gradients.complete(index, [(offset, total) for (offset, _, _), total in zip(swapped[index], totals, strict=True)])
         return super().partition_grads([param for param, _ in others], [partition for _, partition in others])
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -243,14 +251,18 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 if identifier not in self.norm_for_param_grads and offset in self._gradients.reduced(index):
                     partition = self._gradients.partition(index, offset).to(get_accelerator().current_device_name())
                     self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(partition)
+                    self._gradients.complete(index, [(offset, partition)])
         if self.swaps_natively:
             self._gradients.pause()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """As the base, which looks at the gradients that it has itself: of the others the norms tell."""
-        if self.swaps_natively and self.norm_for_param_grads:
-            norms = torch.stack([norm.to(self.inf_or_nan_tracker.device) for norm in self.norm_for_param_grads.values()])
-            self.inf_or_nan_tracker.logical_or_(norms.isfinite().all().logical_not())
+        told: Mapping[int, torch.Tensor] = self._finite if self._keeps_last else {}
+        if self.swaps_natively and not self._keeps_last:  # the base has norms only where it offloads
+            told = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
+        if self.swaps_natively and told:
+            finite = torch.stack([every.to(self.inf_or_nan_tracker.device) for every in told.values()])
+            self.inf_or_nan_tracker.logical_or_(finite.all().logical_not())
         overflows: bool = super().has_overflow(partition_gradients)
         return overflows
 
@@ -292,7 +304,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.require_whole()
         self.clock.begin_update()
         try:
-            self._make_missing_norms()
+            if not self._keeps_last:
+                self._make_missing_norms()
             super().step(closure)
             self.partly_changed = False
         except BaseException:
@@ -305,6 +318,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         heartbeat.rest(self.tier)
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def _partition_all_parameters(self) -> None:
+        """As the base; and drop copies that an exception between read and gather has left: a step would change these alone, and not the values."""
+        super()._partition_all_parameters()
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            if isinstance(param.nvme_swapper, ParameterSwapper) and not param.nvme_swapper.is_away(param):
+                param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def require_whole(self) -> None:
         """See that no step and no load was cut short in the midst. Raises: OffloadError."""
@@ -326,8 +346,15 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def begin_load(self) -> None:
         """Forget what a call that was cut short has left, and all gradients: they are of weights that are no more."""
         self.give_back()
+        for param in itertools.chain.from_iterable(self.fp16_groups):
+            param.grad = None  # which an exception in a backward pass has left; the base wants a stream to forget it, and a processor has none
+        compat.end_backward(self)
+        self.reset_cpu_buffers()
         self.zero_grad()
-        if self.partly_changed and self.clock is not None:
+        if self.swaps_natively:
+            self._gradients.forget_all()
+            self._finite.clear()
+        if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
             self.tier.swapper.flush()  # or what could not be written would be told of in the midst of the load
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,17 +114,15 @@ def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: b
     identifiers = list(itertools.chain.from_iterable(group["params"] for group in saved["param_groups"]))
     for index, sources in enumerate(spans):
 
-        def fill(key: str, into: torch.Tensor, sources: list[_Span] = sources) -> list[Ticket]:
-            tickets = []
+        def fill(key: str, into: torch.Tensor, sources: list[_Span] = sources) -> Iterator[Ticket]:
             for span in sources:
                 tensor = masters[span.group] if key == _MASTER else saved["state"][identifiers[span.group]][key]
-                tickets += fetch(tensor, span.start, into[span.offset : span.offset + span.numel])
-            return tickets
+                yield from fetch(tensor, span.start, into[span.offset : span.offset + span.numel])
 
         refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[sources[0].group]), fill)
 
 
-def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: Callable[[str, torch.Tensor], list[Ticket]]) -> None:
+def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: Callable[[str, torch.Tensor], Iterable[Ticket]]) -> None:
     """Have *fill* write the master weights of sub-group *index*, whose key is "", and all of *states*, and let the parameters follow.
 
     It is given room for each, and says what is to be waited for.
@@ -145,12 +143,13 @@ def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: C
         if swapped:
             stage3.optimizer_swapper.renew(parameter, cut)
         else:
-            places = {key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device) for key, dtype in cut.items()}
-            stage3.optimizer.state[parameter].update(places)
+            made = {key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device) for key, dtype in cut.items()}
+            stage3.optimizer.state[parameter].update(made)
     elif swapped:
         stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
     try:
-        wait_all(fill(_MASTER, parameter.data) + [ticket for key in cut for ticket in fill(key, stage3.optimizer.state[parameter][key].data)])
+        places = {_MASTER: parameter.data, **{key: stage3.optimizer.state[parameter][key].data for key in cut}}
+        wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
         stage3._reassign_or_swap_out_partitioned_parameters(index)
     finally:
         if swapped:

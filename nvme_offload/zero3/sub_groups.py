@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import logging
 import math
@@ -63,24 +62,24 @@ class Footprint:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether *optimizer* updates every element of flat parameters by itself, so that it does not matter which are in a tensor together.
 
-    It is known, or is tried with another one of its class, made from its defaults; where that fails it is taken not to.
+    It is known, or is tried as `NVMeOptimizer` tries its own, with the options and attributes that *optimizer* has; where that fails it is taken not to.
     """
     import torch
 
-    from ..optimizer_traits import examine, known
+    from ..optimizer_traits import alike, examine, known
 
     decided = known(optimizer)
     if decided is not None:
         return decided
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters  # some keep more among their defaults than they can be made with
-    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    name = type(optimizer).__name__
+    found = {repr({key: value for key, value in group.items() if key != "params"}): group for group in optimizer.param_groups}  # many have the same options
     try:
-        traits = examine(kind.__name__, lambda samples: kind(list(samples), **options), [1], torch.float32, torch.device("cpu"))
+        traits = [examine(name, alike(optimizer, group), [1], torch.float32, torch.device("cpu")) for group in found.values()]
     except Exception:  # the constructor of an optimizer may want anything, and raise anything
         return False
-    _log.info("%s updates %s (%s)", kind.__name__, "every element by itself" if traits.elementwise else "sub-groups whole", traits.why)
-    return traits.elementwise
+    elementwise = all(each.elementwise for each in traits)
+    _log.info("%s updates %s (%s)", name, "every element by itself" if elementwise else "sub-groups whole", traits[0].why)
+    return elementwise
 
 
 def cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:

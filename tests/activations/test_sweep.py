@@ -42,7 +42,7 @@ def test_every_way_is_measured_and_comes_to_the_same(tmp_path: Path) -> None:
         assert abs(forward + backward - step) < 0.5 * step + 0.02
     drive = cells(report, "Through the drive", "save_on_nvme, 140KB of host memory")
     saved, out, back = (float(drive[name]) for name in ("saved GB", "written GB", "read GB"))
-    assert saved >= max(out, back) * 0.99
+    assert saved >= max(out, back) * 0.9  # tensors so small share values, which have gaps and whole pages
     assert min(out, back) > 0.5 * saved > 0
     inputs = cells(report, "Through the drive", "save_on_nvme, 36KB of host memory, checkpointing")
     assert 0 < float(inputs["saved GB"]) < 0.2 * saved

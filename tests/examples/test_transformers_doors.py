@@ -91,8 +91,10 @@ def assert_generates_from_the_drive(place, *, accelerator):
 
 
 def test_inference_from_the_drive(place):
+    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    torch.manual_seed(1)  # of 60 seeds, 4 say no more than two words; this one says five
     config = GPT2Config(vocab_size=100, n_positions=32, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(place / "model")
     assert_generates_from_the_drive(place, accelerator="cpu")

@@ -163,6 +163,40 @@ def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Moun
     assert eventually(lambda: free_bytes(place) >= before)
 
 
+def test_without_proc_only_unaligned_ends_of_files_without_a_name_are_refused(backend: str, directory: Path, mount_namespace: None) -> None:
+    script = """
+import nvme_offload.store
+backend, path = sys.argv[1:]
+data = numpy.arange(10_001, dtype=numpy.uint8)
+libc = ctypes.CDLL(None, use_errno=True)
+check(libc.unshare(0x00020000))  # CLONE_NEWNS
+check(libc.mount(b"none", b"/proc", b"tmpfs", 0, None))
+assert not os.path.exists("/proc/self")
+config = AioConfig(backend=backend)
+
+def read(engine, file, nbytes):
+    back = numpy.zeros(nbytes, numpy.uint8)
+    engine.read(back, file).wait()
+    return back
+
+with Engine(config) as engine:
+    engine.write(data, path).wait()
+    print((read(engine, path, data.size) == data).all())
+    with engine.open_anonymous(os.path.dirname(path), 1 << 20) as file:
+        engine.write(allocate(8192), file).wait()
+        try:
+            engine.write(data, file)
+        except UnsupportedError as error:
+            print("mount it" in str(error))
+with nvme_offload.store.TensorStore(os.path.dirname(path), config) as store:
+    store.put("a", data).wait()
+    back = numpy.zeros_like(data)
+    store.get("a", back).wait()
+    print((back == data).all())
+"""
+    assert told_by(script, backend, directory / "data", directory=directory) == ["True"] * 3
+
+
 def test_growing_past_the_file_size_limit_changes_nothing(configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Limit) -> None:
     path, new = directory / "data", directory / "new"
     kept, data = random_bytes(5000), random_bytes(4 << 20)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +110,52 @@ def train(params: Sequence[torch.Tensor], optimizer: Any, steps: int = 3, first:
     for step in range(first, first + steps):
         set_gradients(params, step)
         optimizer.step()
+
+
+_FIFTY_STEPS = """
+import gc, importlib, json, re, sys
+import torch
+from nvme_offload.optim import NVMeOptimizer
+
+def now():
+    # Not what is mapped from a state dict's file, which is page cache.
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+path, shapes, optimizer, host_memory, options = json.loads(sys.argv[1])
+module, _, kind = optimizer.rpartition(".")
+kind = getattr(importlib.import_module(module), kind)
+params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+small = torch.nn.Parameter(torch.zeros(64, 64))
+for parameter in [*params, small]:
+    parameter.grad = torch.full_like(parameter, 1e-3)
+with NVMeOptimizer([small], kind, paths=path, host_memory="30MB", **options) as optimizer:  # what else there is to load and to make
+    optimizer.step()
+    optimizer.state_dict()
+del optimizer
+gc.collect()
+before = most = now()
+with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options) as optimizer:
+    for step in range(50):
+        optimizer.step()
+        most = max(most, now())
+        if step % 20 == 10:
+            torch.save(optimizer.state_dict(), path + "/saved")
+            optimizer.state_dict()
+            most = max(most, now())
+    print(most - before, sum(bundle.nbytes for bundle in optimizer._bundles))
+"""
+
+
+def taken_by_fifty_steps(
+    path: Path, *, shapes: Sequence[tuple[int, ...]], optimizer: str, host_memory: str, options: Mapping[str, Any] | None = None
+) -> tuple[int, int]:
+    """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a process of their own, with state dicts; and bytes of states."""
+    given = json.dumps([str(path), shapes, optimizer, host_memory, options or {}])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given], capture_output=True, text=True, timeout=400, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    taken, states = map(int, ran.stdout.split())
+    return taken, states
 
 
 def smallest(make: Callable[[int], NVMeOptimizer]) -> NVMeOptimizer:

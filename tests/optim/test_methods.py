@@ -40,6 +40,10 @@ class ScheduleFree(torch.optim.Optimizer):
         """Come back."""
         self._go(lambda beta: 1 - beta, True)
 
+    def itself(self):
+        """As some return themselves, to be called in a chain."""
+        return self
+
     def norm(self):
         """Another one for each bundle."""
         return float(sum(parameter.norm() for group in self.param_groups for parameter in group["params"]))
@@ -107,6 +111,7 @@ def test_attributes_and_properties(tmp_path):
         for missing in ("nothing_like_it", "_private"):
             with pytest.raises(AttributeError, match="and neither has the optimizer that it was given"):
                 getattr(optimizer, missing)
+        assert optimizer.itself() is optimizer
         with pytest.raises(UsageError, match=r"norm\(\) of ScheduleFree has another value for each bundle"):
             optimizer.norm()
 
@@ -142,3 +147,35 @@ class Shared(torch.optim.SGD):
 def test_a_state_of_no_parameter_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="Shared cannot be used with NVMeOptimizer: its state has 'total', which is of no parameter"):
         NVMeOptimizer(parameters(), Shared, lr=0.1, paths=tmp_path)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by another optimizer, whose states are no part of its own: as Lookahead does."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+        self.optimizer = torch.optim.AdamW([parameter for group in self.param_groups for parameter in group["params"]], lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        self.optimizer.step()
+
+
+class Sums(torch.optim.SGD):
+    """Keeps its sums in a list of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        parameters = self.param_groups[0]["params"]
+        self.sums = getattr(self, "sums", [torch.zeros_like(parameter) for parameter in parameters])
+        for total, parameter in zip(self.sums, parameters, strict=True):
+            if parameter.grad is not None:
+                parameter.sub_(total.add_(parameter.grad), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Wrapper, "another optimizer, AdamW, as 'optimizer'"), (Sums, "tensors as 'sums'")])
+def test_what_keeps_states_elsewhere_is_refused(kind, what, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} cannot be used with NVMeOptimizer: it keeps {what}, outside of its state"):
+        NVMeOptimizer(parameters(), kind, lr=1e-3, paths=tmp_path)

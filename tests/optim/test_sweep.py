@@ -28,6 +28,7 @@ def test_shapes_come_to_about_what_is_asked_for(parameters):
 
 def run(variant, number, seconds, moved=(0, 0), drive=None, error=None, peak=1e9):
     step = {"seconds": seconds, "cpu_seconds": 1.0, "read_bytes": moved[0], "written_bytes": moved[1], "waited_seconds": seconds / 2}
+    step |= {"busy_seconds": 0.75 * seconds, "planning_seconds": 0.125}
     done = {"elements": 10**9, "host_before_bytes": 5e8, "host_peak_bytes": peak, "device_before_bytes": 4e9, "device_peak_bytes": 5e9, "checksum": "0x1p+0"}
     return Run(variant, number, [step, step] if error is None else [], done if error is None else {}, drive, error)
 
@@ -48,6 +49,7 @@ def test_the_report_says_what_was_measured():
     assert '| NVMeOptimizer, "compact" | peak host memory / DeepSpeed\'s | <= 1 | 0.50 [0.50 to 0.50] | met |' in text
     assert '| NVMeOptimizer, "exact" | 9.00 [9.00 to 9.00] | 0.56 [0.56 to 0.56] | 18.00 [18.00 to 18.00] | 12.00 + 12.00 | 12.0 + 12.0 | 8.00 |' in text
     assert '| NVMeOptimizer, "compact" | 2.00 | 1.50 | 5.00 | 1.00 |' in text
+    assert "| 4.50 [4.50 to 4.50] | 0.75 | 1.0 | 0.125 |" in text  # waited; the drive busy; CPU, and of planning
     assert "killed \\| by the kernel" in text
     assert "A note." in text
     assert "FSDP2 shards the parameters over 2 ranks" in text

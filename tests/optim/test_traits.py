@@ -242,3 +242,53 @@ def test_zero3_judges_as_well():
     assert not is_elementwise(StableAdamW(flat))
     assert not is_elementwise(Distance(flat))
     assert not is_elementwise(Late(flat, lr=0.1))
+
+
+class Chosen(torch.optim.SGD):
+    """Looks at whole parameters where an argument, which is no option, or an option of a group says so."""
+
+    def __init__(self, params, scales, *, whole=False):
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.setdefault("whole", False)
+        self.scales = scales
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    whole = self.whole or group["whole"]
+                    parameter.sub_(parameter.grad / (1 + float(parameter.grad.norm())) if whole else parameter.grad, alpha=group["lr"] * self.scales[0])
+
+
+class Holding(Chosen):
+    """Holds its parameters beside its groups, and updates those."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, [1.0])
+        self.mine = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for parameter in self.mine:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad / (1 + float(parameter.grad.norm())), alpha=self.param_groups[0]["lr"])
+
+
+def test_zero3_judges_with_the_users_own_arguments():
+    flat = [torch.ones(3000), torch.ones(3000)]
+    assert is_elementwise(Chosen(flat, [0.5]))
+    assert not is_elementwise(Chosen(flat, [0.5], whole=True))
+    assert not is_elementwise(Chosen([{"params": flat[:1]}, {"params": flat[1:], "whole": True}], [0.5]))
+    assert not is_elementwise(Holding(flat))
+    assert all(torch.equal(tensor, torch.ones(3000)) for tensor in flat)
+
+
+@pytest.mark.parametrize("name", [name for name in LOOKING if name != "late-slowly"])
+def test_both_doors_judge_alike(name):
+    flat = [torch.zeros(3000), torch.zeros(3000)]
+    assert is_elementwise(LOOKING[name](flat)) == judged(LOOKING[name], dimensions=[1])[1]

@@ -111,7 +111,7 @@ class SwapperMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.engine = Engine(config, _faults=script)
         self.store = TensorStore(self.directory.name, engine=self.engine)
-        self.pool = PinnedPool(pages * PAGE, pin=False)
+        self.pool = PinnedPool(pages * PAGE, pin=False, reserve=24 * PAGE)
         self.swapper = TensorSwapper(LateStore(self.store) if late else self.store, self.pool, lookahead_bytes=lookahead)
         self.most = most
         for name in "abcdefgh":  # more than fits, to begin with
@@ -246,6 +246,12 @@ class SwapperMachine(RuleBasedStateMachine):
     @rule()
     def step(self):
         self.swapper.step()
+
+    @rule(pages=st.integers(1, 4))
+    def grow(self, pages):
+        before = {name: tensor.data_ptr() for name, (tensor, _) in self.held.items()}
+        self.swapper.grow(min(self.pool.nbytes + pages * PAGE, 24 * PAGE))
+        assert {name: tensor.data_ptr() for name, (tensor, _) in self.held.items()} == before
 
     @rule()
     def flush(self):

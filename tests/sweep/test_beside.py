@@ -1,4 +1,4 @@
-"""What runs beside the engine by turns: fio's command and its answer, and ratios that a drift does not move."""
+"""What runs interleaved with the engine: fio's command and its answer, and ratios that a drift does not move."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""A sweep's report is whole or not there, whenever the sweep is killed."""
+"""What a sweep writes is whole or not there, whenever the sweep is killed, and nothing else is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 import nvme_offload
 
@@ -25,9 +28,12 @@ results.write_report(profile, "drive", Path(sys.argv[1]), Progress(sys.stderr))
 def test_a_report_is_whole_or_not_there(tmp_path: Path, kill_points: Callable[[Path], tuple[dict[str, str], Path]]) -> None:
     place = tmp_path / "reports"
     place.mkdir()
+    (place / ".other-2026-01-02.0123abcd.partial" / "charts").mkdir(parents=True)  # of a sweep of another drive that was killed
+    (place / ".mine.partial").mkdir()
     environment, images = kill_points(place)
     subprocess.run([sys.executable, "-c", SCRIPT, str(place)], cwd=ROOT, env={**os.environ, **environment}, check=True)
-    (report,) = place.iterdir()
+    mine, report = sorted(place.iterdir())
+    assert mine.name == ".mine.partial"
     whole = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
     assert f"{report.name}/report.html" in whole
     seen = []
@@ -38,3 +44,87 @@ def test_a_report_is_whole_or_not_there(tmp_path: Path, kill_points: Callable[[P
         assert whole == seen[-1] or not (image / report.name).exists()
     assert len(seen) > 2 * len(whole)
     assert whole in seen  # the last syncs are of what is shown
+
+
+# Each write in a process of its own, which a SIGTERM comes to before the call with its number, until there is no such call.
+STOPPED = f"""
+import ctypes, json, os, shutil, signal, sys, threading
+from pathlib import Path
+from nvme_offload import ds_config, profile_shelf
+from nvme_offload.config import AioConfig
+from nvme_offload.profile import Profile
+from nvme_offload.report import charts
+from nvme_offload.sweep import cli, results
+from nvme_offload.sweep.progress import Progress
+
+what, root, listener, step = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+profile = Profile.load({str(ROOT / "reports" / "vda-2026-11-21" / "profile.json")!r})
+drawn = charts.of(profile) if what == "report" else None
+charts.of = lambda _: drawn  # once for all
+signal.signal(signal.SIGTERM, cli._stop)
+os.environ["XDG_CONFIG_HOME"] = str(root / "shelf")
+config = root / "config.json"
+config.write_text("")
+if what == "hard link":
+    os.link(config, root / "name.json")
+
+
+def listen(ready):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    ready.set()
+    threading.Event().wait()
+
+
+def write():
+    if what == "shelf":
+        profile_shelf.keep(profile)
+    elif what == "report":
+        results.write_report(profile, "drive", root / "reports", Progress(None))
+    else:
+        with results._uninterrupted():
+            ds_config.apply(config, AioConfig(block_size=2 << 20))
+
+
+for number in range(0, 10_000, step):
+    for place in ("reports", "shelf"):
+        shutil.rmtree(root / place, ignore_errors=True)
+    config.write_text(json.dumps({{"aio": {{"block_size": 1 << 20}}}}))
+    child = os.fork()
+    if child == 0:
+        if listener == "thread":  # the kernel has the signal come to one that does not block it
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            ready = threading.Event()
+            threading.Thread(target=listen, args=(ready,), daemon=True).start()
+            ready.wait()
+        os.environ["KILL_POINTS_SIGNAL"] = str(number)
+        write()
+        while ctypes.CDLL(None).getenv(b"KILL_POINTS_SENT"):
+            pass  # it is on its way
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps([status, sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()), config.read_text()]), flush=True)
+    if status == 0:
+        break
+"""
+
+
+@pytest.mark.parametrize("listener", ["main", "thread"])
+@pytest.mark.parametrize(
+    ("what", "step"), [("config", 1), ("hard link", 1), ("shelf", 1), pytest.param("report", 12, marks=pytest.mark.slow)], ids=lambda value: str(value)
+)
+def test_a_sweep_that_is_stopped_leaves_nothing_aside(
+    tmp_path: Path, kill_points: Callable[[Path], tuple[dict[str, str], Path]], what: str, step: int, listener: str
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    environment, _ = kill_points(place)
+    command = [sys.executable, "-W", "ignore", "-c", STOPPED, what, str(place), listener, str(step)]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE, text=True)
+    ends = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [status for status, _, _ in ends] == [143] * (len(ends) - 1) + [0]
+    assert len(ends) > 5
+    whole = ends[-1][1]
+    untouched = [name for name in whole if "/" not in name]
+    for _, names, config in ends:
+        assert names in (whole, untouched)
+        assert json.loads(config)["aio"]["block_size"] in (1 << 20, 2 << 20)

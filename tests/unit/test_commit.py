@@ -106,6 +106,32 @@ def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_
     assert sorted(tmp_path.iterdir()) == sorted([other, tmp_path / "file"])
 
 
+@pytest.mark.parametrize("script", ["write_file", "directory"])
+def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(tmp_path: Path, kill_points: KillPoints, script: str) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    left = 0
+    for image in states(SCRIPTS[script], place, kill_points):
+        left += any(entry.name.startswith(".") for entry in image.iterdir())
+        if script == "write_file":
+            commit.write_file(image / "file", NEW)
+        else:
+            with commit.aside_directory(image / "directory") as aside:
+                replaced = commit.show_directory(aside, image / "directory", over=True)
+            assert replaced is None or not replaced.exists()
+        assert [entry.name for entry in image.iterdir()] == ["file" if script == "write_file" else "directory"]
+    assert left >= 3
+
+
+def test_a_process_that_a_signal_ends_removes_what_it_has_aside(tmp_path: Path) -> None:
+    with commit.aside_directory(tmp_path / "other") as other, commit.aside_directory(tmp_path / "directory") as aside:
+        (aside / "one").write_bytes(NEW)
+        commit.remove_unfinished()
+        assert list(tmp_path.iterdir()) == []
+        assert not other.exists()
+    commit.remove_unfinished()
+
+
 def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("old")

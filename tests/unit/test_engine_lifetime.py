@@ -511,14 +511,85 @@ print("started", flush=True)
     assert_array_equal(on_disk(path), expected_data())
 
 
+SLOW_CLOSE = """
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int close(int descriptor) {
+  struct stat status;
+  char byte;
+  const char* socket = getenv("ASK_BEFORE_CLOSE");
+  if (socket != NULL && fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode) && status.st_nlink == 0) {
+    if (write(atoi(socket), "?", 1) != 1 || read(atoi(socket), &byte, 1) != 1) return -1;
+  }
+  return (int)syscall(SYS_close, descriptor);
+}
+"""
+
+
+def test_other_threads_run_while_a_file_without_a_name_frees_its_space(backend: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the GIL held meanwhile nobody would answer."""
+    library = tmp_path / "slow_close.so"
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=SLOW_CLOSE, text=True, check=True)
+    monkeypatch.setenv("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:{library}".lstrip(":"))
+    script = """
+import socket
+file = engine.open_anonymous(os.path.dirname(path), 1 << 20)
+here, there = socket.socketpair()
+os.environ["ASK_BEFORE_CLOSE"] = str(there.fileno())
+thread = threading.Thread(target=file.close)
+thread.start()
+assert here.recv(1) == b"?"
+here.send(b"!")
+thread.join()
+print("closed")
+"""
+    with interpreter(script, backend, directory / "data") as process:
+        out, errors = process.communicate(timeout=SECONDS)
+    assert (out, errors, process.returncode) == ("closed\n", "", 0)
+
+
 def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing(backend: str, directory: Path) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with interpreter("engine.read(data, path)", backend, path) as process:
         _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode >= 0
-    assert "TruncatedError" in errors
-    assert str(path) in errors
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("nvme_offload: nobody waited for a transfer that failed: TruncatedError: read of 8 MiB at 0 bytes in ")
+    assert str(path) in line
+
+
+FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config, _faults=[(0, 100, FaultKind.FAIL, 5)])\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        pytest.param("engine.write(data, path)", 1, True, id="open"),
+        pytest.param("engine.write(data, path)\nsys.exit(3)", 3, True, id="another status"),
+        pytest.param("def use():\n    one, two = engine, data\n    one.write(two, path)\nuse()\ndel engine, data", 1, True, id="dropped"),
+        pytest.param("import atexit\natexit.register(print, 'the rest')\nengine.write(data, path)", 1, True, id="the rest"),
+        pytest.param("try:\n    engine.write(data, path).wait()\nexcept OffloadError:\n    pass", 0, False, id="waited for"),
+        pytest.param("engine.write(data, path)\ntry:\n    engine.close()\nexcept OffloadError:\n    pass", 0, False, id="closed"),
+        pytest.param("engine.write(data, path)\nif os.fork() == 0:\n    sys.exit()\nassert os.wait()[1] == 0", 1, True, id="forked"),
+        pytest.param("engine.write(data, path)\nsys.stderr = None", 1, False, id="no standard error"),
+        pytest.param(
+            "from nvme_offload.store import TensorStore\nstore = TensorStore(os.path.dirname(path), engine=engine)\nstore.put('a', data)\nstore.drain()",
+            1,
+            True,
+            id="store",
+        ),
+    ],
+)
+def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(backend: str, directory: Path, script: str, code: int, told: bool) -> None:
+    with interpreter(FAILS + script, backend, directory / "data") as process:
+        out, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == code, errors
+    assert ["nobody waited for a transfer that failed: IOFailure: write of " in line for line in errors.splitlines()] == [True] * told
+    assert ("the rest" in out) == ("the rest" in script)
 
 
 def test_ctrl_c_ends_a_wait_and_not_the_request(backend: str, stalling_directory: Path, stall: Stall) -> None:

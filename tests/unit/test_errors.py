@@ -88,6 +88,15 @@ def test_a_transfer_error_survives_a_process_boundary(error: IOFailure, reproduc
     assert again.reason == error.reason
 
 
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, IOFailure), (errno.EFBIG, IOFailure)])
+def test_the_error_number_makes_the_class(code, kind):
+    made = IOFailure(code, "reason", **FIELDS)
+    told = IOFailure.of(OSError(code, "reason"), **FIELDS)
+    assert (type(made), made.errno, made.reason) == (type(told), told.errno, told.reason) == (kind, code, "reason")
+    again = pickle.loads(pickle.dumps(made))
+    assert (type(again), repr(again)) == (kind, repr(made))
+
+
 @pytest.mark.parametrize("kind", [UsageError, UnsupportedError, WaitTimeout])
 def test_plain_errors_survive_a_process_boundary(kind: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(kind("set block_size to 4096")))

@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
 PURE = {
     *("access_order", "arena", "commit", "config", "drive", "drive_use", "drive_warnings", "ds_config", "errors", "extents", "hjson_reader"),
-    *("machine", "model", "placement", "plan", "profile", "profile_shelf", "residents", "schedule", "sysfs", "traffic", "units", "value_states"),
+    *("machine", "model", "placement", "plan", "profile", "profile_shelf", "sealed", "sysfs", "traffic", "units", "value_states"),
 }
 MAY_IMPORT = {
     "__init__": PURE | {"engine", "pool", "store", "swapper"},
@@ -28,11 +28,14 @@ MAY_IMPORT = {
     "snapshot": PURE | {"engine", "slabs"},
     "values": PURE | {"engine", "slabs", "snapshot"},
     "store": PURE | {"engine", "slabs", "snapshot", "values"},
-    "swapper": PURE | {"pool", "store"},
+    "residents": PURE,
+    "schedule": PURE | {"residents"},
+    "swapper": PURE | {"pool", "schedule", "store"},
     "tier": PURE | {"pool", "store", "swapper"},
     "state_formats": PURE | {"_aio"},
-    "optimizer_traits": PURE,
-    "optim": PURE | {"optimizer_traits", "state_formats", "swapper", "tier"},
+    "state_tree": set(),
+    "optimizer_traits": PURE | {"state_tree"},
+    "optim": PURE | {"optimizer_traits", "state_formats", "state_tree", "swapper", "tier"},
     "activations": PURE | {"swapper", "tier"},
     "zero3": PURE | {"engine", "optimizer_traits", "pool", "state_formats", "store", "swapper", "tier"},
     "report": PURE,
@@ -47,6 +50,7 @@ _ZERO3 = (
     "archive",
     "checkpoint",
     "gradients",
+    "last_gradients",
     "inference",
     "op",
     "optimizer_swapper",
@@ -56,7 +60,8 @@ _ZERO3 = (
     "states",
     "working_weights",
 )
-ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")} | {"optimizer_traits.py"}
+ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")}
+ON_FIRST_USE |= {"optimizer_traits.py", "state_tree.py"}
 
 
 @dataclasses.dataclass(frozen=True)

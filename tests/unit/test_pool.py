@@ -449,6 +449,36 @@ def test_under_a_limit_as_much_is_locked_as_it_allows_and_that_is_said(limit_byt
     assert f"RLIMIT_MEMLOCK is {limit}; raise it to at least 16777216 bytes for this process (ulimit -l 16384," in refusal
 
 
+def test_a_pool_grows_where_it_is():
+    with PinnedPool(2 * PAGE, reserve=1 << 40) as pool:
+        first = pages(pool, 2).fill_(3)
+        with pytest.raises(WaitTimeout):
+            pool.empty(PAGE, torch.uint8, timeout=0)
+        pool.grow(PAGE)  # it has as many
+        assert pool.nbytes == 2 * PAGE
+        pool.grow(5 * PAGE + 1)
+        assert (pool.nbytes, len(pool.memory)) == (6 * PAGE, 6 * PAGE)
+        more = pages(pool, 4)
+        assert more.data_ptr() == first.data_ptr() + 2 * PAGE
+        more.fill_(7)
+        assert first.eq(3).all()
+        assert pool.used_bytes == pool.nbytes
+        with pytest.raises(UsageError, match=f"a pool that reserved 1 TiB cannot grow to 2 TiB: make it with reserve={2 << 40}"):
+            pool.grow(2 << 40)
+    with pytest.raises(UsageError, match="the pool is closed"):
+        pool.grow(7 * PAGE)
+
+
+def test_who_waits_for_room_gets_what_a_pool_grows_by():
+    with PinnedPool(PAGE, pin=False, reserve=2 * PAGE) as pool:
+        first = pages(pool, 1)
+        with ThreadPoolExecutor(1) as executor:
+            grown = executor.submit(pool.empty, PAGE, torch.uint8)
+            assert eventually(waiting(pool, 1))
+            pool.grow(2 * PAGE)
+            assert grown.result(60).data_ptr() == first.data_ptr() + PAGE
+
+
 class FakeCuda:
     """Stands in for `torch.cuda.cudart()`, and notes what is registered."""
 
@@ -497,6 +527,25 @@ def test_a_gpu_is_told_of_the_arena_until_the_last_tensor_is_gone(cuda, pin):
     del tensor
     assert len(fake.registered) == 1
     del view
+    assert fake.registered == {}
+
+
+def test_a_gpu_is_told_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda, monkeypatch):
+    fake = cuda(0)
+    waits: list[dict[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(dict(fake.registered)))
+    with PinnedPool(PAGE, reserve=8 * PAGE) as pool:
+        tensor = pages(pool, 1)
+        pool.grow(4 * PAGE)
+        assert waits == [{tensor.data_ptr(): PAGE}]
+        assert fake.registered == {tensor.data_ptr(): 4 * PAGE}
+        assert (pool.pinned, pool.pinned_bytes) == ("cuda", 4 * PAGE)
+        fake.result = 2
+        with pytest.warns(RuntimeWarning, match="CUDA does not register 32 KiB of host memory: error 2"):
+            pool.grow(8 * PAGE)
+        assert fake.registered == {}
+        assert pool.pinned != "cuda"
+    del pool, tensor
     assert fake.registered == {}
 
 

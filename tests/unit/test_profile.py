@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nvme_offload import sealed
 from nvme_offload.config import AioConfig
 from nvme_offload.errors import UsageError
 from nvme_offload.profile import (
@@ -83,6 +84,7 @@ def test_what_was_not_measured_comes_back_as_nothing() -> None:
 
 def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
     data = json.loads(PROFILE.to_json())
+    del data["sha256"]
     data["schema_version"] = 1
     for name in ("latencies", "beside", "sustained", "stripe", "health_before", "health_after"):
         del data[name]
@@ -94,6 +96,22 @@ def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
     assert (old.schema_version, old.latencies, old.sustained, old.stripe) == (SCHEMA_VERSION, (), None, ())
     assert old.chosen == PROFILE.chosen
     assert Profile.from_json(old.to_json()) == old
+
+
+def test_the_second_schema_had_no_checksum() -> None:
+    data = json.loads(PROFILE.to_json())
+    del data["sha256"]
+    assert Profile.from_json(json.dumps({**data, "schema_version": 2})) == PROFILE
+
+
+def test_an_edited_profile_is_refused() -> None:
+    text = PROFILE.to_json().replace('"queue_depth": 16', '"queue_depth": 17', 1)
+    with pytest.raises(UsageError, match=r"odd\.json is not as it was written, but damaged or edited; run nvme-sweep again"):
+        Profile.from_json(text, "odd.json")
+
+
+def _sealed(data: Any) -> str:
+    return sealed.dumps({key: value for key, value in data.items() if key != "sha256"})
 
 
 def test_the_text_is_plain_json_with_the_keys_that_others_read() -> None:
@@ -187,7 +205,7 @@ def test_an_incomplete_profile_is_refused(edit: Callable[[Any], None], tmp_path:
     data = json.loads(PROFILE.to_json())
     edit(data)
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps(data))
+    path.write_text(_sealed(data))
     with pytest.raises(UsageError, match=r"odd\.json is not a complete drive profile"):
         Profile.load(path)
 
@@ -218,7 +236,7 @@ def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
     """The way to every value in *data*, but for what may be anything."""
     items: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        if place or key not in ("drive", "engine", "workload", "schema_version"):
+        if place or key not in ("drive", "engine", "workload", "schema_version", "sha256"):
             yield (*place, key)
             yield from _places(value, (*place, key))
 
@@ -232,11 +250,11 @@ def test_no_value_of_another_type_is_read() -> None:
             data = json.loads(text)
             _with(wrong, *place)(data)
             try:
-                found = Profile.from_json(json.dumps(data), "odd.json")
+                found = Profile.from_json(_sealed(data), "odd.json")
             except UsageError as error:
                 said = str(error)
                 tried += said.startswith("odd.json") and "\n" not in said
             else:
                 assert require_schema(found) is found
-                assert json.loads(found.to_json()) == json.loads(json.dumps(data)) or not wrong
+                assert json.loads(found.to_json()) == json.loads(_sealed(data)) or not wrong
     assert tried > 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from nvme_offload import profile_shelf
+from nvme_offload import profile_shelf, sealed
 from nvme_offload.config import AioConfig
 from nvme_offload.drive import describe
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.profile import PHASES, Best, Profile, Setting
+from nvme_offload.tier import Tier
 
 SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
 BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
@@ -79,9 +79,10 @@ def test_another_engines_profile_is_kept_apart(tmp_path: Path, shelf: Path) -> N
 
 def test_a_file_of_another_drive_is_refused(tmp_path: Path) -> None:
     kept = profile_shelf.keep(profile_of(tmp_path))
-    data = json.loads(kept.read_text())
+    data = sealed.loads(kept.read_text())
+    sealed.unseal(data)
     data["drive"]["identity"] = "0" * 32
-    kept.write_text(json.dumps(data))
+    kept.write_text(sealed.dumps(data))
     with pytest.raises(UnsupportedError, match="another drive than that of"):
         AioConfig.for_path(tmp_path)
     kept.write_text("{")
@@ -113,7 +114,7 @@ def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     if os.geteuid() != 0:
         pytest.skip("becoming a user without a home needs root")
     # A user whom the machine does not know, as containers have them.
-    script = "import os; from nvme_offload import profile_shelf; os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
+    script = "import os; from nvme_offload import profile_shelf, sealed; os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
     script += "except Exception as error: print(type(error).__name__, error)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"
@@ -130,3 +131,33 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         profile_shelf.keep(profile_of(tmp_path))
     assert (kept.read_bytes(), list(kept.parent.iterdir())) == (before, [kept])
+
+
+def test_a_path_that_was_swept_on_another_drive_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    swept = tmp_path / "local_nvme"
+    other, ours = "0" * 32, describe(tmp_path)
+    for directory in (swept, swept / "job", tmp_path / "elsewhere"):
+        directory.mkdir()
+    profile_shelf.keep(profile_of(swept, identity=other, model="SOLIDIGM D7", device="/dev/nvme9n1", mount_point=str(swept)))
+
+    def tell(directory: Path) -> list[str]:
+        caplog.clear()
+        for _ in range(2):
+            Tier([str(directory)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20).close()
+        return [record.getMessage() for record in caplog.records if "nvme-sweep" in record.getMessage()]
+
+    for directory in (swept, swept / "job"):
+        assert tell(directory) == [
+            f"{directory} is on {ours.device}, and nvme-sweep measured it on SOLIDIGM D7 /dev/nvme9n1: mount that drive, or run `nvme-sweep {directory}` "
+            "for this one, of which there are no tuned settings"
+        ]
+    assert tell(tmp_path / "elsewhere") == []
+    profile_shelf.keep(profile_of(swept))  # the one that is there
+    (swept / "job2").mkdir()
+    assert tell(swept / "job2") == []
+
+
+def test_what_is_mounted_below_a_swept_place_is_another_place(tmp_path: Path) -> None:
+    profile_shelf.keep(profile_of(tmp_path, identity="0" * 32, mount_point="/"))
+    found = profile_shelf.swept_elsewhere(tmp_path)
+    assert (found is None) == (describe(tmp_path).mount_point != "/")

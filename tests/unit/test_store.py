@@ -21,7 +21,7 @@ import torch
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload import slabs, snapshot
+from nvme_offload import sealed, slabs, snapshot
 from nvme_offload._aio import FaultKind
 from nvme_offload.config import AioConfig
 from nvme_offload.engine import Engine, allocate
@@ -612,7 +612,7 @@ def test_a_damaged_snapshot_is_refused_and_changes_nothing(store: TensorStore, s
 def resealed(text: bytes, **changes: object) -> bytes:
     manifest = {**json.loads(text), **changes}
     del manifest["sha256"]
-    return json.dumps({**manifest, "sha256": snapshot._digest(manifest)}).encode()
+    return sealed.dumps(manifest).encode()
 
 
 def test_what_is_no_snapshot_of_ours(store: TensorStore, saved: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:

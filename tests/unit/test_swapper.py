@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvme_offload.config import AioConfig
-from nvme_offload.errors import UsageError, WaitTimeout
+from nvme_offload.errors import OutOfHostMemoryError, UsageError, WaitTimeout
 from nvme_offload.pool import PinnedPool
 from nvme_offload.store import TensorStore
 from nvme_offload.swapper import SwapperStats, TensorSwapper
@@ -261,7 +261,7 @@ def test_what_would_do_is_said_and_does(make_swapper: MakeSwapper) -> None:
     for name in "abc":
         swapper.swap_out(name, pattern(1))
     held = swapper.swap_in("b")  # in the middle
-    with pytest.raises(UsageError, match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes"):
+    with pytest.raises(OutOfHostMemoryError, match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes"):
         swapper.create("wide", 2 * SIZE)
     assert torch.equal(held, pattern(1))
     swapper.release("b", changed=False)

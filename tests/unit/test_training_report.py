@@ -76,6 +76,7 @@ def run(variant: str, number: int, optimizer: float, losses: tuple[str, ...] = (
     def phase(name: str, step: int | None, seconds: float, peak: int, moved: int = 0) -> None:
         nonlocal clock
         figures = {"cpu_seconds": 0.5, "read_bytes": moved, "written_bytes": moved, "peak_bytes": peak, "after_bytes": peak - 1}
+        figures |= {"busy_seconds": seconds / 2, "planning_seconds": 1e-3 if moved else 0.0, "uses": 20 if moved else 0}
         events.append({"event": "phase", "name": name, "step": step, "began": clock, "ended": clock + seconds, **figures})
         clock += seconds
 
@@ -130,6 +131,8 @@ def test_merged_leaves_both_as_they_were() -> None:
         (PLAN.replace('title = "ours"', ""), "title"),
         (PLAN.replace('name = "none"', 'name = "mine"'), "same name"),
         (PLAN.replace("hidden", "hid"), "hid"),
+        (PLAN.replace("hidden = 16, blocks = 2", 'name = "gpt2", blocks = 2, hidden = 16'), "either hidden and blocks, or a name"),
+        (PLAN.replace("blocks = 2", "blocks = 2, width = 8"), "small-width"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_the_reason(tmp_path: Path, broken: str, said: str) -> None:
@@ -196,6 +199,21 @@ def test_targets(tmp_path: Path) -> None:
     text = render(shown)
     assert "| ours | backward + optimizer | over DeepSpeed | <= 0.65 | 0.50 [0.50 to 0.50] | met |" in text
     assert "| ours | optimizer phase: floor / time | beside fio | >= 0.9 | 0.80 [0.80 to 0.80] | missed |" in text
+
+
+def test_each_phase_has_what_the_drive_and_the_planner_did(tmp_path: Path) -> None:
+    text = render(results(tmp_path, [run("stock", 0, 3.0), run("mine", 0, 1.25)]))
+    assert "| ours | optimizer | 1.25 | 0.50 | 1.60 | 0.80 [0.80 to 0.80] | 0.001 | 50 |" in text
+    assert "| ours | forward | 0.1 | 0.50 | 0.00 |  | 0.000 |  |" in text
+    assert "| no offload | forward |" not in text
+
+
+def test_a_model_by_name_has_all_of_its_tensors(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PLAN.replace("{ hidden = 16, blocks = 2 }", '{ name = "llama2-7b", width = 16, batch = 2, tokens = 8 }'))
+    assert plan.model.title == "the 291 tensors of llama2-7b at width 16, a batch of 2 x 8 tokens"
+    assert plan.model.config is not None
+    assert plan.model.config["num_hidden_layers"] == 32
+    assert plan.model.parameters > 32 * 4 * 16 * 16
 
 
 def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:

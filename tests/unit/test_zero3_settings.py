@@ -34,9 +34,16 @@ def test_every_key_is_read():
         "weights": [1, 2.5],
         "checksum": True,
         "state_format": "exact",
+        "missing_gradients": "last",
     }
-    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True, "exact")
+    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True, "exact", "last")
     assert of(**json.loads(json.dumps(section))) == of(**section)
+
+
+@pytest.mark.parametrize(("key", "value"), [("state_format", "split"), ("missing_gradients", "zero")])
+def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
+    with pytest.raises(UsageError, match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out'):
+        of(swappers="deepspeed", **{key: value})
 
 
 def test_equal_settings_are_one_key_of_a_dict():
@@ -58,7 +65,7 @@ def test_another_host_memory_is_refused(wrong):
 
 @pytest.mark.parametrize("key", ["host_memroy", "nvme_path", "device", "thread_count", ""])
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
-    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, paths, state_format, swappers, weights$") as refusal:
+    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights$") as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)
 
@@ -69,6 +76,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
         ("swappers", "ours", '"native", "deepspeed"'),
         ("state_format", "lossless", '"exact", "split", "compact"'),
         ("state_format", None, '"exact", "split", "compact"'),
+        ("missing_gradients", "none", '"zero", "last"'),
         ("swappers", None, '"native", "deepspeed"'),
         ("swappers", [], '"native", "deepspeed"'),
         ("backend", "aio", '"libaio", "io_uring", "posix"'),

@@ -35,7 +35,7 @@ class Life:
     saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive that is filled up between two saves to it.
     kill: where in the last save the process is to end itself. universal: a directory to convert to a universal checkpoint first.
     weights: of which directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model: where to write the 16-bit weights.
-    failing: the last rank fails in a save more, to the first directory.
+    failing: the last rank fails in a save more, to the first directory. breaking: saves there again, each with something missing.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Life:
     weights: str = ""
     model: str = ""
     failing: bool = False
+    breaking: bool = False
 
 
 def main(request: dict[str, Any]) -> None:
@@ -100,6 +101,8 @@ def live(life: Life, directory: str) -> dict[str, Any]:
             result["full"] = save_to_full_drive(engine, Path(life.full))
         if step == life.last - 1 and life.failing:
             result["failing"] = save_with_failing_rank(engine, Path(life.saves[0][1]))
+        if step == life.last - 1 and life.breaking:
+            result["breaking"] = save_with_something_missing(engine, Path(life.saves[0][1]))
         training._step(engine, step, 0)
     if life.model:
         engine.save_16bit_model(life.model)
@@ -149,6 +152,63 @@ def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
     archive.write = write
     comm.barrier()
     return {**found, "untouched": contents(place) == before}
+
+
+def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
+    """What is said of saves from which states are missing, by how they went: as they would with another DeepSpeed, or by a fault here."""
+    from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    from nvme_offload.zero3.stage3 import Stage3
+
+    def states(tree: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = tree[OPTIMIZER_STATE_DICT]["state"]
+        return found
+
+    def tensors(state: dict[str, Any]) -> list[str]:
+        return [key for key, value in state.items() if torch.is_tensor(value) and value.dim()]
+
+    made, kept, kind = Stage3._rigid_state_dict, type(engine)._save_zero_checkpoint, type(engine)
+    losses = {
+        "all states": lambda tree: states(tree).clear(),
+        "those of one sub-group": lambda tree: states(tree).popitem(),
+        "one state of one": lambda tree: states(tree)[0].pop(tensors(states(tree)[0])[-1]),
+        "a part of a state": lambda tree: states(tree)[0].update({tensors(states(tree)[0])[0]: torch.zeros(3)}),
+        "one master": lambda tree: tree[FP32_FLAT_GROUPS].pop(),
+        "all masters": lambda tree: tree.pop(FP32_FLAT_GROUPS),
+        "a part of a master": lambda tree: tree[FP32_FLAT_GROUPS].__setitem__(0, torch.zeros(3)),
+        "everything": lambda tree: tree.clear(),
+    }
+
+    def losing(lose: Any) -> Any:
+        def rigid_state_dict(self: Any) -> Any:
+            tree = made(self)
+            lose(tree)
+            return tree
+
+        return rigid_state_dict
+
+    class Other(TorchCheckpointEngine):  # another one, of whose files we know nothing
+        pass
+
+    ways: dict[str, Any] = {name: lambda lose=lose: setattr(Stage3, "_rigid_state_dict", losing(lose)) for name, lose in losses.items()}
+    ways["the method renamed"] = lambda: delattr(Stage3, "_rigid_state_dict")
+    ways["the file"] = lambda: setattr(kind, "_save_zero_checkpoint", lambda *_, **__: None)
+    before, told, plain = contents(place), {}, engine.checkpoint_engine
+    other = Other(plain.config_params) if hasattr(plain, "config_params") else Other()
+    for writer in (plain, other):
+        engine.checkpoint_engine = writer
+        for name, damage in ways.items():
+            damage()
+            try:
+                engine.save_checkpoint(str(place) if writer is plain else f"{place} other", tag="tag")
+                said = "it was saved"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            Stage3._rigid_state_dict, kind._save_zero_checkpoint = made, kept
+            told[name if writer is plain else f"{name}, by another writer"] = said
+        engine.checkpoint_engine = plain
+    return {"told": told, "untouched": contents(place) == before, "shown": [str(path) for path in place.parent.glob(f"{place.name} other/latest")]}
 
 
 @contextlib.contextmanager

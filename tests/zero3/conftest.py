@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for launch, models and training, which a script imports too
 
-TRAINS = {"test_faults.py", "test_parity.py", "test_recovery.py"}
+TRAINS = {"test_checkpoint_faults.py", "test_checkpoint_power_loss.py", "test_faults.py", "test_parity.py", "test_recovery.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

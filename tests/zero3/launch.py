@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import nvme_offload
 
+PATIENCE = float(os.environ.get("PATIENCE", "500"))  # seconds that a run may take
 SCRIPT = Path(__file__).with_name("training.py")
 
 
@@ -27,6 +28,7 @@ class Case:
     overflow_step: the step whose loss is too large for 16 bit. groups: parameter groups, which differ in learning rate and weight decay.
     persistence: elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes without gradients after each step.
     fragments: get and set what DeepSpeed's fragment functions can. engines: how many train by turns. lives: how often the engine is made and destroyed.
+    loop: of `outside.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of steps of our own.
     zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only read by this package) and of the whole configuration.
     """
 
@@ -48,6 +50,8 @@ class Case:
     fragments: bool = False
     engines: int = 1
     lives: int = 1
+    loop: str = ""
+    program: str = ""
     zero: dict[str, Any] = dataclasses.field(default_factory=dict)
     section: dict[str, Any] = dataclasses.field(default_factory=dict)
     top: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -74,7 +78,7 @@ class Process(NamedTuple):
     complaints: IO[str]
 
 
-def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 500, **request: Any) -> list[dict[str, Any]]:
+def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = PATIENCE, **request: Any) -> list[dict[str, Any]]:
     """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
 
     What goes wrong in a case is in its result, as "error", and takes no other case with it.
@@ -106,7 +110,7 @@ def _failure(every: list[Rank], at: int) -> dict[str, Any]:
     return {**(told or ended), "ranks": []}
 
 
-def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = 500, **request: Any) -> list[Rank]:
+def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = PATIENCE, **request: Any) -> list[Rank]:
     """What each rank made of *cases*."""
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(start(cases, directory, ours=ours, ranks=ranks, **request))

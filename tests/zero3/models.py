@@ -116,6 +116,22 @@ class Sometimes(Chain):
         return layer(x)
 
 
+class Dropped(Chain):
+    """Layers of which another one rests in each forward pass, and the last is frozen in the second and third: parameters without a gradient, by turns."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.passes += 1
+            self.layers[-1].requires_grad_(self.passes not in (2, 3))
+        return super().forward(x)
+
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rests = self.passes % (len(self.layers) - 1)
+        return torch.zeros_like(x) if layer is self.layers[rests] else layer(x)
+
+
 def odd() -> nn.Module:
     return Chain(nn.Linear(33, 17), nn.Linear(17, 71), nn.LayerNorm(71), nn.Linear(71, 3), Scale(), features=33)
 
@@ -159,7 +175,11 @@ def sometimes() -> nn.Module:
     return Sometimes(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 5), features=32)
 
 
-MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, adapted, checkpointed, reentrant, embedding, tied, sometimes)}
+def dropped() -> nn.Module:
+    return Dropped(*(nn.Linear(64, 64) for _ in range(6)), features=64)
+
+
+MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, adapted, checkpointed, reentrant, embedding, tied, sometimes, dropped)}
 
 
 class Sign(torch.optim.Optimizer):

@@ -1,8 +1,9 @@
 """Trains a small model through steps that are cut short, and prints one JSON object: what `test_recovery.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for an exception at every
-"stride"th call of a step in turn, "write" for a drive on which no write succeeds meanwhile, "interrupt" for Ctrl-C in the
-optimizer, "fragment" for a fragment function with an unknown key, "none" for nothing.
+"stride"th call of a step in turn, "passes" for one at every "stride"th call of the user's code, and of swapper and store, in forward and backward,
+"write" for a drive on which no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment function with an unknown
+key, "none" for nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import os
 import resource
@@ -41,7 +43,8 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         self.where = ""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count("torch")
+        if function.__name__ != "_set_grad_enabled":  # with which torch itself puts back at the end of a no_grad what no load can
+            self.count("torch")
         return function(*args, **(kwargs or {}))
 
     def count(self, where: str) -> None:
@@ -90,7 +93,9 @@ def main(request: dict[str, Any]) -> None:
     training = Training(Case(**request["case"]), request["directory"], True, watch)
     place = str(Path(request["directory"], "checkpoint"))
     at_every = functools.partial(at_calls, stride=request.get("stride", 1))
-    result = {"calls": at_every, "write": in_a_write, "none": undisturbed, "interrupt": by_ctrl_c, "fragment": by_a_fragment}[request["cut"]](training, place)
+    in_passes = functools.partial(at_passes, stride=request.get("stride", 1))
+    cuts = {"calls": at_every, "passes": in_passes, "write": in_a_write, "none": undisturbed, "interrupt": by_ctrl_c, "fragment": by_a_fragment}
+    result = cuts[request["cut"]](training, place)
     print(json.dumps(result), file=answers, flush=True)
     deepspeed.comm.destroy_process_group()
 
@@ -111,57 +116,138 @@ def finish(training: Training, engine: Any, last: int = FIRST + 2) -> dict[str, 
     return training._final(engine)
 
 
-def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
-    """An exception at every *stride*th call of a step in turn."""
-    from nvme_offload import OffloadError, store, swapper
-
-    engine = begin(training, place)
+def reference(training: Training, engine: Any, place: str) -> tuple[dict[str, Any], list[str]]:
+    """What one step comes to after a load, and what is wrong with it: it is what comes of the run that goes on, unless that has last gradients."""
+    passes = getattr(engine.module, "passes", 0)
+    on = finish(training, engine, FIRST + 1)
+    load(engine, place, passes)
     whole = finish(training, engine, FIRST + 1)
-    cuts = Cuts()
+    return whole, [] if whole == on or training.case.section.get("missing_gradients") == "last" else ["a load with nothing before it: other bits"]
+
+
+def load(engine: Any, place: str, passes: int) -> None:
+    """Bring back what was saved, on the same engine; and of what is the user's to bring back, the number of *passes* that some models count."""
+    engine.load_checkpoint(place, tag="tag")
+    if hasattr(engine.module, "passes"):
+        engine.module.passes = passes
+
+
+def other(end: dict[str, Any], whole: dict[str, Any]) -> list[str]:
+    """The names of what is not the same in both."""
+    return [f"{key} {name}" for key in whole for name in whole[key] if end[key][name] != whole[key][name]]
+
+
+def count_calls(cuts: Cuts) -> None:
+    """Have *cuts* count the calls into swapper and store."""
+    from nvme_offload import store, swapper
+
     for owner in (swapper.TensorSwapper, store.TensorStore):
         for name in CALLS[owner.__name__]:
             setattr(owner, name, cuts.around(f"{owner.__name__}.{name}", getattr(owner, name)))
-    inner = engine.optimizer.optimizer
-    inner.step = cuts.around("optimizer.step", inner.step)
-    step, number = engine.optimizer.step, 0
 
-    def cut(*args: Any, **named: Any) -> None:
-        with cuts.armed(number):
-            step(*args, **named)
 
-    seen, wrong = collections.Counter[str](), []
-    while True:
-        number += stride
-        engine.optimizer.step = cut
+Armed = Callable[[int], contextlib.AbstractContextManager[None]]  # the context of a step that is cut at the call of that number
+
+
+def one_by_one(training: Training, place: str, stride: int, arm: Callable[[Any, Cuts], tuple[Armed, Callable[[], list[str]]]]) -> dict[str, Any]:
+    """Cut a step at every *stride*th of its calls, and load and go on after each. *arm* also has what is to be said of an engine after a cut."""
+    engine = begin(training, place)
+    passes = getattr(engine.module, "passes", 0)
+    whole, wrong = reference(training, engine, place)
+    cuts = Cuts()
+    count_calls(cuts)
+    armed, faults = arm(engine, cuts)
+    seen = collections.Counter[str]()
+    for number in itertools.count(stride, stride):
+        came = "nothing"  # the swapper keeps the failure of a transfer for who needs the value
         try:
-            training._step(engine, FIRST, 0)
+            with armed(number):
+                training._step(engine, FIRST, 0)
         except BaseException as error:
             if not cuts.where:
                 raise
-            seen[cuts.where] += 1
-            failure = f"{number}: {cuts.where}: {type(error).__name__}"
-        else:
+            came = type(error).__name__
+        if not cuts.where:
             break  # there were fewer calls
-        finally:
-            del engine.optimizer.step
-        if engine.optimizer.partly_changed:
-            seen["partly"] += 1
-            for refused in (engine.optimizer.step, engine.optimizer.state_dict):
-                try:
-                    refused()
-                    wrong.append(f"{failure}: {refused.__name__} went on")
-                except OffloadError as refusal:
-                    if "only partly applied" not in str(refusal):
-                        wrong.append(f"{failure}: {refusal}")
+        failure = f"{number}: {cuts.where}: {came}"
+        seen[cuts.where] += 1
+        seen["partly"] += bool(engine.optimizer.partly_changed)
+        wrong += [f"{failure}: {fault}" for fault in faults()]
         try:
-            engine.load_checkpoint(place, tag="tag")
-            if finish(training, engine, FIRST + 1) != whole:
-                wrong.append(f"{failure}: other bits")
+            load(engine, place, passes)
+            if others := other(finish(training, engine, FIRST + 1), whole):
+                wrong.append(f"{failure}: other bits of {others}")
         except Exception as error:
             wrong.append(f"{failure}: then {type(error).__name__}: {error}")
             traceback.print_exc()
             break  # nor will anything after it
-    return {"seen": seen, "wrong": wrong}
+    return {"seen": +seen, "wrong": wrong}
+
+
+def at_passes(training: Training, place: str, stride: int) -> dict[str, Any]:
+    """An exception at every *stride*th call that the forward and backward passes of a step make, of the user's hooks, the swapper's or the store's."""
+
+    def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:
+        for layer in engine.module.layers:
+            layer.register_forward_pre_hook(lambda *_: cuts.count("forward"))
+            layer.register_forward_hook(lambda layer, inputs, output: output.register_hook(lambda _: cuts.count("backward")) and None)
+        step = engine.step
+
+        def past(*args: Any, **named: Any) -> None:
+            left, cuts.left = cuts.left, -1  # what raises in there is another test's
+            step(*args, **named)
+            cuts.left = left
+
+        @contextlib.contextmanager
+        def armed(number: int) -> Iterator[None]:
+            engine.step = past
+            cuts.left, cuts.number, cuts.where = number, number, ""
+            try:
+                yield
+            finally:
+                cuts.left = -1
+                del engine.step
+
+        return armed, list
+
+    return one_by_one(training, place, stride, arm)
+
+
+def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
+    """An exception at every *stride*th call of a step in turn."""
+    from nvme_offload import OffloadError
+
+    def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:
+        inner = engine.optimizer.optimizer
+        inner.step = cuts.around("optimizer.step", inner.step)
+        step = engine.optimizer.step
+
+        @contextlib.contextmanager
+        def armed(number: int) -> Iterator[None]:
+            def cut(*args: Any, **named: Any) -> None:
+                with cuts.armed(number):
+                    step(*args, **named)
+
+            engine.optimizer.step = cut
+            try:
+                yield
+            finally:
+                del engine.optimizer.step
+
+        def faults() -> list[str]:
+            found = []
+            for refused in (engine.optimizer.step, engine.optimizer.state_dict) if engine.optimizer.partly_changed else ():
+                try:
+                    refused()
+                    found.append(f"{refused.__name__} went on")
+                except OffloadError as refusal:
+                    if "only partly applied" not in str(refusal):
+                        found.append(str(refusal))
+            return found
+
+        return armed, faults
+
+    return one_by_one(training, place, stride, arm)
 
 
 def in_a_write(training: Training, place: str) -> dict[str, Any]:

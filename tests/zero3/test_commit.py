@@ -86,8 +86,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tag").mkdir()
     (place / "tag" / "notes.txt").write_text("mine")
     (place / "tag" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a run with more ranks")
+    for name, file in ((".other.partial", "zero_pp_rank_0_mp_rank_00_model_states.pt"), (".mine.partial", "notes.txt")):  # the first is of a killed save
+        (place / name).mkdir()
+        (place / name / file).touch()
     result = run([Life("saved", CASE, last=2, saves=[[1, str(place)]])], place)["saved"]
     assert "error" not in result, result
+    assert [path.name for path in place.iterdir() if path.name.startswith(".")] == [".mine.partial"]
     assert sorted(path.name for path in (place / "tag").iterdir()) == [
         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
         "notes.txt",

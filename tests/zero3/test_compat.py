@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dis
 import enum
+import importlib
 import inspect
 import logging
 import re
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nvme_offload import UnsupportedError, zero3
 from nvme_offload.zero3 import compat
@@ -68,6 +72,7 @@ def untouched() -> Iterator[None]:
     assert logging.getLogger("nvme_offload").handlers == []
 
 
+@pytest.mark.releases
 def test_the_release_that_is_installed_has_all_of_it():
     compat.check()
 
@@ -118,6 +123,7 @@ def test_what_is_called_on_a_swapper_and_ours_lacks_is_named(monkeypatch):
         zero3.enable()
 
 
+@pytest.mark.releases
 def test_a_newer_release_is_held_to_the_contract_and_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
     if not compat.numbers(deepspeed.__version__) or any(compat._fault(use) for use in compat.uses("0.99.0")):
@@ -142,6 +148,7 @@ def test_the_requirement_is_the_oldest_that_was_tried():
     assert not zero3.is_too_old("0.20.0.dev1")
 
 
+@pytest.mark.releases
 def test_every_override_is_in_the_contract():
     from nvme_offload.zero3 import checkpoint, stage3
 
@@ -150,6 +157,49 @@ def test_every_override_is_in_the_contract():
     base = stage3.Stage3.__mro__[1]
     assert {name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)} - {"__module__", "__annotations__"} <= named
     assert set(checkpoint.engine_methods(compat._owner(engine))) <= {use.name for use in USES if use.owner == engine}
+
+
+def attributes_that_are_used() -> Iterator[tuple[str, str, str]]:
+    """Of all code but `compat`'s: file, of what by its last name, and which attribute."""
+    for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.name != "compat.py" else ():
+            if isinstance(node, ast.Attribute):
+                yield path.name, ast.unparse(node.value).rpartition(".")[2], node.attr
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+                yield path.name, ast.unparse(node.args[0]).rpartition(".")[2], node.args[1].value
+
+
+def names_of_deepspeed() -> set[str]:
+    """What objects of DeepSpeed's classes have, in the modules of the contract."""
+    found = set()
+    for module in {importlib.import_module(owner.partition(":")[0]) for owner in {use.owner for use in USES}}:
+        kinds = [kind for value in vars(module).values() if inspect.isclass(value) for kind in value.__mro__ if kind.__module__.startswith("deepspeed")]
+        found |= {name for kind in kinds for name in vars(kind)}
+        found |= {step.argval for code in compat._codes(module) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return found
+
+
+# Names by which the sources call what is DeepSpeed's; self where a class derives from DeepSpeed's, or a function becomes a method of it.
+HELD = {"accelerator", "dist", "engine", "fragment", "get_accelerator()", "original", "param", "stage3"}
+HEIRS = {"checkpoint.py", "inference.py", "stage3.py"}
+# A parameter's by torch, DeepSpeed's engine's by its manual, and what others of these names are: our own engine, torch's streams, Lightning's trainer.
+ELSEWHERE = {"module", "DeepSpeedEngine", "close", "config", "open", "read", "write", "synchronize"}
+
+
+def test_every_attribute_of_deepspeeds_that_is_used_is_in_the_contract():
+    listed = {use.name for version in compat.TESTED for use in compat.uses(version)} | {name for names in compat._SWAPPERS.values() for name in names}
+    torchs = {*dir(torch.Tensor), *dir(torch.nn.Module), *dir(torch.optim.Optimizer), "param_groups", "state", "defaults"}
+    theirs = names_of_deepspeed()
+    nodes = [node for path in (ROOT / "nvme_offload").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    unlisted = {
+        (file, holder, name)
+        for file, holder, name in attributes_that_are_used()
+        if name not in listed | torchs | ELSEWHERE
+        if (holder in HELD and (name in theirs or name not in ours)) or (holder in ("self", "super()") and file in HEIRS and name in theirs)
+    }
+    assert unlisted == set()
 
 
 def test_deepspeed_is_imported_by_names_of_the_contract_alone():

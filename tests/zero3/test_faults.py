@@ -55,9 +55,9 @@ def test_what_passes_leaves_no_trace(disturbed, faults):
 def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_path, first, error, kind):
     began = time.monotonic()
     ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]], timeout=100)
-    assert [rank.status for rank in ranks] == [0, 0], [rank.complaints for rank in ranks]
     results = [result for rank in ranks for result in rank.results]
-    assert len(results) == 2
+    assert len(results) == 2, [rank.complaints for rank in ranks]
+    assert {rank.status for rank in ranks} <= {0, 1}  # 1 where a second transfer had failed by then, which nobody waits for any more
     assert kind in [result["error"] for result in results]
     for result in results:  # the slower rank may hear from the other's end before it comes to its own failure
         assert (result["error"], str(tmp_path) in result["message"]) in [(kind, True), ("RuntimeError", False)], result
@@ -92,7 +92,7 @@ def test_a_drive_that_is_too_small_is_refused_before_the_first_step(mounted):
 
 
 WRONG_SECTIONS = [
-    ({"host_mem": "1GB"}, "has the key 'host_mem'; the keys are backend, checksum, host_memory, paths, state_format, swappers, weights"),
+    ({"host_mem": "1GB"}, "has the key 'host_mem'; the keys are backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights"),
     ({"swappers": "fast"}, '"swappers" in "nvme_offload" must be one of "native", "deepspeed"'),
 ]
 

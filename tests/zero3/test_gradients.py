@@ -18,6 +18,7 @@ from nvme_offload.engine import Engine  # noqa: E402
 from nvme_offload.errors import IOFailure, UsageError  # noqa: E402
 from nvme_offload.tier import Tier  # noqa: E402
 from nvme_offload.zero3.gradients import Gradients  # noqa: E402
+from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
 
 NUMELS = [6000, 5000, 7000, 4096]
 SMALLEST = 4 * 7000 + 2 * 7000 + (8 << 10)  # what is widened, one gradient, and both rounded up to pages
@@ -104,6 +105,42 @@ def test_what_is_forgotten_is_gone(make):
     assert len(tier.swapper.names()) == 1
     assert not any(gradients.widened(index).any() for index in range(4))
     assert gradients.add(0, [(0, some(6000, 5))], to_earlier=True)[0].equal(some(6000, 5))
+    gradients.close()
+    assert tier.swapper.names() == []
+
+
+@pytest.mark.parametrize("nbytes", [SMALLEST, 1 << 20])
+def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbytes):
+    tier, _ = make(nbytes)
+    _.close()
+    gradients = LastGradients(tier, NUMELS, torch.bfloat16, torch.float32, lambda: None)
+    first, second = some(1000, 1), some(1000, 2)
+    totals = gradients.add(0, [(500, first), (1500, first)], to_earlier=False)
+    gradients.complete(0, [(500, totals[0]), (1500, totals[1])])
+    assert not gradients.widened(1, last=True).any()
+    expected = torch.zeros(6000)
+    expected[500:1500] = expected[1500:2500] = first.float()
+    assert torch.equal(gradients.widened(0, last=True).mul_(1 / 3), expected * (1 / 3))
+    gradients.forget()
+    assert gradients.reduced(0) == {}
+
+    gradients.add(0, [(500, second)], to_earlier=False)  # in an early micro-batch only: for whatever is added to it, but not for the optimizer
+    assert torch.equal(gradients.widened(0, last=True).mul_(1 / 3), expected * (1 / 3) * (1 / 3))
+    gradients.forget()
+    (total,) = gradients.add(0, [(500, second)], to_earlier=True)
+    assert torch.equal(total, second + second)
+    gradients.complete(0, [(500, total)])
+    expected = expected * (1 / 3) * (1 / 3)
+    expected[500:1500] = (second + second).float()
+    assert torch.equal(gradients.widened(0), expected)
+    gradients.widened(0).fill_(7)  # of no account, for it was not handed out to the optimizer
+    assert torch.equal(gradients.widened(0), expected)
+    gradients.widened(0).fill_(7)
+    gradients.replace(0)
+    assert torch.equal(gradients.widened(0), torch.full((6000,), 7.0))
+    gradients.forget_all()
+    assert not gradients.widened(0).any()
+    assert torch.equal(gradients.add(0, [(500, first)], to_earlier=True)[0], first)
     gradients.close()
     assert tier.swapper.names() == []
 

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Case, finish, start
-
-pytestmark = pytest.mark.slow
+from launch import PATIENCE, Case, finish, start
 
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}
+LAST = {**SMALLEST, "missing_gradients": "last"}
 
 
 def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]:
     with start([], directory, script=SCRIPT, case=dataclasses.asdict(case), cut=cut, **request) as (process,):
-        ended = finish(process, 500)
+        ended = finish(process, PATIENCE)
     assert ended.status == 0, ended.complaints
     (result,) = ended.results
     return result
@@ -28,10 +27,19 @@ CASES = {
     "both": Case(model="odd", sub_group_size=700, parameters="nvme", optimizer="momentum", section=SMALLEST),
     "split": Case(model="odd", sub_group_size=700, parameters="nvme", section={"state_format": "split", "host_memory": "smallest"}),
     "parameters": Case(model="odd", parameters="nvme", states="cpu", section=SMALLEST),
+    "last": Case(model="dropped", parameters="nvme", sub_group_size=9000, accumulation=2, clipping=0.05, section=LAST),
 }
-STRIDES = {"states": 23, "both": 13, "split": 41, "parameters": 19}  # of a step's hundreds of calls one in so many
+STRIDES = {"states": 5, "both": 13, "split": 41, "parameters": 7, "last": 61}  # of a step's hundreds of calls one in so many
+PASSES = {"states": 1, "both": 2, "split": 2, "parameters": 2, "last": 2}  # likewise of the calls of forward and backward
 
 
+def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
+    result = run(tmp_path, Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST), "calls", stride=61)
+    assert result["wrong"] == []
+    assert len(result["seen"]) > 3, result["seen"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
     result = run(tmp_path, CASES[name], "calls", stride=STRIDES[name])
@@ -39,6 +47,23 @@ def test_an_exception_at_any_call_of_a_step_is_undone_by_a_load(name, tmp_path):
     seen = result["seen"]
     assert seen["torch"] > 5, seen
     assert seen["partly"] > 5, seen
+    assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
+
+
+def test_an_exception_at_some_calls_of_forward_and_backward_is_undone_by_a_load(tmp_path):
+    result = run(tmp_path, CASES["last"].but(section=SMALLEST), "passes", stride=29)
+    assert result["wrong"] == []
+    assert len(result["seen"]) > 3, result["seen"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(name, tmp_path):
+    result = run(tmp_path, CASES[name], "passes", stride=PASSES[name])
+    assert result["wrong"] == []
+    seen = result["seen"]
+    assert seen["forward"] > 0, seen
+    assert seen["backward"] > 0, seen
     assert len([place for place in seen if place.startswith("Tensor")]) > 2, seen
 
 
@@ -52,18 +77,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return end
 
 
+@pytest.mark.slow
 def test_writes_that_fail_in_a_step_are_undone_by_a_load(tmp_path, whole):
     result = run(tmp_path, STREAMED, "write")
     assert "File too large" in result["raised"]
     assert result["end"] == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_step_is_undone_by_a_load(tmp_path, whole):
     result = run(tmp_path, STREAMED, "interrupt")
     assert result["raised"]
     assert result["end"] == whole
 
 
+@pytest.mark.slow
 def test_a_fragment_function_that_raises_leaves_nothing_in_use(tmp_path, whole):
     result = run(tmp_path, STREAMED, "fragment")
     assert result["raised"] > 50

@@ -25,6 +25,8 @@ from typing import IO, Any
 import torch
 from launch import Case
 from models import ELEMENTWISE, MODELS, OPTIMIZERS, SCALAR
+from outside import LOOPS, PROGRAMS
+from outside import MODELS as OUTSIDE
 
 SCALES = {
     "bf16": {"bf16": {"enabled": True}},
@@ -135,10 +137,14 @@ class Training:
         self.watch = watch
         self.seeks = {"smallest": 1, "double": 2}.get(case.section.get("host_memory"), 0) if ours else 0
         self.config = self._config(directory)
+        self.directory = directory
+        self.kept: dict[str, Any] = {}  # by the case's loop
         self.told: dict[str, Any] = {key: [] for key in ("losses", "norms", "scales", "skipped", "observed")}
 
     def result(self) -> dict[str, Any]:
         """What the case comes to: floats in hexadecimal, tensors by their hash."""
+        if self.case.program:
+            return self._of_program()
         finals: dict[str, Any] = {key: {} for key in ("weights", "masters", "states", "scalars")}
         traffic, stats = {}, {}
         for life in range(self.case.lives):
@@ -156,6 +162,13 @@ class Training:
             del engine
             gc.collect()
         return {**self.told, **finals, "traffic": traffic, "stats": stats, "host_memory": self.config.get("nvme_offload", {}).get("host_memory")}
+
+    def _of_program(self) -> dict[str, Any]:
+        place = Path(self.directory, "ours" if self.ours else "stock")
+        place.mkdir()
+        made = PROGRAMS[self.case.program](self.config, place)
+        self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
+        return {**self.told, **self._final(made["engine"]), "traffic": self.watch.traffic() if self.ours else {}}
 
     def _config(self, directory: str) -> dict[str, Any]:
         case = self.case
@@ -210,9 +223,9 @@ class Training:
         torch.manual_seed(seed)
         if self.case.zero_init:
             with deepspeed.zero.Init(config_dict_or_path=self.config):
-                model = MODELS[self.case.model]()
+                model = (MODELS | OUTSIDE)[self.case.model]()
         else:
-            model = MODELS[self.case.model]()
+            model = (MODELS | OUTSIDE)[self.case.model]()
         if hasattr(model, "adapt"):
             model.adapt()
         groups = self._groups(model)
@@ -253,6 +266,8 @@ class Training:
         self.told["skipped"].append(engine.skipped_steps)
         if case.fragments:
             self._use_states(engine, step)
+        if case.loop:
+            self._observe(*LOOPS[case.loop](engine, self.kept))
         if case.evaluate:
             engine.eval()
             with torch.no_grad():

@@ -82,7 +82,7 @@ def _bars(profile: Profile, phase: str, reached: Best) -> list[_Bar]:
         bars.append(_Bar("best", best.gb_per_s, summary.interval_gb_per_s(best)))
     fio = summary.beside(profile, "fio").get(phase)
     if fio is not None:
-        bars.append(_Bar("fio", fio.gb_per_s, None))  # as measured, later; the table has the ratio of runs by turns
+        bars.append(_Bar("fio", fio.gb_per_s, None))  # as measured, later; the table has the ratio of interleaved runs
     return bars
 
 

@@ -4,8 +4,10 @@ DeepSpeed's own op for ranks of one machine would be compiled for the better par
 """
 
 import os
+import sys
 
-if "RANK" in os.environ:  # and not in the launchers, which need no DeepSpeed for this
+# Not in the launchers, which need no DeepSpeed for this, and not where py-cpuinfo asks itself in a process of its own, whose output DeepSpeed's would spoil.
+if "RANK" in os.environ and not any("cpuinfo" in word for word in sys.orig_argv):
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,121 @@
+"""What this package changes on a drive to stay, each as two scripts, and a judge of what is found after an end in the middle: old, new, or neither.
+
+The scripts run in a process of their own, with `place`, a directory. `before` makes the old state; its end has synced nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nvme_offload import commit, ds_config
+from nvme_offload.config import AioConfig
+from nvme_offload.profile import Profile
+from nvme_offload.store import TensorStore
+
+ROOT = Path(__file__).parents[2]
+_PROFILE = ROOT / "reports" / "vda-2026-11-21" / "profile.json"
+_CONFIG = '{\n  // mine\n  "aio": {"block_size": 1048576},\n  "mine": "' + "x" * 9000 + '"\n}\n'
+_CHANGED = ds_config.edit(_CONFIG, {"block_size": 4 << 20})
+_SIZES = {"a": 700, "b": 5000, "c": 20_000}
+
+_HEAD = f"""
+import dataclasses, os, sys
+from pathlib import Path
+import numpy as np
+from nvme_offload import ds_config, profile_shelf
+from nvme_offload.config import AioConfig
+from nvme_offload.profile import Profile
+from nvme_offload.store import TensorStore
+place = Path(sys.argv[1])
+profile = Profile.load({str(_PROFILE)!r})
+os.environ["XDG_CONFIG_HOME"] = str(place)
+
+def snapshot(fill):
+    with TensorStore(sys.argv[2], AioConfig(backend="posix", direct="auto")) as store:
+        for name, nbytes in {_SIZES!r}.items():
+            store.put(name, np.full(nbytes, fill, np.uint8)).wait()
+        store.snapshot(place / "snapshot")
+
+def report():
+    from nvme_offload.sweep import results
+    from nvme_offload.sweep.progress import Progress
+    results.write_report(profile, "drive", place / "reports", Progress(None))
+"""
+
+
+class Scene(NamedTuple):
+    """*judge* is given the place as it was found, a directory for its own use, and the place as the change left it; it says "none", "old" or "new"."""
+
+    before: str
+    change: str
+    judge: Callable[[Path, Path, Path], str]
+
+
+def script(text: str) -> str:
+    """*text* as a program whose arguments are the place and another directory."""
+    return _HEAD + text
+
+
+def _config(found: Path, _: Path, __: Path) -> str:
+    path = found / "config.json"
+    kept = commit.kept_of(path)
+    text = path.read_text()
+    if kept.exists() and text not in (_CONFIG, _CHANGED):  # written in place: the next edit says so, and where the old text is
+        text = kept.read_text()
+    return {_CONFIG: "old", _CHANGED: "new"}[text]
+
+
+def _profile(found: Path, _: Path, __: Path) -> str:
+    (path,) = (found / "nvme-offload" / "profiles").glob("*.json")
+    return Profile.load(path).command
+
+
+def _snapshot(found: Path, scratch: Path, _: Path) -> str:
+    with TensorStore(scratch, AioConfig(backend="posix", direct="auto")) as store:
+        store.restore(found / "snapshot")
+        fills = set()
+        for name, nbytes in _SIZES.items():
+            value = np.empty(nbytes, np.uint8)
+            store.get(name, value).wait()
+            fills |= set(value.tolist())
+    (fill,) = fills
+    return {1: "old", 2: "new"}[fill]
+
+
+def _report(found: Path, _: Path, final: Path) -> str:
+    shown = list((found / "reports").glob("[!.]*")) if (found / "reports").exists() else []
+    if not shown:
+        return "none"
+    (report,) = shown
+    assert contents(report) == contents(final / "reports" / report.name)
+    return "new"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file in *directory*."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+SCENES = {
+    "config": Scene(
+        f"(place / 'config.json').write_text({_CONFIG!r})",
+        "ds_config.apply(place / 'config.json', {'block_size': 4 << 20})",
+        _config,
+    ),
+    "config with another name": Scene(
+        f"(place / 'config.json').write_text({_CONFIG!r}); os.link(place / 'config.json', place / 'other.json')",
+        "ds_config.apply(place / 'config.json', {'block_size': 4 << 20})",
+        _config,
+    ),
+    "profile": Scene(
+        "profile_shelf.keep(dataclasses.replace(profile, command='old'))",
+        "profile_shelf.keep(dataclasses.replace(profile, command='new'))",
+        _profile,
+    ),
+    "snapshot": Scene("snapshot(1)", "snapshot(2)", _snapshot),
+    "report": Scene("", "report()", _report),
+}

@@ -1,0 +1,228 @@
+"""A tensor that is resized, freed, shared or pointed elsewhere while a request on it is under way: in a process of its own, since it may end one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_offload
+
+Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
+
+SECONDS = 60
+CAN_HOLD = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # what this torch can do
+RESIZED = ("freed", "larger storage", "larger")
+
+# Between "ready" and "changed" the drive is stalled: a write is not finished, and what is to follow one is not begun.
+CHILD = """
+import json, sys, threading
+import torch
+from nvme_offload.config import AioConfig
+from nvme_offload.engine import Engine
+from nvme_offload.errors import OffloadError
+from nvme_offload.pool import PinnedPool
+from nvme_offload.store import TensorStore
+from nvme_offload.swapper import TensorSwapper
+
+backend, directory = sys.argv[1:]
+config = AioConfig(backend=backend, block_size=4096, queue_depth=4)
+COUNT = 30_001  # of odd length: the last part goes through memory of the engine's
+NBYTES = 4 * COUNT
+
+def pattern(seed):
+    return torch.arange(seed, seed + COUNT, dtype=torch.int32)
+
+CHANGES = {
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "larger storage": lambda tensor: tensor.untyped_storage().resize_(10 * NBYTES),
+    "larger": lambda tensor: tensor.resize_(10 * COUNT),
+    "shared": lambda tensor: tensor.share_memory_(),
+    "elsewhere": lambda tensor: tensor.set_(),
+    "none": lambda tensor: None,
+}
+
+def refusal(change, tensor):
+    try:
+        CHANGES[change](tensor)
+        return None
+    except RuntimeError as error:
+        return str(error)
+
+def outcome(wait):
+    try:
+        wait()
+        return "well"
+    except OffloadError as error:
+        return type(error).__name__
+
+def meet(word):
+    print(word, flush=True)
+    sys.stdin.readline()
+
+def tell(found):
+    print(json.dumps(found), flush=True)
+
+class EngineDoor:
+    def __init__(self, engine):
+        self.engine = engine
+        self.files = {}
+    def file(self, name):
+        if name not in self.files:
+            self.files[name] = self.engine.open(f"{directory}/{name}", "rw", size=NBYTES)
+        return self.files[name]
+    def write(self, name, tensor, after=()):
+        return self.engine.write(tensor, self.file(name), after=after)
+    def read(self, name, tensor, after=()):
+        return self.engine.read(tensor, self.file(name), after=after)
+
+class StoreDoor:
+    def __init__(self, store):
+        self.write, self.read = store.put, store.get
+
+class Case:
+    def __init__(self, door, direction, change, lent, name):
+        self.door, self.direction, self.change, self.name = door, direction, change, name
+        self.told = {"door": type(door).__name__, "direction": direction, "change": change, "lent": lent}
+        door.write(name, pattern(1)).wait()
+        self.array = pattern(2).numpy().copy()
+        self.tensor = torch.from_numpy(self.array) if lent != "torch" else pattern(2).clone()
+        if lent == "array":
+            del self.array
+        self.memory = self.tensor.view(-1)  # the same, also where the tensor is pointed elsewhere
+    def start(self, after):
+        self.ticket = getattr(self.door, self.direction)(self.name, self.tensor, after=after)
+        self.told["refusal"] = refusal(self.change, self.tensor)
+    def end(self):
+        self.told["ended"] = [outcome(self.ticket.wait), outcome(self.ticket.wait)]
+        there = torch.empty(COUNT, dtype=torch.int32)
+        self.door.read(self.name, there).wait()
+        self.told["in_memory"] = torch.equal(self.memory, pattern(1))
+        self.told["on_drive"] = torch.equal(there, pattern(2))
+        self.told["refusal_later"] = refusal(self.change, self.tensor)
+        return self.told
+
+def run(doors_of, combinations):
+    with Engine(config) as engine, TensorStore(directory, config) as store:
+        store.reserve(64 * NBYTES)
+        doors = [EngineDoor(engine), StoreDoor(store)][:doors_of]
+        gates = [pattern(3) for _ in doors]
+        for door, gate in zip(doors, gates):
+            door.write("gate", gate).wait()
+        cases = [Case(door, *combination, f"{number}") for door in doors for number, combination in enumerate(combinations)]
+        meet("ready")
+        before = {door: door.write("gate", gate) for door, gate in zip(doors, gates)}
+        for case in cases:
+            case.start([before[case.door]])
+        others = [torch.full((COUNT,), 7, dtype=torch.int32) for _ in range(100)]  # would have the memory that was freed
+        meet("changed")
+        cases = [case.end() for case in cases]
+        tell({"cases": cases, "others": all(bool((other == 7).all()) for other in others)})
+"""
+
+
+def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
+    """What the process tells that runs *script* after `CHILD`."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD + script, backend, str(place)], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        try:
+            assert child.stdin and child.stdout and child.stderr  # noqa: PT018
+            assert child.stdout.readline() == "ready\n", child.stderr.read()
+            with stall():
+                child.stdin.write("go\n")
+                child.stdin.flush()
+                line = child.stdout.readline()
+            assert line == "changed\n", (child.wait(SECONDS), child.stderr.read())
+            out, errors = child.communicate("go\n", timeout=SECONDS)
+        finally:
+            child.kill()
+    assert (child.returncode, errors) == (0, "")
+    return json.loads(out)
+
+
+@pytest.mark.skipif(not CAN_HOLD, reason="this torch cannot exchange what two storages have")
+def test_the_memory_of_a_request_stays(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    script = """
+run(2, [(direction, change, lent) for direction in ("read", "write") for change in CHANGES for lent in ("torch", "array")])
+"""
+    told = ends(script, backend, stalling_directory, stall)
+    assert told["others"]
+    assert len(told["cases"]) == 2 * 2 * 6 * 2
+    for case in told["cases"]:
+        lost = case["direction"] == "read" and case["change"] == "shared"
+        assert case["ended"] == ["BufferChangedError" if lost else "well"] * 2, case
+        if case["direction"] == "write":
+            assert case["on_drive"], case
+        else:
+            assert case["in_memory"] == (not lost), case
+        resized = case["change"] in RESIZED
+        assert case["refusal"] == ("Trying to resize storage that is not resizable" if resized else None), case
+        if case["change"] != "larger":  # of which torch notes the sizes before it refuses
+            assert case["refusal_later"] == (case["refusal"] if case["lent"] == "array" else None), case
+
+
+def test_where_torch_cannot_lend_memory_a_change_is_told(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    """As an older torch, on memory that something else keeps."""
+    script = """
+torch.UntypedStorage._swap_data_ptr_ = property()
+run(1, [(direction, change, "kept array") for direction in ("read", "write") for change in ("shared", "none")])
+"""
+    told = ends(script, backend, stalling_directory, stall)
+    assert told["others"]
+    for case in told["cases"]:
+        assert case["ended"] == [{"shared": "BufferChangedError", "none": "well"}[case["change"]]] * 2, case
+
+
+def test_a_change_that_nobody_waited_for_is_raised_at_close(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    script = """
+engine = Engine(config)
+door = EngineDoor(engine)
+door.write("data", pattern(1)).wait()
+gate, tensor = pattern(2), pattern(3)
+meet("ready")
+door.read("data", tensor, after=[door.write("data", gate)])
+tensor.share_memory_()
+meet("changed")
+tell(outcome(engine.close))
+"""
+    assert ends(script, backend, stalling_directory, stall) == "BufferChangedError"
+
+
+def test_a_swapper_whose_memory_is_shared_keeps_every_byte(backend: str, stalling_directory: Path, stall: Stall) -> None:
+    script = """
+with TensorStore(directory, config) as store:
+    store.reserve(64 * NBYTES)
+    swapper = TensorSwapper(store, PinnedPool(3 * (NBYTES + 4096), pin=False))
+    used = {name: swapper.create(name, NBYTES) for name in "abc"}
+    for seed, tensor in enumerate(used.values()):
+        tensor.copy_(pattern(seed).view(torch.uint8))
+    meet("ready")
+    swapper.release("a", changed=True)
+    thread = threading.Thread(target=swapper.create, args=("d", NBYTES))  # where "a" is, once the drive has it
+    thread.start()
+    while store.stats().puts == 0:
+        pass
+    used["b"].share_memory_()
+    meet("changed")
+    thread.join()
+    for name in "bcd":
+        swapper.release(name, changed=name != "d")
+    right = []
+    for seed, name in enumerate("abc"):
+        right.append(torch.equal(swapper.swap_in(name), pattern(seed).view(torch.uint8)))
+        swapper.release(name, changed=False)
+    swapper.close()
+    tell(right)
+"""
+    assert ends(script, backend, stalling_directory, stall) == [True] * 3

@@ -1,0 +1,43 @@
+"""What a kill at any call leaves is the old or the new, never a third, and goes on from there: the change, made again, is the new, and leaves nothing aside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from scenes import SCENES, script
+
+KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENES if name != "report"])  # which tests/sweep/test_commit.py kills
+def test_a_kill_leaves_the_old_or_the_new(name: str, tmp_path: Path, kill_points: KillPoints) -> None:
+    scene = SCENES[name]
+    place, scratch = tmp_path / "place", tmp_path / "scratch"
+    for directory in (place, scratch):
+        directory.mkdir()
+
+    def run(text: str, where: Path, environment: dict[str, str]) -> None:
+        subprocess.run([sys.executable, "-W", "ignore", "-c", script(text), str(where), str(scratch)], check=True, env={**os.environ, **environment})
+
+    run(scene.before, place, {})
+    environment, images = kill_points(place)
+    run(scene.change, place, environment)
+    found = sorted(image for image in images.iterdir() if image.is_dir())
+    seen = [scene.judge(image, scratch, place) for image in found]
+    turn = seen.index("new")
+    assert seen == ["old"] * turn + ["new"] * (len(seen) - turn)
+    assert turn >= 4
+    last = found[turn - 1]
+    if not any(path.name.endswith(".before") for path in last.iterdir()):  # an edit in place is for its user to finish
+        run(scene.change, last, {})
+        assert scene.judge(last, scratch, place) == "new"
+        assert {path.name for path in last.rglob(".*")} == set()
+        assert len(list(last.rglob("*"))) == len(list(place.rglob("*")))

@@ -1,0 +1,187 @@
+"""States of other shapes than the parameter, in lists, dictionaries and objects: they travel, are counted, and come back as they were."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections import deque
+
+import pytest
+import torch
+from reference import Reference, differing, parameters, smallest, taken_by_fifty_steps, train, unlike
+
+from nvme_offload.errors import UsageError
+from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.state_tree import tensors
+
+SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (6, 4, 3, 3)]
+
+
+class Averages:
+    """What some optimizers keep their statistics in."""
+
+    def __init__(self, parameter):
+        self.by_rows = [torch.zeros(size, dtype=torch.float64) for size in parameter.shape]
+        self.count = 0
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps momenta by their decay, as AggMo does; the last gradients, as AdaShift does; matrices by sides, as SOAP does; and an object."""
+
+    def __init__(self, params, lr=1e-2, late=2):
+        super().__init__(params, {"lr": lr, "late": late})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["momenta"] = {decay: torch.zeros_like(parameter) for decay in (0.0, 0.9)}
+                    state["last"] = deque([gradient.clone()], maxlen=3)
+                    state["sides"] = [torch.zeros(size, size) for size in parameter.shape]
+                    state["averages"] = Averages(parameter)
+                    state["pair"] = [torch.ones_like(parameter), torch.zeros_like(parameter)]
+                state["step"] += 1
+                if state["step"] > group["late"]:
+                    state["late"] = (state.get("late", (torch.zeros(3, 2),))[0] + 1,)
+                state["last"].append(gradient.clone())
+                state["pair"].reverse()
+                state["pair"][0].lerp_(gradient, 0.5)
+                update = state["pair"][1] + sum(state["last"])
+                for decay, momentum in state["momenta"].items():
+                    update += momentum.mul_(decay).add_(gradient)
+                for index, size in enumerate(parameter.shape):
+                    rows = gradient.transpose(0, index).reshape(size, -1)
+                    state["sides"][index] = state["sides"][index] * 0.9 + rows @ rows.T
+                    state["averages"].by_rows[index] += rows.double().mean(1)
+                    update += (state["sides"][index].trace() + state["averages"].by_rows[index].sum()).tanh().to(parameter.dtype)
+                state["averages"].count += 1
+                parameter.sub_(update, alpha=group["lr"])
+
+
+def tight(params, tmp_path, optimizer_class=Odd, **kwargs):
+    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_they_are_the_plain_ones(tmp_path, dtype):
+    plain, ours = parameters(dtype, shapes=SHAPES), parameters(dtype, shapes=SHAPES)
+    reference = Reference(plain, Odd)
+    with NVMeOptimizer(ours, Odd, paths=tmp_path, host_memory=3_000_000) as optimizer:
+        for first in (0, 3, 6):
+            train(plain, reference, first=first)
+            train(ours, optimizer, first=first)
+            assert differing(ours, plain) == []
+            for parameter, (_, master) in zip(ours, reference.pairs, strict=True):
+                expected, found = tensors(reference.optimizer.state[master]), tensors(optimizer.state[parameter])
+                assert expected.keys() == found.keys() - {"master"}
+                for key, value in expected.items():
+                    assert torch.equal(found[key].clone(), value)
+                    assert (found[key].dtype, found[key].stride()) == (value.dtype, value.stride())
+                assert optimizer.state[parameter]["averages"].count == first + 3
+
+
+def test_no_more_than_numbers_stays_in_memory(tmp_path):
+    params = parameters(shapes=[*SHAPES, (100, 300), (200, 80)])
+    with NVMeOptimizer(params, Odd, paths=tmp_path, host_memory=2_200_000) as optimizer:
+        train(params, optimizer, steps=4)
+        states = [piece.states for bundle in optimizer._bundles for piece in bundle.pieces]
+        assert sum(value.nbytes for state in states for value in tensors(state).values()) == 0
+        assert sum(map(len, map(tensors, states))) > 12 * len(params)
+        whole = sum(value.nbytes for state in optimizer.state_dict()["state"].values() for value in tensors(state).values())
+        assert whole <= sum(bundle.nbytes for bundle in optimizer._bundles) <= whole * 1.05 + 4096 * len(optimizer._bundles)
+        assert optimizer._tier._pool.nbytes <= 2_200_000
+        assert optimizer.stats().bytes_read > 0
+
+
+@pytest.mark.parametrize("through", ["memory", "file"])
+def test_checkpoints(tmp_path, through):
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = Odd(plain)
+    train(plain, reference, steps=7)
+    with NVMeOptimizer(ours, Odd, paths=tmp_path, host_memory=3_000_000) as optimizer:
+        train(ours, optimizer, steps=4)
+        state = optimizer.state_dict()
+        if through == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=False)
+        kept = copy.deepcopy(state["state"])
+        there = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
+        train(ours, optimizer, first=4)
+    with NVMeOptimizer(there, Odd, paths=tmp_path, host_memory=4_000_000) as optimizer:
+        optimizer.load_state_dict(state)
+        again = optimizer.state_dict()["state"]
+        for index in kept:
+            assert unlike(tensors(again[index]), tensors(kept[index])) == []
+        train(there, optimizer, first=4)
+    assert differing(there, plain) == differing(ours, plain) == []
+
+
+def test_changes_take_effect(tmp_path):
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = Odd(plain)
+    with NVMeOptimizer(ours, Odd, paths=tmp_path, host_memory=3_000_000) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params, one)
+            state = one.state[params[0]]
+            state["momenta"][0.9].mul_(0.5)
+            state["sides"][1] = torch.full((30, 30), 0.25)
+            state["averages"].by_rows[0].add_(1)
+            one.state[params[2]]["last"].clear()
+            one.state[params[3]].clear()
+            train(params, one, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_one_whose_elements_have_lists_is_cut(tmp_path):
+    class Aggregated(torch.optim.Optimizer):
+        """AggMo. Source: arXiv:1804.00325."""
+
+        def __init__(self, params, lr=1e-2):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            """One step."""
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                for decay in state.setdefault("buffers", {decay: torch.zeros_like(parameter) for decay in (0.0, 0.9, 0.99)}):
+                    parameter.sub_(state["buffers"][decay].mul_(decay).add_(parameter.grad), alpha=1e-2)
+
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    reference = Aggregated(plain)
+    train(plain, reference)
+    with tight(ours, tmp_path, Aggregated) as optimizer:
+        train(ours, optimizer)
+        assert max(len(weight.pieces) for weight in optimizer._weights) > 1
+        state = copy.deepcopy(optimizer.state_dict())
+        assert unlike(state["state"], reference.state_dict()["state"]) == []
+        optimizer.load_state_dict(state)
+        train(ours, optimizer, first=3)
+    train(plain, reference, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_a_cap_that_shows_to_be_too_little_is_told_with_what_would_do(tmp_path):
+    told_when = "which shows as it makes them, and host_memory has no room for them"
+    with tight(parameters(shapes=SHAPES), tmp_path) as optimizer, pytest.raises(UsageError, match=told_when) as told:
+        train(optimizer.param_groups[0]["params"], optimizer, steps=4)
+    enough = int(re.search(r"at least (\d+)", str(told.value))[1])
+    params = parameters(shapes=SHAPES)
+    with NVMeOptimizer(params, Odd, paths=tmp_path, host_memory=enough) as optimizer:
+        train(params, optimizer, steps=4)
+
+
+@pytest.mark.slow
+def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
+    taken, states = taken_by_fifty_steps(tmp_path, shapes=[(512, 512)] * 16, optimizer="test_odd_states.Odd", host_memory="60MB")
+    assert states > 140e6
+    assert taken < 60e6 * 1.2

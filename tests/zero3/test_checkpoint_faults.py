@@ -1,0 +1,23 @@
+"""Whatever single fault a file of a checkpoint has: `load_checkpoint` refuses it by name, or loads what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import Case, finish, start
+
+SCRIPT = Path(__file__).with_name("damaging.py")
+CASE = Case(name="damaged", model="odd", states="nvme", persistence=100)
+
+
+@pytest.mark.slow
+def test_no_single_fault_is_accepted(tmp_path: Path) -> None:
+    count = 2500
+    with start([CASE], tmp_path, script=SCRIPT, count=count, seed=17) as (process,):
+        ended = finish(process, 550)
+    assert ended.status == 0, ended.complaints
+    (told,) = ended.results
+    assert told["wrong"] == []
+    assert sum(told["ends"].values()) == count
+    assert told["ends"]["refused"] > 0.9 * count

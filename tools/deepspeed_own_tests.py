@@ -1,0 +1,192 @@
+"""Runs DeepSpeed's own tests, on DeepSpeed as it is and after `nvme_offload.zero3.enable()`: python tools/deepspeed_own_tests.py CHECKOUT.
+
+CHECKOUT is a directory with DeepSpeed's `tests` in it; they are copied, and what they test is the DeepSpeed that is installed. Prints a table of files
+and how many of their tests passed, each way. The exit status is 1 when a test that passes on DeepSpeed as it is does not pass on this package.
+
+The same file is the plugin of pytest that enables this package, there and in the server that the ranks of a test are forked from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# What is about offload and ZeRO-3, and works on a processor.
+FILES = (
+    "unit/v1/nvme/test_aio.py",
+    "unit/v1/nvme/test_pinned_manager.py",
+    "unit/runtime/zero/test_nvme_checkpointing.py",
+    "unit/runtime/zero/test_zero_tensor_fragment.py",
+    "unit/runtime/zero/test_zero_offloadpp.py",
+    "unit/runtime/zero/test_zero_context.py",
+    "unit/runtime/zero/test_zero_context_ancestry.py",
+    "unit/runtime/zero/test_zero_context_return.py",
+    "unit/runtime/zero/test_zero_dynamic_class.py",
+    "unit/runtime/zero/test_zero_nesting_init.py",
+    "unit/runtime/zero/test_zero_grad_clip.py",
+    "unit/runtime/zero/test_zero_leaf_module.py",
+    "unit/runtime/zero/test_zero_late_module_attach.py",
+    "unit/runtime/zero/test_zero_config.py",
+    "unit/runtime/test_ds_config_dict.py",
+    "unit/v1/zero/test_offload_states.py",
+    "unit/v1/zero/test_zero_cpu_offload_grad_accum.py",
+    "unit/v1/zero/test_zero_user_backward.py",
+    "unit/checkpoint/test_zero_optimizer.py",
+)
+WAYS = ("stock", "ours")
+WAY, TOLD = "DEEPSPEED_OWN_TESTS", "DEEPSPEED_OWN_TESTS_TOLD"  # variables of the environment: which way, and where to tell of each test
+
+
+def prepare() -> None:
+    """DeepSpeed in this process as the tests are to find it, which way the environment says."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch computes it everywhere; without instructions for it their tests of it are skipped
+    # Its own op between ranks spins, which ranks that outnumber the cores do not stand.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ[WAY] == "ours":
+        from nvme_offload import tier, zero3
+
+        zero3.enable()
+        check = tier._check_directory
+
+        def make_and_check(path: Any) -> None:
+            Path(path).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does; here a directory that is missing is refused: its drive may not be mounted
+            check(path)
+
+        tier._check_directory = make_and_check
+
+
+if os.environ.get(WAY):
+    prepare()
+    multiprocessing.set_forkserver_preload([__name__])
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out what an earlier session told of."""
+    done = results(Path(os.environ[TOLD]))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Tell of a test that begins: if nothing follows, it ended the session."""
+    tell(nodeid, "ended pytest")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Tell what a test came to."""
+    if report.when == "call" or report.outcome != "passed":
+        tell(report.nodeid, report.outcome)
+
+
+def tell(nodeid: str, outcome: str) -> None:
+    """Add a line to what is told."""
+    with Path(os.environ[TOLD]).open("a") as file:
+        print(json.dumps([nodeid, outcome]), file=file)
+
+
+def results(told: Path) -> dict[str, str]:
+    """What each test came to, by what was told last."""
+    return dict(map(json.loads, told.read_text().splitlines())) if told.exists() else {}
+
+
+def run(tests: Path, file: str, way: str, told: Path, log: Path, patience: int) -> dict[str, str]:
+    """What the tests of *file* come to, and of those before it; pytest is started again where a test ends it."""
+    environment = {
+        **os.environ,
+        WAY: way,
+        TOLD: str(told),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # for its ninja
+        "DS_ACCELERATOR": "cpu",
+        "DS_UNITTEST_TIMEOUT": str(patience),
+        "LOCAL_SIZE": "2",  # how many ranks there may be
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    # All of their markers: what drives do is marked as to be run one after the other, and so everything is.
+    options = ["-o", "addopts=", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-q", "--tb=short"]
+    before = -1
+    while len(results(told)) > before:
+        before = len(results(told))
+        with log.open("a") as output:
+            subprocess.run([sys.executable, "-m", "pytest", *options, file], cwd=tests, env=environment, stdout=output, stderr=output)
+        if list(results(told).values())[-1:] != ["ended pytest"]:
+            break
+    return results(told)
+
+
+def table(found: dict[str, dict[str, str]], files: Iterable[str]) -> list[str]:
+    """A line for each of *files*: how many tests came to what, each way."""
+    lines = [
+        "| file | tests | passed, stock | passed, ours | skipped, stock | skipped, ours |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for file in files:
+        counts = [collections.Counter(outcome for name, outcome in found[way].items() if name.startswith(file)) for way in WAYS]
+        numbers = [max(counts[0].total(), counts[1].total())] + [count[outcome] for outcome in ("passed", "skipped") for count in counts]
+        lines.append(f"| {file.removeprefix('unit/')} | {' | '.join(map(str, numbers))} |")
+    return lines
+
+
+def differences(found: dict[str, dict[str, str]]) -> dict[str, tuple[str, str]]:
+    """Tests that came to something else, and to what each way."""
+    names = dict.fromkeys(name for way in WAYS for name in found[way])
+    both = {name: tuple(found[way].get(name, "not run") for way in WAYS) for name in names}
+    return {name: outcomes for name, outcomes in both.items() if outcomes[0] != outcomes[1]}  # type: ignore[misc]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a directory with DeepSpeed's tests in it")
+    parser.add_argument("--files", nargs="+", default=FILES, help="files of its tests, or directories of them")
+    parser.add_argument("--patience", type=int, default=300, help="seconds after which a test hangs")
+    parser.add_argument("--logs", type=Path, help="a directory for pytest's output, and for what each test came to; what is there is not run again")
+    parser.add_argument("--output", type=Path, help="write the table there, too")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="deepspeed-own-") as place:
+        # Copied without the package beside them, which they would import.
+        tests = Path(shutil.copytree(arguments.checkout / "tests", Path(place) / "tests"))
+        logs = arguments.logs or Path(place)
+        logs.mkdir(parents=True, exist_ok=True)
+        found: dict[str, dict[str, str]] = {}
+        for file, way in itertools.product(arguments.files, WAYS):
+            found[way] = run(tests, file, way, logs / f"{way}.jsonl", logs / f"{way}.log", arguments.patience)
+    differ = differences(found)
+    lost = [name for name, (stock, _) in differ.items() if stock == "passed"]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed", "pytest"))
+    totals = {way: collections.Counter(found[way].values()) for way in WAYS}
+    lines = [
+        *(f"{way}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(totals[way].items()))}." for way in WAYS),
+        f"{time.monotonic() - began:.0f} s on {os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}, {versions}.",
+        "",
+        *table(found, arguments.files),
+        *(["", "What differs:", ""] if differ else []),
+        *(f"- `{name}`: {stock}, here {ours}" for name, (stock, ours) in differ.items()),
+    ]
+    print("\n".join(lines))
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(lines) + "\n")
+    sys.exit(bool(lost))
+
+
+if __name__ == "__main__":
+    main()
