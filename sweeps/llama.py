@@ -15,7 +15,6 @@ On a GPU machine without a network: an interpreter with torch and CUDA, and Deep
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import resource
@@ -36,17 +35,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nvme_offload.config import AioConfig
-from nvme_offload.drive import describe
 from nvme_offload.engine import Engine, allocate
-from nvme_offload.swapper import TensorSwapper
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.training import process
 
 from .command import run, stop_at_sigterm
+from .meter import Disk, Planning
 
 _ROOT = Path(__file__).parents[1]
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the drive's own are
 _WAYS = {
     "both": "ZeRO-3, parameters and states on the drive",
     "states": "ZeRO-3, states on the drive",
@@ -157,50 +154,6 @@ class Llama(nn.Module):
 # What is measured
 
 
-class _Disk:
-    """The drives under a directory, as /proc/diskstats counts them: bytes read and written, and milliseconds in which anything was in flight."""
-
-    def __init__(self, directory: Path) -> None:
-        drive = describe(directory)
-        self._names = {Path(name).name for name in drive.physical_devices} or {Path(drive.device).name}
-
-    def read(self) -> tuple[int, int, float]:
-        """Bytes read, bytes written, seconds in which anything was in flight: of all drives, and the busiest one's."""
-        read = written = 0
-        busy = 0.0
-        for line in Path("/proc/diskstats").read_text().splitlines():
-            fields = line.split()
-            if fields[2] in self._names:
-                read += int(fields[5]) * _SECTOR_BYTES
-                written += int(fields[9]) * _SECTOR_BYTES
-                busy = max(busy, int(fields[12]) / 1e3)
-        return read, written, busy
-
-
-class _Planning:
-    """CPU seconds of the calling thread in the swapper's calls, and how often a value was asked for. A call within a call counts once."""
-
-    def __init__(self) -> None:
-        self.seconds, self.uses, self._depth = 0.0, 0, 0
-        for name in ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step"):
-            setattr(TensorSwapper, name, self._counted(getattr(TensorSwapper, name), name in ("create", "swap_in")))
-
-    def _counted(self, method: Callable[..., Any], is_use: bool) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.uses += is_use
-            self._depth += 1
-            began = time.thread_time()
-            try:
-                return method(*arguments, **options)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self.seconds += time.thread_time() - began
-
-        return counted
-
-
 def mixed_speed(directory: Path, config: AioConfig, nbytes: int) -> float:
     """Bytes a second that the engine reads and writes at once, in files of *nbytes* each, through as much memory, with nothing else to do."""
     piece = max(config.block_size, 16 << 20)
@@ -229,7 +182,7 @@ def _train(job: dict[str, Any]) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     cuda = torch.cuda.is_available()
     synchronize = torch.cuda.synchronize if cuda else lambda: None
-    disk, planning = _Disk(Path(job["directory"])), _Planning()
+    disk, planning = Disk(Path(job["directory"])), Planning()
     torch.manual_seed(0)
     began = time.monotonic()
     parts, elements, tensors = (_nvme_optimizer if job["way"] == "optimizer" else _zero3)(job, "cuda" if cuda else "cpu")
@@ -244,9 +197,9 @@ def _train(job: dict[str, Any]) -> None:
             seconds, after = time.monotonic() - began, disk.read()
             phases[name] = {
                 "seconds": seconds,
-                "read_bytes": after[0] - before[0],
-                "written_bytes": after[1] - before[1],
-                "busy_seconds": after[2] - before[2],
+                "read_bytes": after.read - before.read,
+                "written_bytes": after.written - before.written,
+                "busy_seconds": after.busy_seconds - before.busy_seconds,
                 "cpu_seconds": _cpu_seconds() - cpu,
                 "planning_seconds": planning.seconds - used,
                 "uses": planning.uses - uses,
@@ -324,7 +277,7 @@ def _cpu_seconds() -> float:
 @click.option("--model", type=click.Choice(list(_SIZES)), default="7b", show_default=True)
 @click.option("--width", type=click.IntRange(min=16), help="Of a model with as many tensors, a multiple of 16, instead of its own.")
 @click.option("--ways", default=",".join(_WAYS), show_default=True, help="With commas between.")
-@click.option("--host-memory", default="16GB", show_default=True, help="Of ZeRO-3; NVMeOptimizer has 2.75 bytes for each parameter.")
+@click.option("--host-memory", default="16GB", show_default=True, help="Of each way.")
 @click.option("--batch", type=int, default=4, show_default=True)
 @click.option("--sequence", type=int, default=2048, show_default=True)
 @click.option("--steps", type=click.IntRange(min=_SETTLING + 1), default=4, show_default=True, help=f"The first {_SETTLING} do not count.")
@@ -354,7 +307,7 @@ def main(directory: Path, model: str, width: int | None, ways: str, output: Path
     found: list[dict[str, Any]] = []
     speeds = [mixed_speed(directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"]))]
     for way in chosen:
-        cap = int(2.75 * elements) if way == "optimizer" else parse_bytes(options["host_memory"])
+        cap = parse_bytes(options["host_memory"])
         with tempfile.TemporaryDirectory(prefix="sweeps-llama-", dir=directory) as place:
             asked = {"way": way, "directory": place, "sizes": sizes, "narrow": width is not None, "host_memory": cap, "aio": {**aio, "direct": "auto"}}
             told, error = _run(directory, {**asked, **{key: options[key] for key in ("batch", "sequence", "steps")}}, options["timeout"])

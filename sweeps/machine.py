@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from nvme_offload.drive import describe
+from nvme_offload.machine import physical_bytes
 from nvme_offload.units import format_bytes
 
 
@@ -19,11 +20,10 @@ def facts(directory: Path, module: str) -> dict[str, str]:
     """What the machine is like, and how the command of *module* was called, by name."""
     drive = describe(directory)
     disk = ", ".join(filter(None, (drive.model, *drive.physical_devices, *drive.layers)))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "processor": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(memory)} of memory",
+        "processor": f"{_processor()}, {os.cpu_count()} cores, {format_bytes(physical_bytes())} of memory",
         "kernel": f"{platform.system()} {platform.release()}",
         "drive": f"{disk or drive.device}; requests up to {drive.max_block_kib} KiB, scheduler {drive.scheduler}",
         "filesystem": f"{drive.filesystem} ({', '.join(drive.mount_options)}) at {drive.mount_point}, {format_bytes(drive.free_bytes)} free",

@@ -2,41 +2,83 @@
 
 Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with all the memory that it wants, and with the least that it does not
 refuse. The table says where the bits are the same, which are refused with which words, and which fail without this package as well. The packages are imported
-from P, as `pip install --no-deps --target P` leaves them, so that none of them has to be in the environment.
+from P, as `pip install --no-deps --target P` leaves them, so that none of them has to be in the environment. Each class has a process and a time of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import importlib
+import importlib.metadata
 import inspect
-import io
 import logging
+import multiprocessing
+import os
 import re
-import signal
 import sys
+import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling each class's kernels would take minutes
 
 import torch
 
 from nvme_offload import NVMeOptimizer
 from nvme_offload.errors import OffloadError
+from nvme_offload.optim import admission
 
 from .machine import commit, facts
 
 PACKAGES = (
-    *("acfgm", "adabelief_pytorch", "adabound", "adamod", "adamp", "adan_pytorch", "adams", "came_pytorch", "dadaptation", "lion_pytorch", "prodigyopt"),
-    *("pytorch_optimizer", "pytorch_ranger", "schedulefree", "torch_optimizer", "transformers.optimization"),
+    *("acfgm", "adabelief_pytorch", "adabound", "adam_mini", "adamod", "adamp", "adan_pytorch", "adams", "came_pytorch", "dadaptation", "galore_torch"),
+    *("lion_pytorch", "muon", "prodigyopt", "prodigyplus", "pytorch_optimizer", "pytorch_ranger", "schedulefree", "sophia_opt", "timm.optim"),
+    *("torch_optimizer", "torchao.optim", "bitsandbytes.optim", "heavyball", "transformers.optimization"),
 )
 SHAPES = ((200, 150), (40, 30), (77,), (300, 100), (16, 8, 3, 3))
 STEPS = 12
 SECONDS = 90  # that one optimizer may take
+# What classes want that have no default for it, and that a user would have to give, too.
+ARGUMENTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "num_iterations": 100,
+    "num_data": 100,
+    "base_optimizer": torch.optim.AdamW,
+}
+OF_CLASSES: dict[str, dict[str, Any]] = {  # which have a default that they refuse
+    r"bitsandbytes\.optim\.(LARS|SGD|PytorchLARS)": {"momentum": 0.9},
+    r"came_pytorch\.": {"lr": 1e-3},
+}
+VERDICTS = ("bit-equal", "refused", "fails in memory", "not the same twice in memory", "not judged", "DIFFERS", "FAILS")
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Way(NamedTuple):
+    """How an optimizer is used: *matrices* alone; *groups* of these and of others; a *closure* for `step`; gradients with a *graph*; *ranks*, of one."""
+
+    name: str
+    matrices: bool = False
+    groups: bool = False
+    closure: bool = False
+    graph: bool = False
+    ranks: bool = False
+
+
+WAYS = (
+    Way(""),
+    Way("matrices alone", matrices=True),
+    Way("groups with use_muon", groups=True),
+    Way("a closure", closure=True),
+    Way("gradients with a graph", graph=True),
+    Way("matrices alone, a process group", matrices=True, ranks=True),
+    Way("groups with use_muon, a process group", groups=True, ranks=True),
+)
 
 
 class Outcome(NamedTuple):
@@ -44,16 +86,16 @@ class Outcome(NamedTuple):
 
     name: str
     verdict: str
-    judged: str
-    bundles: int
+    judged: str = ""
+    bundles: int = 0
 
 
 def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
     """The optimizer classes that the packages have, by name; torch's own are elsewhere."""
     for package in packages:
         try:
-            module = importlib.import_module(package)
-        except ImportError as error:
+            module = _imported(package)
+        except Exception as error:
             print(f"{package}: {error}", file=sys.stderr)
             continue
         seen = set()
@@ -61,37 +103,76 @@ def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
             own = inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and not kind.__module__.startswith("torch.")
             if own and kind not in seen and kind.__name__ not in ("Optimizer", "BaseOptimizer"):
                 seen.add(kind)
-                yield f"{package}.{name}", made(kind)
+                more = [given for pattern, given in OF_CLASSES.items() if re.match(pattern, f"{package}.{name}")]
+                yield f"{package}.{name}", made(kind, *more)
 
 
-def made(kind: Any) -> Make:
-    """The class with its own defaults; where it has none for the learning rate, or for an optimizer inside of it, one that is usual."""
-    given = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name == "lr" and not isinstance(parameter.default, float):
-            given["lr"] = 1e-3
-    make = lambda params: kind(params, **given)  # noqa: E731 -- which is given a name at once
+def _imported(package: str) -> Any:
+    if package == "timm.optim":  # for which timm itself would import its models, and they torchvision
+        outer, models = types.ModuleType("timm"), types.ModuleType("timm.models")
+        outer.__path__ = [str(Path(folder) / "timm") for folder in sys.path if (Path(folder) / "timm" / "optim").is_dir()]
+        models.group_parameters = models.group_with_matcher = None  # type: ignore[attr-defined]
+        sys.modules.update({"timm": outer, "timm.models": models})
+    return importlib.import_module(package)
+
+
+def made(kind: Any, more: Mapping[str, Any] | None = None) -> Make:
+    """The class with its own defaults and *more*; where it has none, with those of `ARGUMENTS`, an optimizer inside of it, or names of parameters."""
+    wanted = inspect.signature(kind).parameters
+    given = {
+        name: ARGUMENTS[name]
+        for name, parameter in wanted.items()
+        if name in ARGUMENTS and (parameter.default is inspect.Parameter.empty or type(parameter.default).__name__ == "_RequiredParameter")
+    }
+    if "optimizer" in wanted or next(iter(wanted)) == "base_optimizer":
+        given.pop("base_optimizer", None)
+        make = lambda params: kind(torch.optim.AdamW(params), **given)  # noqa: E731 -- which is given a name at once
+    elif "named_parameters" in wanted:
+        make = lambda params: kind([(str(index), one) for index, one in enumerate(_flat(params))], **given)  # noqa: E731
+    else:
+        make = lambda params: kind(params, **given, **(more or {}))  # noqa: E731
     make.__name__ = kind.__name__
     return make
 
 
-def weights() -> list[torch.nn.Parameter]:
+def _flat(params: Sequence[Any]) -> list[torch.Tensor]:
+    return [one for entry in params for one in (entry["params"] if isinstance(entry, dict) else [entry])]
+
+
+def weights(way: Way) -> list[torch.nn.Parameter]:
     """The same at each call."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator) / shape[-1] ** 0.5) for shape in SHAPES]
+    shapes = [shape for shape in SHAPES if len(shape) == 2 or not way.matrices]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator) / shape[-1] ** 0.5) for shape in shapes]
 
 
-def train(params: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def given_to(params: Sequence[torch.nn.Parameter], way: Way) -> Any:
+    """*params* as an optimizer is given them."""
+    if not way.groups:
+        return list(params)
+    matrices = [parameter for parameter in params if parameter.dim() == 2]
+    others = [parameter for parameter in params if parameter.dim() != 2]
+    return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+
+
+def train(params: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, way: Way) -> None:
     """Some steps, down a slope and with noise."""
     torch.manual_seed(0)
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
-        for parameter in params:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = (parameter.detach() + 0.1 * noise) * (10.0 if step == STEPS // 2 else 1.0)
-        optimizer.step()
+        noises = [0.1 * torch.randn(parameter.shape, generator=generator) for parameter in params]
+        scale = 10.0 if step == STEPS // 2 else 1.0
+
+        def closure(noises: Sequence[torch.Tensor] = noises, scale: float = scale) -> torch.Tensor:
+            for parameter, noise in zip(params, noises, strict=True):
+                own = parameter if way.graph else parameter.detach()
+                parameter.grad = (own + noise) * scale
+            return torch.stack([parameter.square().sum() for parameter in params]).sum()
+
+        closure()
+        optimizer.step(closure) if way.closure else optimizer.step()
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
 
@@ -101,14 +182,28 @@ def same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32)) for one, other in zip(ones, others, strict=True))
 
 
-def least(make: Callable[[int], NVMeOptimizer]) -> NVMeOptimizer:
-    """What is made with the least memory that is not refused."""
-    try:
-        return make(4096)
-    except OffloadError as refusal:
-        if named := re.search(r"at least (\d+)", str(refusal)):
-            return make(int(named[1]))
-        raise
+def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
+    """Parameters that were trained in memory."""
+    if way.ranks and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    params = weights(way)
+    train(params, make(given_to(params, way)), way)
+    return params
+
+
+def trained(make: Make, directory: str, cap: int | str, way: Way) -> tuple[list[torch.nn.Parameter], int]:
+    """Parameters that were trained with this *cap*, or the least above it that is named where it is refused; and the bundles that they were in."""
+    for _ in range(5):
+        params = weights(way)
+        try:
+            with NVMeOptimizer(given_to(params, way), make, paths=directory, host_memory=cap) as optimizer:
+                train(params, optimizer, way)
+                return params, len(optimizer._bundles)
+        except OffloadError as refusal:
+            if not (named := re.search(r"at least (\d+)", str(refusal))):
+                raise
+            cap = int(named[1])
+    raise TimeoutError
 
 
 def judge(name: str, make: Make, directory: str) -> Outcome:
@@ -119,49 +214,85 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
     log = logging.getLogger("nvme_offload.optim")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    bundles = 0
+    way, bundles = _way_of(make), 0
+    if isinstance(way, str):
+        return Outcome(name, f"fails in memory: {way}")
+    if not way.groups:  # all trials would be of the same options
+        admission.examine = _once(admission.examine)
+    by = f" ({way.name})" if way.name else ""
     try:
-        plain = weights()
-        try:
-            train(plain, make(plain))
-        except Exception as error:
-            return Outcome(name, f"fails in memory: {type(error).__name__}", "", 0)
-        for build in (
-            lambda params: NVMeOptimizer(params, make, paths=directory),
-            lambda params: least(lambda cap: NVMeOptimizer(params, make, paths=directory, host_memory=cap)),
-        ):
-            ours = weights()
-            with build(ours) as optimizer:
-                bundles = len(optimizer._bundles)
-                train(ours, optimizer)
+        plain = plainly(make, way)
+        if not same(plainly(make, way), plain):
+            return Outcome(name, f"not the same twice in memory{by}")
+        for cap in ("auto", 4096):
+            ours, bundles = trained(make, directory, cap, way)
             if not same(ours, plain):
-                return Outcome(name, "DIFFERS", _judged(heard), bundles)
-        return Outcome(name, "bit-equal", _judged(heard), bundles)
+                return Outcome(name, f"DIFFERS{by}", _judged(heard), bundles)
+        return Outcome(name, f"bit-equal{by}", _judged(heard), bundles)
     except OffloadError as error:
-        return Outcome(name, f"refused: {error}", _judged(heard), bundles)
-    except TimeoutError:
-        return Outcome(name, f"not judged within {SECONDS} s", _judged(heard), bundles)
+        return Outcome(name, f"refused{by}: {error}", _judged(heard), bundles)
     except Exception as error:
-        return Outcome(name, f"FAILS: {type(error).__name__}: {error}", _judged(heard), bundles)
-    finally:
-        log.removeHandler(handler)
+        return Outcome(name, f"FAILS{by}: {type(error).__name__}: {error}", _judged(heard), bundles)
+
+
+def _way_of(make: Make) -> Way | str:
+    """The first way in which it trains in memory, or what goes wrong in the usual one."""
+    said = ""
+    for way in WAYS:
+        try:
+            plainly(make, way)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            said = said or f"{type(error).__name__}: {lines[0] if lines else ''}"
+        else:
+            return way
+    return said
+
+
+def _once(examine: Any) -> Any:
+    """*examine*, that is not asked again what it has said: of one class, with one set of options."""
+    found: dict[Any, Any] = {}
+
+    @functools.wraps(examine)
+    def asked(name: str, make: Make, *facts: Any, **more: Any) -> Any:
+        key = repr((facts, more))
+        if key not in found:
+            found[key] = examine(name, make, *facts, **more)
+        return found[key]
+
+    return asked
 
 
 def _judged(heard: Sequence[str]) -> str:
-    found = re.search(r"updates (.*?) \(", " ".join(heard))
-    return found[1] if found else ""
+    return "; ".join(dict.fromkeys(re.findall(r"updates (.*?) \(", " ".join(heard))))
 
 
-def _late(*_: Any) -> None:
-    raise TimeoutError
+def apart(name: str, make: Make, directory: str) -> Outcome:
+    """`judge` in a process of its own, for at most `SECONDS`."""
+    context = multiprocessing.get_context("fork")
+    ours, its = context.Pipe(duplex=False)
+
+    def work() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some advertise
+        its.send(judge(name, make, directory))
+
+    process = context.Process(target=work)
+    process.start()
+    its.close()
+    try:
+        return ours.recv() if ours.poll(SECONDS) else Outcome(name, f"not judged within {SECONDS} s")
+    except EOFError:
+        process.join(5)
+        return Outcome(name, f"FAILS: its process ended with status {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
 
 
 def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
     """The table, as Markdown."""
-    counts = {
-        kind: sum(one.verdict.startswith(kind) for one in outcomes) for kind in ("bit-equal", "refused", "fails in memory", "not judged", "DIFFERS", "FAILS")
-    }
-    rows = [f"| {one.name} | {one.verdict} | {one.judged} | {one.bundles or ''} |".replace("\n", " ") for one in outcomes]
+    counts = {kind: sum(one.verdict.startswith(kind) for one in outcomes) for kind in VERDICTS}
+    rows = [f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.bundles or ''} |" for one in outcomes]
     return "\n".join(
         [
             "# Optimizers of other packages under NVMeOptimizer",
@@ -171,7 +302,8 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
             "",
             f"{len(outcomes)} classes, {STEPS} steps each over parameters of {', '.join(map(str, SHAPES))}: "
             + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-            + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package.",
+            + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
+            "memory: without this package, whichever of these ways it is used: " + ", ".join(way.name or "parameters alone" for way in WAYS) + ".",
             "",
             "| optimizer | verdict | updates, as judged | bundles |",
             "|---|---|---|---|",
@@ -181,32 +313,32 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
     )
 
 
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())[:500]
+
+
 def main() -> None:
     """Judge all, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", help="a directory on the drive")
     parser.add_argument("--packages", required=True, help="where pip has put them")
     parser.add_argument("--output", type=Path, help="a Markdown file")
-    parser.add_argument("--only", default="", help="those whose names have this")
+    parser.add_argument("--only", default="", help="those in whose names this expression is found")
+    parser.add_argument("--jobs", type=int, default=1, help="at a time")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     sys.path.append(arguments.packages)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _late)
+    found = sorted((one.name, one.version) for one in importlib.metadata.distributions(path=[arguments.packages]))
     about = {**facts(Path(arguments.directory), "sweeps.optimizers_of_others"), "commit": commit()}
-    outcomes = []
-    for name, make in optimizers(PACKAGES):
-        if arguments.only not in name:
-            continue
-        signal.alarm(SECONDS)
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # some advertise
-                outcomes.append(judge(name, make, arguments.directory))
-        except TimeoutError:
-            outcomes.append(Outcome(name, f"not judged within {SECONDS} s", "", 0))
-        finally:
-            signal.alarm(0)
-        print(*outcomes[-1], sep=" | ", flush=True)
+    about["packages"] = ", ".join(f"{name} {version}" for name, version in found)
+    chosen = [(name, make) for name, make in optimizers(PACKAGES) if re.search(arguments.only, name)]
+    began, outcomes = time.monotonic(), []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for outcome in pool.map(lambda one: apart(*one, arguments.directory), chosen):
+            outcomes.append(outcome)
+            print(*outcome, sep=" | ", flush=True)
+    about["took"] = f"{(time.monotonic() - began) / 60:.0f} minutes, {arguments.jobs} at a time"
     if arguments.output:
         arguments.output.write_text(report(outcomes, about), encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
     python sweeps/pool_copies.py --directory /local_nvme --output reports/pool-copies.md
 
-Everything is compared by turns in one run (A B C, B C A, ...), and told as the median of the rounds' ratios with the lowest and the highest.
+Everything is compared in one run, interleaved (A B C, B C A, ...), and told as the median of the rounds' ratios with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def timed_copy(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def overlap_table(arguments: argparse.Namespace) -> list[Row]:
-    """The three ways by turns; the drive's speed drifts, so that each round is held against its own."""
+    """The three ways, interleaved: the drive's speed drifts, so that each round is held against its own."""
     size = max(1, arguments.drive_size // PIECE_BYTES) * PIECE_BYTES
     config = AioConfig(
         block_size=arguments.block_size,

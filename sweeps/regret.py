@@ -1,7 +1,7 @@
 """`python -m sweeps.regret DIR`: how far what nvme-sweep chooses is from the best of an exhaustive grid, and how far its choices are from each other.
 
 The sweep runs several times. Then fio measures every setting of the sweep's own space under the mixed load, with the control after every few, since
-a drive drifts; then the best of the grid, what the sweeps chose and the control run by turns, and only this last part is judged. Whatever is picked as
+a drive drifts; then the best of the grid, what the sweeps chose and the control run, interleaved, and only this last part is judged. Whatever is picked as
 the best of noisy runs is flattered by them, so the best is picked by one half of the rounds and judged by the other, both ways about.
 
 The last part is run twice: by fio, which moves the same few blocks of memory again and again, and by the engine, which moves requests of 16 MiB
@@ -115,7 +115,9 @@ def report(
         lines.append(f"| {number} | {seconds:.0f} | {steady} | {describe(setting)} | {setting.bytes_in_flight / (1 << 20):g} MiB |")
     lines += ["", f"The grid had {tried} settings and took {grid_seconds:.0f} s; its best were {'; '.join(map(describe, best))}.", ""]
     lines += [
-        "| by turns, by | the best | " + " | ".join(f"sweep {number}" for number in range(1, len(found) + 1)) + " | DeepSpeed's defaults | chosen differ by |"
+        "| interleaved, by | the best | "
+        + " | ".join(f"sweep {number}" for number in range(1, len(found) + 1))
+        + " | DeepSpeed's defaults | chosen differ by |"
     ]
     lines += ["|---|---|" + "---|" * (len(found) + 2)]
     for by, values in turns.items():

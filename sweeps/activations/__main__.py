@@ -1,4 +1,4 @@
-"""Command line: train a transformer with long sequences in several ways by turns, and tell times and memory."""
+"""Command line: train a transformer with long sequences in several ways, interleaved, and tell times and memory."""
 
 from __future__ import annotations
 

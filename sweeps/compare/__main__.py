@@ -82,7 +82,7 @@ def main(
     note: tuple[str, ...],
     training_reports: tuple[Path, ...],
 ) -> None:
-    """Compare this package with others on the drive of DIRECTORY, by turns, and write a report."""
+    """Compare this package with others on the drive of DIRECTORY, in interleaved runs, and write a report."""
     stop_at_sigterm()
     started = time.monotonic()
     plan = read_plan(plan_path).narrowed(only, tasks)

@@ -108,8 +108,8 @@ def _lead(results: Results) -> str:
             if others and (best := max(others, key=lambda row: row.gb_per_second.median)).advantage:
                 said.append(f"{wording.ratio(best.advantage.median)} at {_doing(task)} ({best.side.title})")
     if not said:
-        return f"{wording.plural(len(results.sides), 'side')} on one drive, by turns."
-    return f"The speed of ours with libaio over the fastest of the others each time: {', '.join(said)}. All moved the same bytes by turns."
+        return f"{wording.plural(len(results.sides), 'side')} on one drive, interleaved."
+    return f"The speed of ours with libaio over the fastest of the others each time: {', '.join(said)}. All moved the same bytes, in interleaved runs."
 
 
 def _doing(task: TaskFacts) -> str:

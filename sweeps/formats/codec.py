@@ -1,4 +1,4 @@
-"""`python -m sweeps.formats.codec`: bytes and nanoseconds a parameter of packing and unpacking, by turns, beside AdamW and a copy on the same device."""
+"""`python -m sweeps.formats.codec`: bytes and nanoseconds a parameter of packing and unpacking, interleaved, beside AdamW and a copy on the same device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(parameters: int, rounds: int, threads: int, device: str) -> None:
                 seconds[name].append(time.perf_counter() - began)
     for name, value in device_facts(device, "sweeps.formats.codec").items():
         click.echo(f"- {name}: {value}")
-    click.echo(f"- {parameters / 1e6:.1f} million parameters, {rounds} rounds by turns, {threads} thread(s) of torch\n")
+    click.echo(f"- {parameters / 1e6:.1f} million parameters, {rounds} interleaved rounds, {threads} thread(s) of torch\n")
     click.echo("| what | ns a parameter, median [least to most] | bytes a parameter on the drive |\n| --- | --- | --- |")
     for name, (_, nbytes) in work.items():
         each = sorted(second / parameters * 1e9 for second in seconds[name])

@@ -1,4 +1,4 @@
-"""`python -m sweeps.optimizer DIR`: steps with the states on the drive of DIR, by turns, and the report."""
+"""`python -m sweeps.optimizer DIR`: steps with the states on the drive of DIR, in interleaved runs, and the report."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def main(
     output: Path | None,
     note: tuple[str, ...],
 ) -> None:
-    """Compare optimizer steps with the states on the drive of DIRECTORY, by turns, and print a report in Markdown."""
+    """Compare optimizer steps with the states on the drive of DIRECTORY, in interleaved runs, and print a report in Markdown."""
     stop_at_sigterm()
     names = variants.split(",")
     if unknown := sorted(set(names) - set(TITLES)):

@@ -179,7 +179,9 @@ def _times(results: Results) -> str:
                 _ratio(spread(shares)) if shares else "",
                 _ratio(spread(alone)) if alone else "",
                 _ratio(spread([run.median("waited_seconds") for run in runs])) if variant != "deepspeed" else "",
+                f"{min(statistics.median(run.median('busy_seconds') / run.median('seconds') for run in runs), 1):.2f}" if sum(moved) else "",
                 f"{statistics.median(run.median('cpu_seconds') for run in runs):.1f}",
+                f"{statistics.median(run.median('planning_seconds') for run in runs):.3f}" if variant != "deepspeed" else "",
             )
         )
     head = (
@@ -192,7 +194,7 @@ def _times(results: Results) -> str:
         "floor, s",
         "floor / time",
     )
-    return _table((*head, "engine alone / time", "waited, s", "CPU s"), lines)
+    return _table((*head, "engine alone / time", "waited, s", "drive busy", "CPU s", "of planning"), lines)
 
 
 def _seconds(run: Run) -> float:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from sweeps.meter import Disk, Planning
 from sweeps.training import process
 
 from .contenders import DEEPSPEED, contender
@@ -49,18 +50,21 @@ def main() -> None:
         _synchronize()
         before = process.memory_of("self")
         device_before = torch.cuda.memory_allocated() if cuda else 0
+        disk, planning = Disk(Path(job["directory"])), Planning()
         optimizer = contender(model, job)
         for number in range(job["steps"]):
             optimizer.prepare()
             _synchronize()
             gather(None)
+            busy, planned = disk.read().busy_seconds, planning.seconds
             moved, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
             optimizer.step()
             _synchronize()
             seconds, after = time.monotonic() - began, process.traffic()
-            told = gather((seconds, optimizer.waited_seconds, _cpu_seconds() - cpu, after.read - moved.read, after.written - moved.written))
+            cpu, busy, planned = _cpu_seconds() - cpu, disk.read().busy_seconds - busy, planning.seconds - planned
+            told = gather((seconds, optimizer.waited_seconds, cpu, after.read - moved.read, after.written - moved.written, busy, planned))
             if rank == 0:
-                times, waits, cpu_times, reads, writes = zip(*told, strict=True)
+                times, waits, cpu_times, reads, writes, busy_times, plannings = zip(*told, strict=True)
                 _tell(
                     events,
                     "step",
@@ -70,6 +74,8 @@ def main() -> None:
                     cpu_seconds=sum(cpu_times),
                     read_bytes=sum(reads),
                     written_bytes=sum(writes),
+                    busy_seconds=max(busy_times),
+                    planning_seconds=sum(plannings),
                 )
         peak = process.memory_of("self")
         host = (before.resident if before else 0, peak.peak if peak else 0)

@@ -43,7 +43,7 @@ _HOW = (
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.")
 @click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
 def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]) -> None:
-    """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, by turns, and print a table in Markdown."""
+    """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, in interleaved runs, and print a table in Markdown."""
     stop_at_sigterm()
     plan = read_plan(plan_path)
     skipped: dict[str, str] = {}

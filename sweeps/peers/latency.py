@@ -16,7 +16,7 @@ _BUSY_BYTES = 256 << 20
 
 
 class Latencies(NamedTuple):
-    """Seconds, one entry for each time, all by turns.
+    """Seconds, one entry for each time, all interleaved.
 
     pread: the same read as a system call. polled: a request whose `done()` was asked until it said yes. waited: one that was waited for.
     stats: `Engine.stats()` while a large read was under way.

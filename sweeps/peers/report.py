@@ -278,7 +278,7 @@ def _latencies(latencies: Sequence[Latencies]) -> list[str]:
         "## Waiting for 4 KiB",
         f"Microseconds. A request costs what `polled` and `waited` are above `pread`; waking up is `waited` less `polled`, medians both: at most "
         f"{WAKE_TARGET_MICROSECONDS:g} is the target. `stats()` was asked while a large read was under way. Caller and worker were kept on different cores. "
-        f"{len(latencies[0].pread)} times each, by turns.",
+        f"{len(latencies[0].pread)} times each, interleaved.",
         table(head, lines),
     ]
 

@@ -1,4 +1,4 @@
-"""`python -m sweeps.training DIR`: train what a plan says with the drive of DIR, by turns, and write the report."""
+"""`python -m sweeps.training DIR`: train what a plan says with the drive of DIR, in interleaved runs, and write the report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from nvme_offload.errors import UnsupportedError
 
 from ..command import run, stop_at_sigterm
 from ..machine import commit, facts
+from ..models import CONFIGS
 from .drive import Floor
-from .plan import Variant, read_plan
+from .plan import Model, Variant, read_plan
 from .report import Results, as_json, render
 from .runs import Run, Speeds, mean_speeds
 from .trainer import train
@@ -26,6 +27,10 @@ _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN, show_default=True)
+@click.option("--model", help=f"Instead of the plan's: {', '.join(CONFIGS)}, or the path of a Hugging Face config.json.")
+@click.option("--width", type=click.IntRange(min=8), help="Of the model's small-width form, which has all of its tensors, instead of the model.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of tokens, of that model.")
+@click.option("--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="In each row.")
 @click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
 @click.option("--cold-rounds", type=click.IntRange(min=0), help="Instead of the plan's number.")
 @click.option("--steps", type=click.IntRange(min=1), help="Instead of the plan's number.")
@@ -36,6 +41,10 @@ _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
 def main(
     directory: Path,
     plan_path: Path,
+    model: str | None,
+    width: int | None,
+    batch: int,
+    tokens: int,
     rounds: int | None,
     cold_rounds: int | None,
     steps: int | None,
@@ -44,10 +53,12 @@ def main(
     output: Path | None,
     note: tuple[str, ...],
 ) -> None:
-    """Compare ways to train with offload to the drive of DIRECTORY, by turns, and print a report in Markdown."""
+    """Compare ways to train with offload to the drive of DIRECTORY, in interleaved runs, and print a report in Markdown."""
     stop_at_sigterm()
-    plan = read_plan(plan_path)
-    plan = plan.narrowed(rounds, cold_rounds, steps, only.split(",") if only else None)
+    if width and not model:
+        raise click.UsageError("give --width with --model")
+    other = Model(name=model, width=width, batch=batch, tokens=tokens) if model else None
+    plan = read_plan(plan_path).narrowed(rounds, cold_rounds, steps, only.split(",") if only else None, other)
     results = Results(facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note))
     started = time.monotonic()
     try:

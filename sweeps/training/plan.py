@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from nvme_offload.errors import UsageError
 from nvme_offload.units import parse_bytes
+
+from ..models import Tensor, config_of, tensors
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,16 +38,47 @@ _DIRECTORY_KEYS = ("offload_optimizer", "offload_param")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, and *tokens* of input, all of *hidden*."""
+    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, and *tokens* of input, all of *hidden*.
 
-    hidden: int
-    blocks: int
+    Or, with a *name*, that language model of `sweeps.models`, its small-width form with *width*, trained on *batch* rows of *tokens*.
+    """
+
+    hidden: int = 0
+    blocks: int = 0
     tokens: int = 16
+    name: str | None = None
+    width: int | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if bool(self.name) == bool(self.hidden and self.blocks):
+            raise ValueError("the model needs either hidden and blocks, or a name")
+        if self.width is not None and self.name is None:
+            raise ValueError("only a model with a name has a small-width form")
 
     @property
+    def config(self) -> dict[str, Any] | None:
+        """Of the language model, as Hugging Face has it; None of the blocks. Raises: UsageError where there is none of that name."""
+        return config_of(self.name, self.width) if self.name is not None else None
+
+    @functools.cached_property
     def parameters(self) -> int:
         """Elements in all matrices and vectors."""
-        return self.blocks * (8 * self.hidden**2 + 7 * self.hidden)
+        return self.blocks * (8 * self.hidden**2 + 7 * self.hidden) if self.name is None else sum(tensor.elements for tensor in self._tensors)
+
+    @property
+    def title(self) -> str:
+        """What it is, for a report."""
+        if self.name is None:
+            return f"{self.blocks} blocks of {self.hidden}"
+        width = "" if self.width is None else f" at width {self.width}"
+        return f"the {len(self._tensors)} tensors of {self.name}{width}, a batch of {self.batch} x {self.tokens} tokens"
+
+    @functools.cached_property
+    def _tensors(self) -> list[Tensor]:
+        config = self.config
+        assert config is not None
+        return tensors(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +138,8 @@ class Plan:
     variants: tuple[Variant, ...]
     targets: tuple[Target, ...]
 
-    def narrowed(self, rounds: int | None, cold_rounds: int | None, steps: int | None, only: Collection[str] | None) -> Plan:
-        """This plan with other numbers, or with *only* some of its variants, where they are not None. Raises: UsageError."""
+    def narrowed(self, rounds: int | None, cold_rounds: int | None, steps: int | None, only: Collection[str] | None, model: Model | None = None) -> Plan:
+        """This plan with other numbers, with *only* some of its variants, or with another model, where they are not None. Raises: UsageError."""
         names = [variant.name for variant in self.variants]
         if only is not None and (unknown := sorted(set(only) - set(names))):
             raise UsageError(f"{unknown[0]!r} is none of the plan's variants: {', '.join(names)}")
@@ -114,6 +148,7 @@ class Plan:
         wanted = self.steps if steps is None else steps
         return dataclasses.replace(
             self,
+            model=model or self.model,
             steps=wanted,
             settling_steps=min(self.settling_steps, wanted - 1),
             rounds=self.rounds if rounds is None else rounds,

@@ -62,7 +62,7 @@ def unequal(results: Results) -> list[str]:
 def render(results: Results) -> str:
     """The report in Markdown."""
     parts = ["# Training steps with offload", *_targets(results), *_equality(results), *_circumstances(results)]
-    parts += [*_times(results), *_drive(results), *_memory(results), *_cold(results), *_failures(results)]
+    parts += [*_times(results), *_drive(results), *_phases(results), *_memory(results), *_cold(results), *_failures(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -132,7 +132,7 @@ def _circumstances(results: Results) -> Iterator[str]:
     yield "\n".join(facts)
     yield from results.notes
     yield (
-        f"The model has {model.blocks} blocks of {model.hidden}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
+        f"The model: {model.title}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
         f"{plan.settling_steps} count for the peak of memory alone. {rounds} rounds; each has every variant once, and the next has them the other way about. "
         f"A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of what one round gave, to "
         f"{_title(results, plan.baseline)} where nothing else is said; in brackets all rounds, or the middle 80 % of ten or more. A question mark says that "
@@ -183,6 +183,30 @@ def _drive(results: Results) -> Iterator[str]:
         lines.append((variant.title, *moved, _number(floor), *shares))
     head = ("variant", *(f"{name}: GB read + written" for name in PHASES), "optimizer: floor, s", *SHARES.values())
     yield _table(head, lines)
+
+
+def _phases(results: Results) -> Iterator[str]:
+    """What the drive did in each phase, and what planning it took."""
+    settling = results.plan.settling_steps
+    lines = []
+    for variant, runs in _whole(results):
+        for name in PHASES if variant.drives else ():
+            read, written = (_middle(runs, lambda run, name=name, way=way: run.moved((name,), settling)[way]) or 0 for way in (0, 1))  # type: ignore[misc]
+            seconds, busy, planning, uses = (
+                _middle(runs, lambda run, name=name, of=of: run.median(name, settling, lambda phase: getattr(phase, of))) or 0  # type: ignore[misc]
+                for of in ("seconds", "busy_seconds", "planning_seconds", "uses")
+            )
+            shares = [
+                floor_seconds(*run.moved((name,), settling), run.drive) / took
+                for run in runs
+                if read + written and run.drive and (took := run.median(name, settling))
+            ]
+            a_use = f"{planning / uses * 1e6:.0f}" if uses else ""
+            speed = f"{(read + written) / seconds / 1e9:.2f}" if seconds else ""
+            share = f"{min(busy / seconds, 1):.2f}" if seconds else ""
+            lines.append((variant.title, name, _number(seconds), share, speed, _ratio(spread(shares) if shares else None), f"{planning:.3f}", a_use))
+    yield "In each phase: the share of it in which the drive had anything in flight, whoever asked, and the CPU seconds of the swapper's calls."
+    yield _table(("variant", "phase", "s", "drive busy", "GB/s", "floor / time", "planning CPU s", "us a use"), lines)
 
 
 def _memory(results: Results) -> Iterator[str]:

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A stretch of a run. *step* is None before the first one."""
+    """A stretch of a run. *step* is None before the first one. *busy_seconds* are the drive's; *uses* is how often a value of the swapper was asked for."""
 
     name: str
     step: int | None
@@ -39,6 +39,9 @@ class Phase(NamedTuple):
     written_bytes: int
     peak_bytes: int
     after_bytes: int
+    busy_seconds: float
+    planning_seconds: float
+    uses: int
 
     @property
     def seconds(self) -> float:

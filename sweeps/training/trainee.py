@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from ..meter import Disk, Planning
+from ..models import build, tensors
 from . import process
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
         Path("/proc/self/oom_score_adj").write_text("1000")
     with os.fdopen(int(sys.argv[2]), "w", buffering=1) as events:
-        _train(job, _Teller(events))
+        _train(job, _Teller(events, Path(job["directory"])))
 
 
 def _stop(number: int, frame: object) -> NoReturn:
@@ -40,8 +42,10 @@ def _stop(number: int, frame: object) -> NoReturn:
 class _Teller:
     """Writes events, and measures phases."""
 
-    def __init__(self, events: TextIO) -> None:
+    def __init__(self, events: TextIO, directory: Path) -> None:
         self._events = events
+        self._disk = Disk(directory)
+        self._planning = Planning()
 
     def tell(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), file=self._events)
@@ -49,7 +53,9 @@ class _Teller:
     @contextlib.contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         process.restart_peak()
-        before, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
+        planning = self._planning
+        before, busy, planned, uses = process.traffic(), self._disk.read().busy_seconds, planning.seconds, planning.uses
+        cpu, began = _cpu_seconds(), time.monotonic()
         yield
         ended, cpu, after, memory = time.monotonic(), _cpu_seconds() - cpu, process.traffic(), process.memory_of("self")
         self.tell(
@@ -63,6 +69,9 @@ class _Teller:
             written_bytes=after.written - before.written,
             peak_bytes=memory.peak if memory else 0,
             after_bytes=memory.resident if memory else 0,
+            busy_seconds=self._disk.read().busy_seconds - busy,
+            planning_seconds=planning.seconds - planned,
+            uses=planning.uses - uses,
         )
 
 
@@ -79,16 +88,24 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
 
     synchronize = get_accelerator().synchronize
     with teller.phase("init"):
+        if job["model"] is not None:
+            tensors(job["model"])  # transformers imports what it needs only now, and cannot under zero.Init, which exchanges torch.empty and its like
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
-            model = _model(job["hidden"], job["blocks"])
+            model = _stack(job["hidden"], job["blocks"]) if job["model"] is None else build(job["model"])
         engine, *_ = deepspeed.initialize(model=model, config=job["ds_config"], model_parameters=model.parameters())
-        x = torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(engine.device)
+        if job["model"] is None:
+            given = {"x": torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(engine.device)}
+        else:
+            tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(engine.device)
+            given = {"input_ids": tokens, "labels": tokens}
         synchronize()
     kinds = {"init": _memory_kinds()}
     for step in range(job["steps"]):
         with teller.phase("forward", step):
-            loss = engine(x)
+            out = engine(**given)
+            loss = out if job["model"] is None else out.loss
+            del out
             synchronize()
         with teller.phase("backward", step):
             engine.backward(loss)
@@ -113,7 +130,7 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
         teller.tell("weights", digest=_digest(engine))
 
 
-def _model(hidden: int, blocks: int) -> Any:
+def _stack(hidden: int, blocks: int) -> Any:
     import torch
     from torch import nn
 

@@ -37,9 +37,9 @@ def train(plan: Plan, variant: Variant, number: int, directory: Path, *, cold: b
         job = {
             "ours": variant.ours,
             "ds_config": variant.ds_config_at(str(work / "offload")),
-            "hidden": plan.model.hidden,
-            "blocks": plan.model.blocks,
-            "tokens": plan.model.tokens,
+            "directory": str(directory),
+            "model": plan.model.config,
+            **{key: getattr(plan.model, key) for key in ("hidden", "blocks", "tokens", "batch")},
             "steps": 1 if cold else plan.steps,
             "weights": weights and not cold,
         }
