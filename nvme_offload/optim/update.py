@@ -119,11 +119,13 @@ class Updater:
         memory = self._host.fetch(bundle.name, bundle.nbytes) if bundle.nbytes else torch.empty(0, dtype=torch.uint8)
         try:
             scratch = self._scratch_of(self._format.unpacked_elements(layout))
-            master, states = self._format.unpack(layout, memory, bundle.with_gaps(_host_copies(bundle)), scratch)
+            working = [] if self._format.in_place else bundle.with_gaps(_host_copies(bundle))
+            master, states = self._format.unpack(layout, memory, working, scratch)
             yield _finder(master, states, memory[layout.nbytes :])
         finally:
             if bundle.nbytes:
                 self._host.give_back(changed=False)
+            self._trim(at_most=self.slack_bytes)
 
     def store(
         self, bundle: Bundle, forms: Mapping[Piece, Mapping[Key, torch.Tensor]], fill: Callable[[Find], None], groups: Sequence[Mapping[str, Any]]

@@ -91,12 +91,17 @@ def test_memory_stays_registered_while_a_tensor_lives_on_it():
     assert int(tensor.cuda().sum()) == 5000
 
 
-def test_a_refused_registration_says_why_and_leaves_cuda_in_order(pool):
-    arena = pool._arena
-    reason = arena.register_with_cuda(pool.nbytes)  # for the second time
-    assert "already" in reason
-    assert int(torch.full((1000,), 7, device="cuda").sum()) == 7000
-    assert pool.empty(1, torch.uint8).is_pinned()
+def test_a_refused_registration_says_why_and_leaves_cuda_in_order():
+    with PinnedPool(MIB, pin=False) as pool:
+        arena = pool._arena
+        cudart = torch.cuda.cudart()
+        assert int(cudart.cudaHostRegister(arena.address, pool.nbytes, 0)) == 0
+        reason = arena.register_with_cuda(pool.nbytes)  # what another library has registered
+        assert "already" in reason
+        assert int(torch.full((1000,), 7, device="cuda").sum()) == 7000
+        assert int(cudart.cudaHostUnregister(arena.address)) == 0
+        assert arena.register_with_cuda(pool.nbytes) is None
+        assert pool.empty(1, torch.uint8).is_pinned()
 
 
 def test_the_interpreter_may_end_with_tensors_and_copies_alive():
