@@ -9,12 +9,14 @@ On a GPU machine without a network: an interpreter with torch and CUDA, and Deep
 
     export PYTHONPATH=/tmp/site && python3 setup.py build_ext --inplace
     python3 -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    python3 -m sweeps.llama /local_nvme --ways both,states --steps 3 --output $OUT/llama-7b
+    python3 -m sweeps.llama /local_nvme --ways both,states --output $OUT/llama-7b
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -51,7 +53,8 @@ _WAYS = {
 }
 _SIZES = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40)}  # width, of the MLP, layers, heads
 _VOCABULARY = 32000
-_SETTLING = 2  # steps: by these the order is learned
+_SETTLING = 4  # steps: by these the order is learned, and those are in memory that stay there
+_PROBE_SECONDS = 10
 _PHASES = ("forward", "backward", "update")
 
 
@@ -155,7 +158,10 @@ class Llama(nn.Module):
 
 
 def mixed_speed(directory: Path, config: AioConfig, nbytes: int) -> float:
-    """Bytes a second that the engine reads and writes at once, in files of *nbytes* each, through as much memory, with nothing else to do."""
+    """Bytes a second that the engine reads and writes at once, in files of *nbytes* each, through as much memory, with nothing else to do.
+
+    Over and over for `_PROBE_SECONDS`: what a virtual drive gives for the first seconds it does not give for a step.
+    """
     piece = max(config.block_size, 16 << 20)
     nbytes = max(nbytes // piece, 1) * piece
     memory = [allocate(nbytes) for _ in range(2)]
@@ -164,14 +170,19 @@ def mixed_speed(directory: Path, config: AioConfig, nbytes: int) -> float:
             buffer[::4096] = b"\1" * len(buffer[::4096])  # every page is there
         for file in (source, target):
             engine.write(memory[0], file).wait()
-        began = time.perf_counter()
-        tickets = []
-        for start in range(0, nbytes, piece):
+        began, moved = time.perf_counter(), 0
+        tickets: collections.deque[Any] = collections.deque()
+        for start in itertools.cycle(range(0, nbytes, piece)):
+            if time.perf_counter() > began + _PROBE_SECONDS:
+                break
             tickets.append(engine.read(memory[0][start : start + piece], source, start))
             tickets.append(engine.write(memory[1][start : start + piece], target, start))
+            moved += 2 * piece
+            while len(tickets) > 64:
+                tickets.popleft().wait()
         for ticket in tickets:
             ticket.wait()
-        return 2 * nbytes / (time.perf_counter() - began)
+        return moved / (time.perf_counter() - began)
 
 
 def _train(job: dict[str, Any]) -> None:
@@ -200,6 +211,8 @@ def _train(job: dict[str, Any]) -> None:
                 "read_bytes": after.read - before.read,
                 "written_bytes": after.written - before.written,
                 "busy_seconds": after.busy_seconds - before.busy_seconds,
+                "read_seconds": after.read_seconds - before.read_seconds,
+                "write_seconds": after.write_seconds - before.write_seconds,
                 "cpu_seconds": _cpu_seconds() - cpu,
                 "planning_seconds": planning.seconds - used,
                 "uses": planning.uses - uses,
@@ -280,12 +293,12 @@ def _cpu_seconds() -> float:
 @click.option("--host-memory", default="16GB", show_default=True, help="Of each way.")
 @click.option("--batch", type=int, default=4, show_default=True)
 @click.option("--sequence", type=int, default=2048, show_default=True)
-@click.option("--steps", type=click.IntRange(min=_SETTLING + 1), default=4, show_default=True, help=f"The first {_SETTLING} do not count.")
+@click.option("--steps", type=click.IntRange(min=_SETTLING + 1), default=6, show_default=True, help=f"The first {_SETTLING} do not count.")
 @click.option("--block-size", default="4MiB", show_default=True)
 @click.option("--queue-depth", type=int, default=16, show_default=True)
 @click.option("--thread-count", type=int, default=4, show_default=True)
 @click.option("--backend", default="libaio", show_default=True)
-@click.option("--probe-size", default="4GB", show_default=True, help="Of each of the two files with which the engine's own speed is measured.")
+@click.option("--probe-size", default="2GB", show_default=True, help="Of each of the two files with which the engine's own speed is measured.")
 @click.option("--timeout", type=float, default=560, show_default=True, help="Of a process, in seconds; what it told by then is reported.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, after every way.")
 @click.option("--job", hidden=True, help="What one process is to do.")
@@ -354,7 +367,20 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
 def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
     """The report in Markdown."""
     parts = ["# Llama-2's shapes on one GPU", "\n".join(f"- {name}: {value}" for name, value in described.items())]
-    head = ("", "phase", "s", "GB read + written", "drive busy", "GB/s", "floor / time", "CPU s", "planning CPU s", "us a use", "uses")
+    head = (
+        "",
+        "phase",
+        "s",
+        "GB read + written",
+        "drive busy",
+        "reads + writes in flight",
+        "GB/s",
+        "floor / time",
+        "CPU s",
+        "planning CPU s",
+        "us a use",
+        "uses",
+    )
     lines = [head, ("---",) * len(head)]
     notes = []
     for one in found:
@@ -385,6 +411,7 @@ def _cells(steps: list[dict[str, float]], mixed: float) -> tuple[str, ...]:
         f"{seconds:.2f}",
         f"{middle['read_bytes'] / 1e9:.2f} + {middle['written_bytes'] / 1e9:.2f}",
         f"{min(middle['busy_seconds'] / seconds, 1):.2f}",
+        f"{middle['read_seconds'] / seconds:.1f} + {middle['write_seconds'] / seconds:.1f}",
         f"{moved / seconds / 1e9:.2f}",
         f"{moved / mixed / seconds:.2f}",
         f"{middle['cpu_seconds']:.2f}",

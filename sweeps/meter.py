@@ -16,11 +16,15 @@ _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "st
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written, and seconds in which anything was in flight: all drives' together, and the busiest one's."""
+    """Bytes read and written, of all drives, and seconds in which anything was in flight, of the busiest; and the seconds that all requests took, summed, so
+    that over a second they are how many are in flight.
+    """
 
     read: int
     written: int
     busy_seconds: float
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
 
 
 class Disk:
@@ -41,8 +45,14 @@ def parse_diskstats(text: str, names: set[str]) -> Traffic:
     for line in text.splitlines():
         fields = line.split()
         if fields[2] in names:
-            read, written, busy = int(fields[5]) * _SECTOR_BYTES, int(fields[9]) * _SECTOR_BYTES, int(fields[12]) / 1e3
-            found = Traffic(found.read + read, found.written + written, max(found.busy_seconds, busy))
+            read, written, reading, writing, busy = (int(fields[number]) for number in (5, 9, 6, 10, 12))
+            found = Traffic(
+                found.read + read * _SECTOR_BYTES,
+                found.written + written * _SECTOR_BYTES,
+                max(found.busy_seconds, busy / 1e3),
+                found.read_seconds + reading / 1e3,
+                found.write_seconds + writing / 1e3,
+            )
     return found
 
 
