@@ -30,9 +30,6 @@ CASES = {
     "last": Case(model="dropped", parameters="nvme", sub_group_size=9000, accumulation=2, clipping=0.05, section=LAST),
 }
 STRIDES = {"states": 5, "both": 13, "split": 41, "parameters": 7, "last": 61}  # of a step's hundreds of calls one in so many
-# Likewise of the calls of forward and backward. "last": all of them. Of its 400 eight are of forward, and where those are all even or all odd depends
-# on which reads are done by then: a stride of two met none of them on some machines.
-PASSES = {"states": 1, "both": 2, "split": 2, "parameters": 2, "last": 1}
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
@@ -61,7 +58,8 @@ def test_an_exception_at_some_calls_of_forward_and_backward_is_undone_by_a_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(name, tmp_path):
-    result = run(tmp_path, CASES[name], "passes", stride=PASSES[name])
+    # Every one: whether the few calls of the user's code are even or odd ones depends on which reads are done by then.
+    result = run(tmp_path, CASES[name], "passes", stride=1)
     assert result["wrong"] == []
     seen = result["seen"]
     assert seen["forward"] > 0, seen
