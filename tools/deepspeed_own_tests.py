@@ -94,6 +94,9 @@ def offload_everything(to: dict[str, str]) -> None:
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         # What works with states in memory only is as it was, and what is on a drive already.
         if isinstance(zero, dict) and zero.get("stage") == 3 and not zero.get("zenflow"):
+            config.setdefault("zero_force_ds_cpu_optimizer", False)  # or it refuses optimizers that it takes where nothing is offloaded
+            for deprecated in [key for key in zero if key.startswith("cpu_offload")]:  # refused beside what has replaced them
+                del zero[deprecated]
             for key in ("offload_param", "offload_optimizer"):
                 device = zero.get(key) or {}
                 if device.get("device") != "nvme" and not device.get("super_offload"):
