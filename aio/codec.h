@@ -5,11 +5,11 @@
 
 namespace nvme_offload {
 
-// fp32 values in fewer bits, and back: what nvme_offload/state_formats does with torch's operations, to the same bits, in one pass over memory.
+// fp32 values in fewer bits, and back: what nvme_offload/optimizer_states does with torch's operations, to the same bits, in one pass over memory.
 //
 // *threads*: that may work on it, the caller's among them.
 
-/// Rounds *master* into *working*, and keeps in *low* what that lacks. See nvme_offload/state_formats/split.py.
+/// Rounds *master* into *working*, and keeps in *low* what that lacks. See nvme_offload/optimizer_states/split.py.
 void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* low, std::size_t count, unsigned threads);
 
 /// The *master* that *working* and *low* were split from.
@@ -24,7 +24,7 @@ struct Randoms {
   const std::uint32_t* summands;
 };
 
-/// Rounds *values* into *codes*, with one of *exponents* for every block. See nvme_offload/state_formats/eight_bit.py.
+/// Rounds *values* into *codes*, with one of *exponents* for every block. See nvme_offload/optimizer_states/eight_bit.py.
 void encode(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed, Randoms randoms, unsigned threads);
 
 /// The *values* of *codes*.

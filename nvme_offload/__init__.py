@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import AioConfig
-from .engine import Engine, File, Ticket
 from .errors import (
     BufferChangedError,
     CancelledError,
@@ -20,12 +18,14 @@ from .errors import (
     UsageError,
     WaitTimeout,
 )
+from .hardware.config import AioConfig
+from .io.engine import Engine, File, Ticket
 
 if TYPE_CHECKING:
     from .activations import save_on_nvme
-    from .pool import PinnedPool
-    from .store import TensorStore
-    from .swapper import TensorSwapper
+    from .io.pool import PinnedPool
+    from .store.store import TensorStore
+    from .swap.swapper import TensorSwapper
 
 __version__ = "0.1.0"
 
@@ -53,7 +53,13 @@ __all__ = [
 ]
 
 # On first use: they need numpy or torch, which the engine and the sweep's command line start without.
-_LAZY = {"NVMeOptimizer": "optim", "PinnedPool": "pool", "TensorStore": "store", "TensorSwapper": "swapper", "save_on_nvme": "activations"}
+_LAZY = {
+    "NVMeOptimizer": "optim",
+    "PinnedPool": "io.pool",
+    "TensorStore": "store.store",
+    "TensorSwapper": "swap.swapper",
+    "save_on_nvme": "activations",
+}
 
 
 def __getattr__(name: str) -> Any:

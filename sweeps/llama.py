@@ -36,8 +36,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.training import process

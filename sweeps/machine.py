@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nvme_offload.drive import describe
-from nvme_offload.machine import physical_bytes
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.machine import physical_bytes
 from nvme_offload.units import format_bytes
 
 

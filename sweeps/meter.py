@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvme_offload.drive import describe
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.hardware.drive import describe
+from nvme_offload.swap.swapper import TensorSwapper
 
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the drive's own are
 _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step")

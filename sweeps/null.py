@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, StrPath
-from nvme_offload.pool import PinnedPool
-from nvme_offload.slabs import Slabs
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, File, StrPath
+from nvme_offload.io.pool import PinnedPool
+from nvme_offload.store.slabs import Slabs
+from nvme_offload.store.store import TensorStore
 
 _MAP_NORESERVE = 0x4000  # linux/mman.h
 

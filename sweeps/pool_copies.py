@@ -26,10 +26,10 @@ from unittest import mock
 import torch
 
 from nvme_offload import __version__
-from nvme_offload.config import BACKENDS, AioConfig
-from nvme_offload.drive import describe
-from nvme_offload.engine import Engine, File, Ticket
-from nvme_offload.pool import PinnedPool
+from nvme_offload.hardware.config import BACKENDS, AioConfig
+from nvme_offload.hardware.drive import describe
+from nvme_offload.io.engine import Engine, File, Ticket
+from nvme_offload.io.pool import PinnedPool
 from nvme_offload.units import format_bytes, parse_bytes
 
 GPU = "cuda"

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import click
 
-from nvme_offload.drive import describe as describe_drive
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, Profile, Setting
+from nvme_offload.hardware.drive import describe as describe_drive
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.sweep import fio, space
 from nvme_offload.sweep.progress import describe
 from nvme_offload.sweep.trial import Rig

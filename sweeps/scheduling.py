@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import click
 
-from nvme_offload.schedule import Schedule, Transfer
+from nvme_offload.swap.schedule import Schedule, Transfer
 
 KIB = 1024
 

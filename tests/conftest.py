@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nvme_offload.config import BACKENDS, AioConfig
 from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.config import BACKENDS, AioConfig
 
 if TYPE_CHECKING:
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
 Mount = Callable[[str], Path]
 
@@ -182,7 +182,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def _what_lacks(backend: str) -> str:
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     try:
         Engine(AioConfig(backend=backend)).close()
@@ -216,7 +216,7 @@ def _takes_direct_io(directory: Path) -> bool:
 @pytest.fixture
 def engine(configure: Callable[..., AioConfig]) -> Iterator[Engine]:
     """An engine of two workers with small blocks; closed after the test, which fails on an error that it did not wait for."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     with Engine(configure(block_size=64 << 10, queue_depth=8, thread_count=2)) as made:
         yield made

@@ -70,7 +70,8 @@ def prepare() -> None:
     # Its own op between ranks spins, which ranks that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ[WAY] == "ours":
-        from nvme_offload import tier, zero3
+        from nvme_offload import zero3
+        from nvme_offload.swap import tier
 
         zero3.enable()
         check = tier._check_directory

@@ -13,8 +13,8 @@ from ..errors import OutOfHostMemoryError
 if TYPE_CHECKING:
     import torch
 
-    from ..swapper import SwapperStats
-    from ..tier import Tier
+    from ..swap.swapper import SwapperStats
+    from ..swap.tier import Tier
 
 _CHUNK_BYTES = 4 << 20  # a drive reads that much at full speed
 _LARGE = 4  # what takes more than this part of a chunk has one of its own

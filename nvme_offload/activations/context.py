@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import UsageError
-from ..tier import Tier, engine_config, memory_size
+from ..swap.tier import Tier, engine_config, memory_size
 from ..units import parse_bytes
 from .shelf import ActivationStats, Shelf
 
 if TYPE_CHECKING:
-    from ..config import AioConfig
-    from ..engine import StrPath
+    from ..hardware.config import AioConfig
+    from ..io.engine import StrPath
 
 
 class save_on_nvme:

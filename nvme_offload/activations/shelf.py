@@ -22,7 +22,7 @@ from .storages import Storages, Value, bytes_of, weak_reference
 if TYPE_CHECKING:
     import torch
 
-    from ..tier import Tier
+    from ..swap.tier import Tier
 
 _HELD = 2  # tensors that computing need not wait for while they are copied away
 _AHEAD = 2  # tensors that are copied to a GPU before they are asked for, if the next operation does not want more

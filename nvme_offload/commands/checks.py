@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nvme_offload import __version__, ds_config, profile_shelf, sysfs
-from nvme_offload.config import AioConfig
-from nvme_offload.drive import describe
-from nvme_offload.drive_warnings import warnings as drive_warnings
+from nvme_offload import __version__
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError, UnsupportedError
-from nvme_offload.machine import available_bytes, gpu_count, gpus
+from nvme_offload.hardware import profile_shelf, sysfs
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
+from nvme_offload.hardware.machine import available_bytes, gpu_count, gpus
 from nvme_offload.units import format_bytes
 from nvme_offload.zero3 import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, is_too_new, is_too_old
 
@@ -87,7 +89,7 @@ def text(found: Sequence[Finding]) -> str:
 
 def backend(name: str) -> Finding:
     """Whether an engine runs on that kernel interface."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     try:
         Engine(AioConfig(backend=name)).close()
@@ -146,7 +148,7 @@ def gpu_registration() -> Finding:
         return Finding("GPU", "note", "none, or its driver does not show it here", "in a container: --gpus all")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus())) or "NVIDIA"
     try:
-        from nvme_offload.pool import PinnedPool
+        from nvme_offload.io.pool import PinnedPool
 
         pool = PinnedPool(1 << 20, pin=True)
         pinned = pool.pinned
@@ -251,7 +253,7 @@ def drive(path: str) -> Iterator[Finding]:
 
 def direct_io(path: str, name: str) -> Finding:
     """Whether a file in the directory *path* can be made and bypasses the page cache; leaves nothing."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     try:
         with Engine(AioConfig(backend="posix", direct="auto")) as engine:
@@ -266,7 +268,7 @@ def direct_io(path: str, name: str) -> Finding:
 
 
 def _lock() -> int:
-    from nvme_offload.engine import Memory
+    from nvme_offload.io.engine import Memory
 
     try:
         return Memory(_LOCKED_BYTES, in_child=False).lock()

@@ -99,11 +99,11 @@ def plan(
 
     Exit status: 0 something fits, 3 nothing does, 1 failed, 2 wrong usage.
     """
-    from nvme_offload import commit
-    from nvme_offload import model as models
-    from nvme_offload import plan as planning
-    from nvme_offload.machine import Gpu, gpu_count
-    from nvme_offload.placement import World
+    from nvme_offload.files import commit
+    from nvme_offload.hardware.machine import Gpu, gpu_count
+    from nvme_offload.planning import model as models
+    from nvme_offload.planning import plan as planning
+    from nvme_offload.planning.placement import World
 
     from . import table, unknown_family
 
@@ -151,7 +151,7 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
 
     Exit status: 0 it works, perhaps not as well as it could; 3 something that is needed does not; 1 failed, 2 wrong usage.
     """
-    from nvme_offload import ds_config
+    from nvme_offload.ds_config import edit as ds_config
 
     from . import checks
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nvme_offload.model import Model
-from nvme_offload.placement import World
-from nvme_offload.plan import Machine, Plan, Work, weights
+from nvme_offload.planning.model import Model
+from nvme_offload.planning.placement import World
+from nvme_offload.planning.plan import Machine, Plan, Work, weights
 
 _HEAD = ("", "way to train", "GPU, GB", "host, GB", "drive, GB", "s a step", "")
 _WORN_AFTER = 5 * 365  # days that a drive should last

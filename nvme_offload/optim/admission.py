@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from ..optimizer_traits import Traits, examine
-from ..state_formats import BLOCK, StateFormat
+from ..optimizer_states import BLOCK, StateFormat
+from ..optimizer_states.traits import Traits, examine
 from .budget import Budget, beside_bytes, most_elements
 from .bundles import Bundle, Weight, cut, is_distributed, local
 

@@ -11,8 +11,8 @@ from ..units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from ..optimizer_traits import Traits
-    from ..state_formats import StateFormat
+    from ..optimizer_states import StateFormat
+    from ..optimizer_states.traits import Traits
 
 _IN_MEMORY = 16  # bundles that the cap holds: of those in use, read ahead and written back, each is a small part
 _LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU

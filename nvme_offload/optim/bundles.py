@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optimizer_traits import UNIT, Traits
-from ..state_formats import BLOCK, Layout
-from ..state_tree import Key, is_for_each
+from ..optimizer_states import BLOCK, Layout
+from ..optimizer_states.traits import UNIT, Traits
+from ..optimizer_states.tree import Key, is_for_each
 
 _SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..errors import OutOfHostMemoryError
-from ..tier import Tier
+from ..swap.tier import Tier
 
 _PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 

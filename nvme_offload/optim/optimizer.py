@@ -18,12 +18,12 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from ..config import AioConfig
 from ..errors import UnsupportedError, UsageError
-from ..state_formats import state_format as format_called
-from ..state_formats import wide_enough
-from ..state_tree import Key, replaced, top
-from ..tier import Tier, engine_config, memory_size
+from ..hardware.config import AioConfig
+from ..optimizer_states import state_format as format_called
+from ..optimizer_states import wide_enough
+from ..optimizer_states.tree import Key, replaced, top
+from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
 from .admission import Admission
 from .backward import BackwardUpdates, await_copy, clear_spent

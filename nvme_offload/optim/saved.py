@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import IOFailure, UsageError
-from ..state_tree import Key, replaced, tensors, travels
+from ..optimizer_states.tree import Key, replaced, tensors, travels
 from .bundles import Bundle, Piece, Weight, dense_strides, like, local
 from .stand_ins import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater

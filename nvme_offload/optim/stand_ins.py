@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
-from ..state_tree import content
+from ..optimizer_states.tree import content
 from .bundles import local
 
 if TYPE_CHECKING:

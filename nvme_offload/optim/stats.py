@@ -7,8 +7,8 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-from ..drive_use import DriveUse, Meter
-from ..tier import Tier
+from ..swap.drive_use import DriveUse, Meter
+from ..swap.tier import Tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..errors import OutOfHostMemoryError
-from ..optimizer_traits import raw_step
-from ..state_formats import Layout, StateFormat, far_blocks, looks_at, round_near, wide_enough, widened
-from ..state_tree import Key, travelling
-from ..tier import Tier
+from ..optimizer_states import Layout, StateFormat, far_blocks, looks_at, round_near, wide_enough, widened
+from ..optimizer_states.traits import raw_step
+from ..optimizer_states.tree import Key, travelling
+from ..swap.tier import Tier
 from ..units import format_bytes
 from .bundles import Bundle, Piece
 from .lanes import DeviceLane, HostLane, Lane

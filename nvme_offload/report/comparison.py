@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nvme_offload.profile import PHASES, Profile
+from nvme_offload.hardware.profile import PHASES, Profile
 
 from . import summary, training, wording
 from .tables import Table

@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.ds_config import aio_section, zero_infinity
-from nvme_offload.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.ds_config.edit import aio_section, zero_infinity
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
 
 from . import charts, palette, summary, tables, training, wording
 from .charts.canvas import Chart

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Latency, Profile, Setting, Trial
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Latency, Profile, Setting, Trial
 
 
 class Median(NamedTuple):

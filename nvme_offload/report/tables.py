@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Health, Profile, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Health, Profile, Setting
 
 from . import summary, training, wording
 from .wording import DASH, NONE, PHASE_NAMES, SPACE, TIMES

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvme_offload.profile import PHASES, Profile
-from nvme_offload.traffic import GRADIENTS as GRADIENTS
-from nvme_offload.traffic import LOADS as LOADS
-from nvme_offload.traffic import PARAMETERS as PARAMETERS
-from nvme_offload.traffic import STATES as STATES
-from nvme_offload.traffic import Load as Load
-from nvme_offload.traffic import chosen_speeds as chosen_speeds
-from nvme_offload.traffic import floor as floor
-from nvme_offload.traffic import rated_bytes as rated_bytes
-from nvme_offload.traffic import stripe_speeds as stripe_speeds
+from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.planning.traffic import GRADIENTS as GRADIENTS
+from nvme_offload.planning.traffic import LOADS as LOADS
+from nvme_offload.planning.traffic import PARAMETERS as PARAMETERS
+from nvme_offload.planning.traffic import STATES as STATES
+from nvme_offload.planning.traffic import Load as Load
+from nvme_offload.planning.traffic import chosen_speeds as chosen_speeds
+from nvme_offload.planning.traffic import floor as floor
+from nvme_offload.planning.traffic import rated_bytes as rated_bytes
+from nvme_offload.planning.traffic import stripe_speeds as stripe_speeds
 
 from .summary import control_gb_per_s
 

@@ -6,7 +6,7 @@ import html
 import re
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.profile import Beside, Best, Setting
+from nvme_offload.hardware.profile import Beside, Best, Setting
 from nvme_offload.units import format_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from nvme_offload.profile import Beside
+from nvme_offload.hardware.profile import Beside
 
 
 def by_turns(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from nvme_offload.profile import PHASES, Profile, Setting
+from nvme_offload.hardware.profile import PHASES, Profile, Setting
 
 from .progress import describe
 from .verdict import ALIKE, STEP_BYTES, quantile

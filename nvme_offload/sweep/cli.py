@@ -14,11 +14,13 @@ from typing import NoReturn
 
 import click
 
-from nvme_offload import __version__, commit, ds_config
-from nvme_offload.config import BACKENDS
-from nvme_offload.drive import Drive, short_name
+from nvme_offload import __version__
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError, UsageError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, Profile, Setting
+from nvme_offload.files import commit
+from nvme_offload.hardware.config import BACKENDS
+from nvme_offload.hardware.drive import Drive, short_name
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
 from . import launcher, preflight, results, space
@@ -276,7 +278,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
 
     Exit status: 0 they hold, 3 they do not, 1 failed, 2 wrong usage.
     """
-    from nvme_offload import profile_shelf
+    from nvme_offload.hardware import profile_shelf
 
     from . import check as checking
     from .proof import setting_of

@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 
 from nvme_offload.errors import OffloadError, UsageError
-from nvme_offload.profile import PHASES, Profile
-from nvme_offload.profile_shelf import find
+from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.hardware.profile_shelf import find
 
 from .progress import describe
 from .verdict import quantile

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.engine import File
 from nvme_offload.errors import IOFailure, UnsupportedError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
+from nvme_offload.io.engine import File
 
 _MEMORY_BYTES = 512 << 20  # what a sweep locks at the most
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 # fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C library fills it at allocation, before fio's

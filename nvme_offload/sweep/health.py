@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from nvme_offload.drive import Drive
-from nvme_offload.profile import Health
+from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.profile import Health
 
 UNIT_BYTES = 512_000  # in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health Information
 STEP_BYTES_7B = 7e9 * 16  # what a step of a 7B model's optimizer writes

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nvme_offload import commit, sealed
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import Setting, require_schema
-from nvme_offload.profile_shelf import user_directory
+from nvme_offload.files import commit, sealed
+from nvme_offload.hardware.profile import Setting, require_schema
+from nvme_offload.hardware.profile_shelf import user_directory
 
 from .preflight import Refusal
 from .verdict import Ask, Result

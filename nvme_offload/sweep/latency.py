@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from nvme_offload.engine import Engine
 from nvme_offload.errors import WaitTimeout
-from nvme_offload.profile import Latency, Setting
+from nvme_offload.hardware.profile import Latency, Setting
+from nvme_offload.io.engine import Engine
 
 from .trial import RAMP_SECONDS, Rig
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.profile import Profile
+from nvme_offload.hardware.profile import Profile
 
 WAIT_SECONDS = 600.0  # beyond what a sweep takes: for nodes that are slow, or start late
 

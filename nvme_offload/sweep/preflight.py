@@ -12,12 +12,12 @@ from pathlib import Path
 
 import click
 
-from nvme_offload import ds_config
-from nvme_offload.drive import Drive
-from nvme_offload.drive import describe as describe_drive
-from nvme_offload.drive_warnings import warnings as drive_warnings
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError, UnsupportedError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS
+from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.drive import describe as describe_drive
+from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS
 from nvme_offload.units import format_bytes, parse_bytes
 
 from . import space
@@ -83,7 +83,7 @@ def check_report_directory(directory: Path) -> None:
 
 def check_engine(engine: str, backend: str) -> None:
     """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op, which builds it at its first use."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     if engine == "deepspeed" and backend != "libaio":
         raise Refusal(f"DeepSpeed's op is built on libaio, not on {backend}: leave out --backend")

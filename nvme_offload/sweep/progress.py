@@ -8,7 +8,7 @@ import shutil
 import time
 from typing import TextIO
 
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 from nvme_offload.units import format_bytes
 
 PLAIN_SECONDS = 5.0  # between two lines where nobody watches

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nvme_offload import ds_config
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 
 # As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load and talks while it does.
 _READ = """
@@ -44,7 +44,7 @@ def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
 
 def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
     """A sentence on who read *chosen* back from *config*, and whether they did."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     wanted = ds_config.aio_section(chosen)
     by = "DeepSpeed's own parser"

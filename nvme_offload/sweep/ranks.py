@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
 
 from nvme_offload.errors import OffloadError
-from nvme_offload.machine import gpu_count as gpu_count  # which the sweep asks for here
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.machine import gpu_count as gpu_count  # which the sweep asks for here
+from nvme_offload.hardware.profile import Setting
 
 from .space import MAX_BYTES_IN_FLIGHT
 from .trial import REQUEST_BYTES, Load, Point, Rig, measure

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from nvme_offload import commit, ds_config, profile_shelf
+from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
-from nvme_offload.profile import PHASES, Beside, Best, Profile, StripePath
+from nvme_offload.files import commit
+from nvme_offload.hardware import profile_shelf
+from nvme_offload.hardware.profile import PHASES, Beside, Best, Profile, StripePath
 from nvme_offload.units import format_bytes
 
 from .preflight import Failure

@@ -11,7 +11,7 @@ import random
 import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from nvme_offload.profile import PHASES, Setting
+from nvme_offload.hardware.profile import PHASES, Setting
 
 from .space import coarse, cost, neighbours, spread
 from .steady import jumped

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_offload.drive import Drive
-from nvme_offload.profile import PHASES, Profile, StripePath
+from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.profile import PHASES, Profile, StripePath
 from nvme_offload.units import format_bytes
 
 from .preflight import Refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Setting
 
 BLOCK_SIZES = tuple(1 << power for power in range(17, 24))  # 128 KiB to 8 MiB
 QUEUE_DEPTHS = tuple(1 << power for power in range(7))  # 1 to 64

@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from nvme_offload.engine import Engine, Ticket, allocate
 from nvme_offload.errors import OffloadError
-from nvme_offload.profile import Setting, Sustained
+from nvme_offload.hardware.profile import Setting, Sustained
+from nvme_offload.io.engine import Engine, Ticket, allocate
 from nvme_offload.units import format_bytes
 
 from . import steady

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, Ticket, allocate
 from nvme_offload.errors import CorruptionError, IOFailure, OffloadError, WaitTimeout
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Setting
+from nvme_offload.io.engine import Engine, File, Ticket, allocate
 
 from .verdict import Result
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvme_offload import __version__
-from nvme_offload.drive import Drive
-from nvme_offload.drive_warnings import warnings as drive_warnings
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Latency, Profile, Setting, Sustained
+from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Latency, Profile, Setting, Sustained
 from nvme_offload.units import format_bytes
 
 from . import fio, health, space
@@ -244,7 +244,7 @@ def _beside_fio(rig: Rig | Ranks, chosen: Setting, version: str, phase: str, sec
 
 def _other_backend(options: Options) -> str | None:
     """io_uring beside libaio and the other way about, where both work."""
-    from nvme_offload.engine import Engine
+    from nvme_offload.io.engine import Engine
 
     other = {"libaio": "io_uring", "io_uring": "libaio"}.get(options.backend)
     if other is None or options.engine != "native":

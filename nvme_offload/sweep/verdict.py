@@ -8,7 +8,7 @@ import math
 import statistics
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import PHASES, Best, Setting, Trial
+from nvme_offload.hardware.profile import PHASES, Best, Setting, Trial
 from nvme_offload.units import format_bytes
 
 from . import steady

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.serialization import config as serialization
 
-from ..engine import Engine, File, Ticket
+from ..io.engine import Engine, File, Ticket
 from .manifest import PIECE_BYTES, Piece
 
 _ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly

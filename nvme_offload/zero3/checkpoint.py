@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 
-from .. import commit
-from .. import engine as io
 from ..errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
+from ..files import commit
+from ..io import engine as io
 from . import archive, compat, manifest, states
 from .manifest import Entry, Manifest, Piece, entry_of, has_checksums
 from .param_swapper import ParameterSwapper

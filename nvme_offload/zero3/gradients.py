@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from ..errors import UsageError
-from ..tier import Tier
+from ..swap.tier import Tier
 
 _serial = itertools.count()
 Slices = dict[int, int]  # of a sub-group: elements, by the first of them

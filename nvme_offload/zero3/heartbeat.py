@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..units import format_bytes
 
 if TYPE_CHECKING:
-    from ..tier import Tier
+    from ..swap.tier import Tier
 
 _SECONDS = 60.0
 

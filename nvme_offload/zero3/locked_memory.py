@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..engine import Memory
 from ..errors import UsageError
+from ..io.engine import Memory
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import commit, sealed
-from ..config import AioConfig
-from ..engine import Engine, File, Ticket, allocate
 from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError
+from ..files import commit, sealed
+from ..hardware.config import AioConfig
+from ..io.engine import Engine, File, Ticket, allocate
 
 NAME = "nvme_offload.json"
 PIECE_BYTES = 4 << 20  # what one checksum covers at most

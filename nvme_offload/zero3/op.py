@@ -21,10 +21,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..config import MIN_BLOCK_SIZE, AioConfig
-from ..engine import Engine
 from ..errors import IOFailure, OffloadError, UsageError
-from ..pool import PinnedPool
+from ..hardware.config import MIN_BLOCK_SIZE, AioConfig
+from ..io.engine import Engine
+from ..io.pool import PinnedPool
 from .locked_memory import forget, is_pinned, locked_memory, locked_tensor
 from .operation import OUT_OF_DESCRIPTORS, Operation, moves_as_it_is, open_descriptor, open_path, require_movable, write_to_descriptor
 

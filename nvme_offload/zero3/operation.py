@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine import Engine, File, Ticket
 from ..errors import CorruptionError, IOFailure, UsageError
+from ..io.engine import Engine, File, Ticket
 from .locked_memory import extent
 
 if TYPE_CHECKING:

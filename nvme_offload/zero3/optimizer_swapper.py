@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError, UsageError
-from ..state_formats import Layout
-from ..tier import Tier
+from ..optimizer_states import Layout
+from ..swap.tier import Tier
 
 _SLOT_BYTES = 64  # a slot starts on a cache line, for the vector instructions of fused optimizers
 _MASTER = ""  # the key of the slot that the master weights are in

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..errors import UnsupportedError
-from ..state_formats import BLOCK, Layout, StateFormat, far_blocks, looks_at
-from ..tier import Tier
+from ..optimizer_states import BLOCK, Layout, StateFormat, far_blocks, looks_at
+from ..swap.tier import Tier
 from .optimizer_swapper import OptimizerSwapper, SubGroup, travelling
 
 _log = logging.getLogger(__name__)

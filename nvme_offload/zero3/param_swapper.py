@@ -18,7 +18,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..errors import UsageError
-from ..tier import Tier
+from ..swap.tier import Tier
 from ..units import format_bytes
 from .settings import Settings
 from .shared_tier import tier_of

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config import BACKENDS, AioConfig
 from ..errors import UnsupportedError, UsageError
-from ..machine import physical_bytes
-from ..state_formats import FORMATS
-from ..tier import engine_config, memory_size
+from ..hardware.config import BACKENDS, AioConfig
+from ..hardware.machine import physical_bytes
+from ..optimizer_states import FORMATS
+from ..swap.tier import engine_config, memory_size
 from ..units import format_bytes
 
 SECTION = "nvme_offload"
@@ -41,7 +41,7 @@ class Settings:
     paths: directories on the drives to use instead of nvme_path; large tensors are striped over them.
     weights: the share of each path, in any unit; equal where left out.
     checksum: whether every byte that comes back from a drive is compared with what was written.
-    state_format: how master weights and optimizer states are kept, see `nvme_offload.state_formats`: as they are, in 12 bytes a parameter with Adam;
+    state_format: how master weights and optimizer states are kept, see `nvme_offload.optimizer_states`: as they are, in 12 bytes a parameter with Adam;
     without the bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in 4.
     missing_gradients: what a parameter is given that has no gradient in a step: "zero", or "last" for that of its last step, as DeepSpeed does.
     """

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import AioConfig
-from ..tier import Tier
+from ..hardware.config import AioConfig
+from ..swap.tier import Tier
 from . import heartbeat
 from .settings import Settings, aio_config, nvme_paths, question, unread_aio_keys
 

@@ -20,8 +20,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import OffloadError, UsageError
-from ..state_formats import FORMATS, wide_enough
-from ..tier import Tier
+from ..optimizer_states import FORMATS, wide_enough
+from ..swap.tier import Tier
 from ..units import format_bytes
 from . import archive, compat, heartbeat, states, working_weights
 from .agreement import all_or_none, least

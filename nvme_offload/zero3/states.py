@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
-from ..engine import Ticket
 from ..errors import OffloadError, UsageError
+from ..io.engine import Ticket
 from .archive import Loan, Part, away, fetch, wait_all, whole
 from .compat import lists_by_sub_group
 

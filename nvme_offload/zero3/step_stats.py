@@ -6,11 +6,11 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..drive_use import DriveUse, Meter
 from ..errors import UsageError
+from ..swap.drive_use import DriveUse, Meter
 
 if TYPE_CHECKING:
-    from ..tier import Tier
+    from ..swap.tier import Tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

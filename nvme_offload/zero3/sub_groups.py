@@ -66,7 +66,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """
     import torch
 
-    from ..optimizer_traits import alike, examine, known
+    from ..optimizer_states.traits import alike, examine, known
 
     decided = known(optimizer)
     if decided is not None:

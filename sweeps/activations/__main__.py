@@ -14,8 +14,8 @@ import torch
 
 from nvme_offload import __version__
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.machine import gpus
-from nvme_offload.tier import engine_config
+from nvme_offload.hardware.machine import gpus
+from nvme_offload.swap.tier import engine_config
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.training.drive import Floor

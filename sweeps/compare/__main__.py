@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from nvme_offload.units import format_bytes, parse_bytes
 
 from ..command import run, stop_at_sigterm

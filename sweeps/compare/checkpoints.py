@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from nvme_offload import __version__
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import UnsupportedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 
 from ..peers.page_cache import sync
 from .plan import Setting

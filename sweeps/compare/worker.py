@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import OffloadError, UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 
 from ..peers import sides
 from ..peers.deepspeed_op import DeepSpeedOp

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from nvme_offload.state_formats import FORMATS
+from nvme_offload.optimizer_states import FORMATS
 
 from ..machine import commit, facts
 from .report import Results, as_json, draw, from_json, render

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import click
 import torch
 
-from nvme_offload.state_formats import FORMATS
+from nvme_offload.optimizer_states import FORMATS
 
 from .__main__ import device_facts
 

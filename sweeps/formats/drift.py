@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 import torch
 
-from nvme_offload.state_formats import state_format
-from nvme_offload.state_formats.eight_bit import BLOCK, decode, encode
+from nvme_offload.optimizer_states import state_format
+from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, encode
 
 from .__main__ import device_facts
 from .text import batches, cut, read_text

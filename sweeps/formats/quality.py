@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload import NVMeOptimizer
-from nvme_offload.state_formats import formats
+from nvme_offload.optimizer_states import formats
 
 from ..machine import commit, facts
 

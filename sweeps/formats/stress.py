@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nvme_offload.state_formats import state_format
+from nvme_offload.optimizer_states import state_format
 
 from .trainer import PackedAdamW
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nvme_offload.state_formats import Layout, StateFormat, state_format
+from nvme_offload.optimizer_states import Layout, StateFormat, state_format
 
 from .text import batches, cut
 from .transformer import Shape, Transformer

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import click
 
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.tier import engine_config, memory_size
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.swap.tier import engine_config, memory_size
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.models import CONFIGS, config_of, tensors

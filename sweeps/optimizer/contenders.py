@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from nvme_offload.config import AioConfig
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optim import NVMeOptimizer
 
 DEEPSPEED = "deepspeed"

@@ -6,8 +6,8 @@ import os
 import time
 from typing import NamedTuple
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 
 from .rig import Rig
 

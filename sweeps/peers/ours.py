@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nvme_offload import __version__
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, Ticket
 from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, File, Ticket
 
 from .plan import Job
 from .rig import Place, require_read, spoil

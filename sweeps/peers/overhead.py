@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, allocate
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, File, allocate
 from nvme_offload.units import format_bytes
 
 from ..machine import commit, facts

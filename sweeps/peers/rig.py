@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import CorruptionError, UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 
 Bytes = NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.swap.swapper import TensorSwapper
 from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.models import CONFIGS, config_of, split_experts, tensors

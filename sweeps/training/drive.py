@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, cast
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from sweeps.peers.fio import Fio
 from sweeps.peers.plan import Job
 from sweeps.peers.rig import Buffers, Rig

@@ -14,7 +14,7 @@ import torch
 from activation_models import gradients, made, same
 from offloading import Make, left
 
-import nvme_offload.store
+import nvme_offload.store.store
 from nvme_offload import Engine, IOFailure, NoSpaceError, OffloadError, UsageError, save_on_nvme
 from nvme_offload._aio import FaultKind
 
@@ -27,7 +27,7 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
     """A function that makes *count* transfers fail, from the one numbered *first* on, in engines made from then on."""
 
     def faults(first: int, count: int, kind: FaultKind, value: int) -> None:
-        monkeypatch.setattr(nvme_offload.store, "Engine", functools.partial(Engine, _faults=[(first, count, kind, value)]))
+        monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(first, count, kind, value)]))
 
     return faults
 

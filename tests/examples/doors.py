@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import nvme_offload
-from nvme_offload import ds_config
+from nvme_offload.ds_config import edit as ds_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGE = str(Path(nvme_offload.__file__).parents[1])

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nvme_offload import commit, ds_config
-from nvme_offload.config import AioConfig
-from nvme_offload.profile import Profile
-from nvme_offload.store import TensorStore
+from nvme_offload.ds_config import edit as ds_config
+from nvme_offload.files import commit
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Profile
+from nvme_offload.store.store import TensorStore
 
 ROOT = Path(__file__).parents[2]
 _PROFILE = ROOT / "reports" / "vda-2026-11-21" / "profile.json"
@@ -27,9 +28,9 @@ import dataclasses, os, sys
 from pathlib import Path
 import numpy as np
 from nvme_offload import ds_config, profile_shelf
-from nvme_offload.config import AioConfig
-from nvme_offload.profile import Profile
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Profile
+from nvme_offload.store.store import TensorStore
 place = Path(sys.argv[1])
 profile = Profile.load({str(_PROFILE)!r})
 os.environ["XDG_CONFIG_HOME"] = str(place)

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import nvme_offload
-from nvme_offload.config import BACKENDS, AioConfig
-from nvme_offload.store import StoreTicket, TensorStore
+from nvme_offload.hardware.config import BACKENDS, AioConfig
+from nvme_offload.store.store import StoreTicket, TensorStore
 
 NAMES = 200
 IN_FLIGHT = 16

@@ -26,12 +26,12 @@ RESIZED = ("freed", "larger storage", "larger")
 CHILD = """
 import json, sys, threading
 import torch
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from nvme_offload.errors import OffloadError
-from nvme_offload.pool import PinnedPool
-from nvme_offload.store import TensorStore
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.io.pool import PinnedPool
+from nvme_offload.store.store import TensorStore
+from nvme_offload.swap.swapper import TensorSwapper
 
 backend, directory = sys.argv[1:]
 config = AioConfig(backend=backend, block_size=4096, queue_depth=4)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import nvme_offload
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.store import TensorStore
+from nvme_offload.store.store import TensorStore
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "optim")]
 
@@ -165,9 +165,9 @@ subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["umount", "--lazy", "/sys"], check=True)
 assert not os.listdir("/sys")
 import numpy as np
-from nvme_offload.drive import describe
-from nvme_offload.drive_warnings import warnings
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.drive_warnings import warnings
+from nvme_offload.store.store import TensorStore
 found = describe(sys.argv[1])
 assert found.filesystem == "ext4"
 warnings(found)
@@ -189,7 +189,7 @@ def test_without_sys(drive: Drive) -> None:
 GROUP_BYTES = 1400 << 20  # of which torch takes 300 MB, weights and gradients 640 MB: the optimizer's states, 640 MB, have no room
 IN_A_GROUP = """
 import sys, torch
-from nvme_offload.machine import available_bytes
+from nvme_offload.hardware.machine import available_bytes
 from nvme_offload.optim import NVMeOptimizer
 weights = [torch.nn.Parameter(torch.full((4 << 20,), 1.0)) for _ in range(20)]
 for weight in weights:

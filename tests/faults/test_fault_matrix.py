@@ -12,8 +12,8 @@ import pytest
 
 from nvme_offload import AioConfig, Engine, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import BACKENDS
-from nvme_offload.engine import allocate
+from nvme_offload.hardware.config import BACKENDS
+from nvme_offload.io.engine import allocate
 
 BLOCK = 16 << 10
 SURROUNDINGS = 0x11

@@ -31,9 +31,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, PendingRequest
 from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UnsupportedError, WaitTimeout
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, PendingRequest
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -79,8 +79,8 @@ def eventually(condition: Callable[[], bool]) -> bool:
 PROLOGUE = """
 import ctypes, os, resource, struct, sys
 import numpy, numpy.random  # the second now: a user without rights to where Python lies could not
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 from nvme_offload.errors import IOFailure, OffloadError, UnsupportedError
 
 def check(libc_result):
@@ -165,7 +165,7 @@ def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Moun
 
 def test_without_proc_only_unaligned_ends_of_files_without_a_name_are_refused(backend: str, directory: Path, mount_namespace: None) -> None:
     script = """
-import nvme_offload.store
+import nvme_offload.store.store
 backend, path = sys.argv[1:]
 data = numpy.arange(10_001, dtype=numpy.uint8)
 libc = ctypes.CDLL(None, use_errno=True)
@@ -188,7 +188,7 @@ with Engine(config) as engine:
             engine.write(data, file)
         except UnsupportedError as error:
             print("mount it" in str(error))
-with nvme_offload.store.TensorStore(os.path.dirname(path), config) as store:
+with nvme_offload.store.store.TensorStore(os.path.dirname(path), config) as store:
     store.put("a", data).wait()
     back = numpy.zeros_like(data)
     store.get("a", back).wait()

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import OffloadError
-from nvme_offload.profile import Profile, Setting
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Profile, Setting
+from nvme_offload.store.store import TensorStore
 from nvme_offload.sweep.journal import Begun, Entry, Journal
 from nvme_offload.sweep.preflight import Refusal
 from nvme_offload.sweep.verdict import Ask, Result

@@ -19,12 +19,12 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload import slabs
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.store import slabs
+from nvme_offload.store.store import TensorStore
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -302,9 +302,9 @@ SNAPSHOTS = """
 import os, signal, sys
 import numpy
 from nvme_offload import snapshot
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.store.store import TensorStore
 
 CONFIG = AioConfig(block_size=64 << 10, queue_depth=4, direct="auto")
 SIZES = {"large": 9 << 20, "odd": 100_001, "small": 5}

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
-from nvme_offload.pool import PinnedPool
-from nvme_offload.store import TensorStore
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.io.pool import PinnedPool
+from nvme_offload.store.store import TensorStore
+from nvme_offload.swap.swapper import TensorSwapper
 
 SIZE = 8192  # one block, so that transfers are counted as puts and gets are
 EIO = (FaultKind.FAIL, errno.EIO)

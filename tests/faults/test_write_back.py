@@ -14,10 +14,10 @@ import pytest
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, OffloadError
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.store.store import TensorStore
 
 HOST_BYTES, THIN_BYTES = 48 << 20, 256 << 20
 SMALL_BYTES = 3072
@@ -135,8 +135,8 @@ import ctypes, os, subprocess, sys
 if ctypes.CDLL(None).unshare(0x00020000) != 0: sys.exit(77)
 subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 import numpy as np
-from nvme_offload.engine import Engine
-from nvme_offload.store import TensorStore
+from nvme_offload.io.engine import Engine
+from nvme_offload.store.store import TensorStore
 subprocess.run(["umount", "--lazy", "/proc"], check=True)
 assert not os.path.exists("/proc/self")
 data, back = np.arange(3000, dtype=np.uint8), np.empty(3000, np.uint8)

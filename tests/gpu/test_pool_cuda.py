@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload.pool import PinnedPool
+from nvme_offload.io.pool import PinnedPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -107,7 +107,7 @@ def test_a_refused_registration_says_why_and_leaves_cuda_in_order():
 def test_the_interpreter_may_end_with_tensors_and_copies_alive():
     code = """
         import torch
-        from nvme_offload.pool import PinnedPool
+        from nvme_offload.io.pool import PinnedPool
 
         pool = PinnedPool(256 << 20, pin=True)
         tensor = pool.empty(pool.nbytes, torch.uint8).fill_(1)

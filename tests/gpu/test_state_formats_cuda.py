@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvme_offload.state_formats import FORMATS, state_format
+from nvme_offload.optimizer_states import FORMATS, state_format
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

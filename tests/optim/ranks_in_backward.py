@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
 
-import nvme_offload.store
+import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
+from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.stand_ins import SpentGradient
 
@@ -211,11 +211,11 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
     for in_backward in (False, True):
         net = sharded()
         if in_backward and RANK == 0:
-            nvme_offload.store.Engine = functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)])
+            nvme_offload.store.store.Engine = functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)])
         try:
             optimizer = ours(net.parameters(), step_in_backward=True) if in_backward else Reference(list(net.parameters()), torch.optim.AdamW, lr=0.01)
         finally:
-            nvme_offload.store.Engine = Engine
+            nvme_offload.store.store.Engine = Engine
         for step in range(6):
             loss_of(net, step, torch.float32).backward()
             while True:

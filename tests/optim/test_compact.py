@@ -11,7 +11,7 @@ import torch
 from reference import differing, parameters, smallest, train, unlike
 
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.state_formats import far_blocks, round_near, state_format
+from nvme_offload.optimizer_states import far_blocks, round_near, state_format
 
 SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (1000,), (33, 31)]
 
@@ -203,7 +203,7 @@ def test_what_is_far_and_what_is_not_of_many_elements():
 
 
 def test_a_fault_stays_one_and_rounding_is_unbiased():
-    from nvme_offload.state_formats.eight_bit import round_to_16
+    from nvme_offload.optimizer_states.eight_bit import round_to_16
 
     values = torch.full((100_000,), 1 + 2**-10)
     values[:3] = torch.tensor([torch.inf, torch.nan, -torch.inf])

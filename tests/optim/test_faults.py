@@ -9,10 +9,10 @@ import pytest
 import torch
 from reference import Reference, differing, parameters, set_gradients, smallest, train
 
-import nvme_offload.store
+import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, UsageError
+from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
 
 EIO = 5
@@ -29,7 +29,7 @@ def faulty(monkeypatch, tmp_path):
     """A function from faults, as `Engine` takes them, and parameters to an optimizer with the smallest budget."""
 
     def make(faults, params):
-        monkeypatch.setattr(nvme_offload.store, "Engine", functools.partial(Engine, _faults=faults))
+        monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=faults))
         return smallest(lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap))
 
     return make

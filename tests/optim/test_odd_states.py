@@ -13,7 +13,7 @@ from reference import Reference, differing, parameters, smallest, taken_by_fifty
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.state_tree import tensors
+from nvme_offload.optimizer_states.tree import tensors
 
 SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (6, 4, 3, 3)]
 

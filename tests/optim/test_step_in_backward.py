@@ -9,10 +9,10 @@ import pytest
 import torch
 from reference import differing
 
-import nvme_offload.store
+import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, UsageError
+from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.stand_ins import SpentGradient
 
@@ -149,7 +149,7 @@ def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog
     for in_backward in (False, True):
         net = model(torch.bfloat16)
         if in_backward:
-            monkeypatch.setattr(nvme_offload.store, "Engine", functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]))
+            monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]))
         with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=200_000, step_in_backward=in_backward) as optimizer:
             for step in range(6):
                 loss_of(net, step).backward()
@@ -165,7 +165,7 @@ def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog
 
 
 def test_a_drive_that_stays_broken_is_told_by_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(nvme_offload.store, "Engine", functools.partial(Engine, _faults=[(8, 1 << 40, FaultKind.FAIL, 5)]))
+    monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(8, 1 << 40, FaultKind.FAIL, 5)]))
     net = model(torch.bfloat16)
     optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, host_memory=200_000, step_in_backward=True)
 

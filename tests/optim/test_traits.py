@@ -9,9 +9,9 @@ import pytest
 import torch
 from reference import OPTIMIZERS, Lion, Reference, differing, parameters, smallest, train
 
-from nvme_offload import optimizer_traits
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optimizer_states import traits as optimizer_traits
 from nvme_offload.zero3.sub_groups import is_elementwise
 
 SHAPES = [(40, 30), (300, 100), (1500,), (64, 64)]

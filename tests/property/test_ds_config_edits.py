@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from nvme_offload.ds_config import edit, parse
+from nvme_offload.ds_config.edit import edit, parse
 from nvme_offload.errors import UsageError
 
 KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.state_formats.eight_bit import BLOCK, decode, decode_by_torch, encode, encode_by_torch
+from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, decode_by_torch, encode, encode_by_torch
 
 ROW = 1 << 16  # values that share a row of random numbers, and the part of a tensor that a thread works on
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, ROW - 1, ROW, ROW + 1, 4 * ROW, 5 * ROW + BLOCK + 3]

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, Ticket
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, File, Ticket
 
 Bytes = npt.NDArray[np.uint8]
 

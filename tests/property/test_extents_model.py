@@ -7,7 +7,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.extents import Extents
+from nvme_offload.io.extents import Extents
 
 GRANULE = 16
 

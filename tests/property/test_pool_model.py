@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from nvme_offload.errors import WaitTimeout
-from nvme_offload.pool import PinnedPool
+from nvme_offload.io.pool import PinnedPool
 
 PAGE = 4096
 PAGES = 24

@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from nvme_offload.errors import OutOfHostMemoryError, UsageError
-from nvme_offload.schedule import Schedule, Transfer
-from nvme_offload.value_states import TABLE, Event, State
+from nvme_offload.swap.schedule import Schedule, Transfer
+from nvme_offload.swap.value_states import TABLE, Event, State
 from nvme_offload.zero3.sub_groups import Footprint, cut
 
 sys.path.append(str(Path(__file__).parents[2]))

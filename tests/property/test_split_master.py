@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.state_formats.split import join, join_by_torch, split, split_by_torch
+from nvme_offload.optimizer_states.split import join, join_by_torch, split, split_by_torch
 
 INFINITY = 0x7F800000
 LOWS = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]  # nothing, just above it, just below, at and just above a tie, just below the next

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from nvme_offload import slabs
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.store import StoreTicket, TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.store import slabs
+from nvme_offload.store.store import StoreTicket, TensorStore
 
 PAGE = 4096
 SECONDS = 60

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CancelledError, IOFailure, NoSpaceError, OffloadError, UsageError
-from nvme_offload.pool import PinnedPool
-from nvme_offload.store import StoreTicket, TensorStore
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.io.pool import PinnedPool
+from nvme_offload.store.store import StoreTicket, TensorStore
+from nvme_offload.swap.swapper import TensorSwapper
 
 PAGE = 4096
 NAMES = st.sampled_from("abcdefgh")

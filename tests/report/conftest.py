@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Health, Latency, Profile, Setting, StripePath, Sustained, Trial
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Health, Latency, Profile, Setting, StripePath, Sustained, Trial
 
 CHOSEN = Setting(block_size=1 << 20, queue_depth=16, thread_count=2)
 FASTEST = Setting(block_size=2 << 20, queue_depth=16, thread_count=4)

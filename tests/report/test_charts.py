@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from nvme_offload.profile import PHASES
+from nvme_offload.hardware.profile import PHASES
 from nvme_offload.report import charts, summary
 from nvme_offload.report.charts import canvas, grid, noise, over_time, speeds
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Trial
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Trial
 from nvme_offload.report import compare, summary, tables, training, wording, write
 
 TIMES = "\N{MULTIPLICATION SIGN}"

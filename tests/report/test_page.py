@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Beside
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside
 from nvme_offload.report import html, markdown, palette
 
 TIMES, DASH = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.profile import Profile
+from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import fio
 
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 from nvme_offload.sweep import fio
 from nvme_offload.sweep.beside import by_turns, judged
 from nvme_offload.sweep.trial import REQUEST_BYTES, Rig

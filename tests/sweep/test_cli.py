@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.config import BACKENDS
-from nvme_offload.ds_config import read_aio
-from nvme_offload.profile import PHASES, Profile
+from nvme_offload.ds_config.edit import read_aio
+from nvme_offload.hardware.config import BACKENDS
+from nvme_offload.hardware.profile import PHASES, Profile
 
 PLAIN_CONFIG = '{\n    "train_batch_size": "auto", // by the launcher\n    "zero_optimization": {"stage": 3, "sub_group_size": 1e9}\n}\n'
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep.cli"]
@@ -223,7 +223,7 @@ trial._Lane.verify = damaged
 EIO = """
 import errno
 from nvme_offload import _aio
-from nvme_offload.engine import Engine
+from nvme_offload.io.engine import Engine
 def faulty(config):
     return Engine(config, _faults=[(9, 1000, _aio.FaultKind.FAIL, errno.EIO)] if config.queue_depth == 8 else [])
 trial.Engine = faulty

@@ -17,7 +17,7 @@ ROOT = Path(nvme_offload.__file__).parents[1]
 SCRIPT = f"""
 import sys
 from pathlib import Path
-from nvme_offload.profile import Profile
+from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import results
 from nvme_offload.sweep.progress import Progress
 profile = Profile.load({str(ROOT / "reports" / "vda-2026-11-21" / "profile.json")!r})
@@ -51,8 +51,8 @@ STOPPED = f"""
 import ctypes, json, os, shutil, signal, sys, threading
 from pathlib import Path
 from nvme_offload import ds_config, profile_shelf
-from nvme_offload.config import AioConfig
-from nvme_offload.profile import Profile
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Profile
 from nvme_offload.report import charts
 from nvme_offload.sweep import cli, results
 from nvme_offload.sweep.progress import Progress

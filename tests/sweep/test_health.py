@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.drive import describe
-from nvme_offload.profile import Health
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import Health
 from nvme_offload.sweep import health
 
 NVME_CLI = {

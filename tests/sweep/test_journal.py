@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload import sealed
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, Profile, Setting
+from nvme_offload.files import sealed
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.sweep import space
 from nvme_offload.sweep.journal import Begun, Entry, Journal, Playback, journal_path
 from nvme_offload.sweep.preflight import Refusal

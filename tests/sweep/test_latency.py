@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.profile import PHASES, Setting
+from nvme_offload.hardware.profile import PHASES, Setting
 from nvme_offload.sweep.latency import percentiles
 from nvme_offload.sweep.ranks import Ranks
 from nvme_offload.sweep.trial import REQUEST_BYTES, Rig

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.errors import UsageError
-from nvme_offload.profile import Profile
-from nvme_offload.profile_shelf import find
+from nvme_offload.hardware.profile import Profile
+from nvme_offload.hardware.profile_shelf import find
 from nvme_offload.sweep.launcher import Place, place
 
 pytestmark = pytest.mark.slow

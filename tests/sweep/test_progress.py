@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 from nvme_offload.sweep import progress
 from nvme_offload.sweep.progress import Progress, describe
 

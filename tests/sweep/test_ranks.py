@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.sweep import ranks, space
 from nvme_offload.sweep.ranks import Ranks, gpu_count, request_bytes
 from nvme_offload.sweep.trial import REQUEST_BYTES, Point

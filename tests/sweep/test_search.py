@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvme_offload.errors import UnsupportedError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.sweep import space
 from nvme_offload.sweep.search import GROUP, Search, drive
 from nvme_offload.sweep.verdict import STEP_BYTES, Ask, Result, Verdict, decide

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.drive import describe
-from nvme_offload.profile import PHASES, Profile
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import PHASES, Profile
 from nvme_offload.sweep import several
 from nvme_offload.sweep.preflight import Refusal
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 from nvme_offload.sweep import space
 
 FAST = 10e9

@@ -14,8 +14,8 @@ import pytest
 
 from nvme_offload import AioConfig
 from nvme_offload.errors import UsageError
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile, Setting, Trial
-from nvme_offload.profile_shelf import find, keep
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile, Setting, Trial
+from nvme_offload.hardware.profile_shelf import find, keep
 from nvme_offload.sweep import check, compare
 
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
@@ -122,7 +122,7 @@ def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
 
 
 def find_identity(place: Path) -> str:
-    from nvme_offload.drive import describe
+    from nvme_offload.hardware.drive import describe
 
     return describe(place).identity
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.errors import NoSpaceError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.profile import Setting
 from nvme_offload.sweep import sustained
 
 GIB = 1 << 30

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from nvme_offload import _aio
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
-from nvme_offload.profile import PHASES, Setting
+from nvme_offload.hardware.profile import PHASES, Setting
+from nvme_offload.io.engine import Engine
 from nvme_offload.sweep import trial
 from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
 

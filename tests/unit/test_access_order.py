@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_offload.access_order import AccessOrder
+from nvme_offload.swap.access_order import AccessOrder
 
 
 def use(order: AccessOrder, names: str) -> None:
@@ -102,7 +102,7 @@ def test_hints_are_over_with_their_use_or_after_the_next_period() -> None:
 
 
 def test_a_record_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvme_offload.access_order._LONGEST_PERIOD", 5)
+    monkeypatch.setattr("nvme_offload.swap.access_order._LONGEST_PERIOD", 5)
     order = AccessOrder()
     use(order, "abcd")
     assert not order.full

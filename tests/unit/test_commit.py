@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload import commit
+from nvme_offload.files import commit
 
 KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 

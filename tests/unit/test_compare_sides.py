@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from sweeps.compare import checkpoints, state
 from sweeps.compare.worker import READ_SEED, Shared, Worker
 from sweeps.peers import sides

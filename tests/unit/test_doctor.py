@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from nvme_offload import machine as machines
-from nvme_offload import profile_shelf
 from nvme_offload.commands import checks, cli
-from nvme_offload.drive import describe
-from nvme_offload.profile import PHASES, Best, Profile, Setting
+from nvme_offload.hardware import machine as machines
+from nvme_offload.hardware import profile_shelf
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
 from nvme_offload.zero3.settings import Settings
 
 NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
@@ -287,13 +287,13 @@ def test_a_config_of_fp16_is_a_problem_where_deepspeed_refuses_it(native, status
 
 
 def test_a_backend_that_does_not_run_is_a_problem_where_it_is_needed(monkeypatch):
-    import nvme_offload.engine
+    import nvme_offload.io.engine
     from nvme_offload.errors import UnsupportedError
 
     def refuse(config: object) -> None:
         raise UnsupportedError("the kernel refuses")
 
-    monkeypatch.setattr(nvme_offload.engine, "Engine", refuse)
+    monkeypatch.setattr(nvme_offload.io.engine, "Engine", refuse)
     assert (checks.backend("libaio").status, checks.backend("io_uring").status) == ("problem", "note")
     assert checks.backend("libaio").found == "the kernel refuses"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.drive import Drive, describe
-from nvme_offload.drive_warnings import warnings
+from nvme_offload.hardware.drive import Drive, describe
+from nvme_offload.hardware.drive_warnings import warnings
 
 PCI = "devices/pci0000:00/0000:00:01.1"
 

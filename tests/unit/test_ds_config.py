@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload import ds_config
-from nvme_offload.config import AioConfig
-from nvme_offload.ds_config import aio_section, apply, edit, locate, parse, read_aio, zero_infinity
+from nvme_offload.ds_config import edit as ds_config
+from nvme_offload.ds_config.edit import aio_section, apply, edit, locate, parse, read_aio, zero_infinity
 from nvme_offload.errors import UsageError
-from nvme_offload.profile import Setting
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import Setting
 
 SETTING = Setting(block_size=8 << 20, queue_depth=16, thread_count=4)
 AIO = {"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True}

@@ -21,9 +21,9 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, File, allocate
 from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, File, allocate
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]

@@ -17,9 +17,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, Ticket, cancel_all
 from nvme_offload.errors import CancelledError, CorruptionError, OffloadError, TruncatedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, Ticket, cancel_all
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nvme_offload import AioConfig, CorruptionError, Engine, UnsupportedError, UsageError
-from nvme_offload.config import BACKENDS
-from nvme_offload.engine import allocate
+from nvme_offload.hardware.config import BACKENDS
+from nvme_offload.io.engine import allocate
 
 NBYTES = (1 << 20) + 777
 

@@ -24,9 +24,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -432,8 +432,8 @@ def test_signals_reach_the_threads_of_python(configure: Callable[..., AioConfig]
 PROLOGUE = """
 import os, signal, sys, threading
 import numpy
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from nvme_offload.errors import OffloadError, UsageError
 
 backend, path = sys.argv[1:]
@@ -577,7 +577,7 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
         pytest.param("engine.write(data, path)\nif os.fork() == 0:\n    sys.exit()\nassert os.wait()[1] == 0", 1, True, id="forked"),
         pytest.param("engine.write(data, path)\nsys.stderr = None", 1, False, id="no standard error"),
         pytest.param(
-            "from nvme_offload.store import TensorStore\nstore = TensorStore(os.path.dirname(path), engine=engine)\nstore.put('a', data)\nstore.drain()",
+            "from nvme_offload.store.store import TensorStore\nstore = TensorStore(os.path.dirname(path), engine=engine)\nstore.put('a', data)\nstore.drain()",
             1,
             True,
             id="store",

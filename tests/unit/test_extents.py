@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nvme_offload.errors import UsageError
-from nvme_offload.extents import Extents
+from nvme_offload.io.extents import Extents
 
 
 def test_space_is_rounded_up_to_granules():

@@ -16,9 +16,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import IOFailure, OffloadError, UnsupportedError, UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -211,8 +211,8 @@ def test_a_fifo_is_refused_at_once(backend: str, directory: Path, mode: str) -> 
     # In a process of its own: an open of a FIFO that waits for the other end would never come back.
     script = """
 import sys
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from nvme_offload.errors import OffloadError
 backend, mode, path = sys.argv[1:]
 with Engine(AioConfig(backend=backend, direct="auto")) as engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_offload import tier
+from nvme_offload.swap import tier
 
 NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.machine import available_bytes
+from nvme_offload.hardware.machine import available_bytes
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712

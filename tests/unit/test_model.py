@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvme_offload.errors import UsageError
-from nvme_offload.model import of_config, of_count, of_module
+from nvme_offload.planning.model import of_config, of_count, of_module
 
 # Published models: their parameters, as transformers counts them too.
 

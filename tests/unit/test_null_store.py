@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CancelledError, IOFailure, UsageError
-from nvme_offload.swapper import TensorSwapper
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.swap.swapper import TensorSwapper
 from sweeps.null import NullStore, UntouchedPool
 
 MIB = 1 << 20

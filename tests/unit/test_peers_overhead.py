@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import UsageError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
 from sweeps.peers import overhead
 
 NBYTES = 25 * 4096

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload import machine as machines
 from nvme_offload.errors import UsageError
-from nvme_offload.machine import Gpu
-from nvme_offload.model import Model, of_count
-from nvme_offload.placement import STRATEGIES, World, fewest_bytes, needs, streamed, whole_bytes
-from nvme_offload.plan import Drive, Machine, Plan, Work, activation_bytes, drive_at, ds_config, fastest, plans, this_machine, weights
-from nvme_offload.profile import Best, Profile, Setting, StripePath
-from nvme_offload.schedule import Schedule
+from nvme_offload.hardware import machine as machines
+from nvme_offload.hardware.machine import Gpu
+from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
+from nvme_offload.planning.model import Model, of_count
+from nvme_offload.planning.placement import STRATEGIES, World, fewest_bytes, needs, streamed, whole_bytes
+from nvme_offload.planning.plan import Drive, Machine, Plan, Work, activation_bytes, drive_at, ds_config, fastest, plans, this_machine, weights
+from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
@@ -420,8 +420,8 @@ def test_the_speed_of_memory_is_measured(monkeypatch):
 
 
 def test_this_machine_and_its_drive_are_seen(tmp_path, monkeypatch):
-    from nvme_offload import profile_shelf
-    from nvme_offload.drive import describe
+    from nvme_offload.hardware import profile_shelf
+    from nvme_offload.hardware.drive import describe
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     found, ranks = this_machine([str(tmp_path)], probe_seconds=0)

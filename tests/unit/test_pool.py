@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import UnsupportedError, UsageError, WaitTimeout
-from nvme_offload.pool import PinnedPool
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.io.pool import PinnedPool
 
 PAGE = 4096
 SECONDS = 60
@@ -418,7 +418,7 @@ LIMITED = """
     import logging, os, resource, sys
     import torch
     from nvme_offload.errors import UnsupportedError
-    from nvme_offload.pool import PinnedPool
+    from nvme_offload.io.pool import PinnedPool
 
     limit, nbytes = int(sys.argv[1]), int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
@@ -508,7 +508,7 @@ def cuda(monkeypatch) -> Callable[[int], FakeCuda]:
         fake = FakeCuda(result)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-        monkeypatch.setattr("nvme_offload.pool._clear_cuda_error", lambda: None)
+        monkeypatch.setattr("nvme_offload.io.pool._clear_cuda_error", lambda: None)
         return fake
 
     return install
@@ -588,7 +588,7 @@ def test_the_interpreter_may_end_with_tensors_alive():
     code = """
         import threading
         import torch
-        from nvme_offload.pool import PinnedPool
+        from nvme_offload.io.pool import PinnedPool
 
         pool = PinnedPool(1 << 20)
         tensor = pool.empty(1 << 20, torch.uint8).fill_(1)
@@ -611,7 +611,7 @@ FORKED = """
     import ctypes, gc, os, sys
     import torch
     from nvme_offload.errors import UsageError
-    from nvme_offload.pool import PinnedPool
+    from nvme_offload.io.pool import PinnedPool
 
     def refused(use):
         try:

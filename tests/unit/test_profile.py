@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from nvme_offload import sealed
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import UsageError
-from nvme_offload.profile import (
+from nvme_offload.files import sealed
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
     PHASES,
     SCHEMA_VERSION,

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from nvme_offload import profile_shelf, sealed
-from nvme_offload.config import AioConfig
-from nvme_offload.drive import describe
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.profile import PHASES, Best, Profile, Setting
-from nvme_offload.tier import Tier
+from nvme_offload.files import sealed
+from nvme_offload.hardware import profile_shelf
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.swap.tier import Tier
 
 SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
 BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)

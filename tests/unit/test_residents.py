@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_offload.access_order import AccessOrder, Period
-from nvme_offload.residents import Chooser
+from nvme_offload.swap.access_order import AccessOrder, Period
+from nvme_offload.swap.residents import Chooser
 
 
 def period(told: str) -> Period:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nvme_offload.errors import UnsupportedError, UsageError
-from nvme_offload.state_formats import FORMATS, state_format
-from nvme_offload.state_formats.eight_bit import BLOCK, decode, encode
+from nvme_offload.optimizer_states import FORMATS, state_format
+from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, encode
 from sweeps.formats.stress import BOUND, CASES, stress
 from sweeps.formats.text import read_text
 from sweeps.formats.trainer import PackedAdamW, Recipe, train

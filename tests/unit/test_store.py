@@ -21,12 +21,13 @@ import torch
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload import sealed, slabs, snapshot
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine, allocate
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, UnsupportedError, UsageError, WaitTimeout
-from nvme_offload.store import StoreStats, TensorStore
+from nvme_offload.files import sealed
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine, allocate
+from nvme_offload.store import slabs, snapshot
+from nvme_offload.store.store import StoreStats, TensorStore
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
@@ -461,9 +462,9 @@ def test_a_closed_store_is_refused_and_its_room_is_free(tmp_path: Path) -> None:
 FORK = """
 import os, sys
 import numpy
-from nvme_offload.config import AioConfig
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.errors import UsageError
-from nvme_offload.store import TensorStore
+from nvme_offload.store.store import TensorStore
 
 store = TensorStore(".", AioConfig(direct="auto"))
 data, out = numpy.arange(1 << 20), numpy.zeros(1 << 20, int)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
 
-from nvme_offload import slabs
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CancelledError, CorruptionError, IOFailure, UnsupportedError, UsageError
-from nvme_offload.store import TensorStore
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+from nvme_offload.store import slabs
+from nvme_offload.store.store import TensorStore
 
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload.config import AioConfig
 from nvme_offload.errors import OutOfHostMemoryError, UsageError, WaitTimeout
-from nvme_offload.pool import PinnedPool
-from nvme_offload.store import TensorStore
-from nvme_offload.swapper import SwapperStats, TensorSwapper
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.pool import PinnedPool
+from nvme_offload.store.store import TensorStore
+from nvme_offload.swap.swapper import SwapperStats, TensorSwapper
 
 SIZE = 16 << 10
 MakeSwapper = Callable[..., TensorSwapper]

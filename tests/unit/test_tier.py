@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_offload.config import AioConfig
-from nvme_offload.tier import Tier
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.swap.tier import Tier
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.config import AioConfig
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CorruptionError, IOFailure, TruncatedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
 from nvme_offload.zero3 import archive, manifest
 
 CONFIG = AioConfig(direct="auto")

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from nvme_offload.config import AioConfig
-from nvme_offload.state_formats import FORMATS
-from nvme_offload.tier import Tier
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.swap.tier import Tier
 from nvme_offload.zero3.packed_swapper import PackedOptimizerSwapper
 
 

@@ -139,7 +139,8 @@ def other(end: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 def count_calls(cuts: Cuts) -> None:
     """Have *cuts* count the calls into swapper and store."""
-    from nvme_offload import store, swapper
+    from nvme_offload.store import store
+    from nvme_offload.swap import swapper
 
     for owner in (swapper.TensorSwapper, store.TensorStore):
         for name in CALLS[owner.__name__]:

@@ -11,8 +11,8 @@ import pytest
 from checkpointing import Life
 from launch import Case, finish, start
 
-from nvme_offload import commit
-from nvme_offload.engine import Engine
+from nvme_offload.files import commit
+from nvme_offload.io.engine import Engine
 from nvme_offload.zero3.manifest import Manifest, verify
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))

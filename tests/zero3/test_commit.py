@@ -13,9 +13,9 @@ import pytest
 from checkpointing import Life
 from launch import Case, finish, start
 
-from nvme_offload import commit
-from nvme_offload.engine import Engine
 from nvme_offload.errors import CorruptionError, UnsupportedError
+from nvme_offload.files import commit
+from nvme_offload.io.engine import Engine
 from nvme_offload.zero3 import manifest
 from nvme_offload.zero3.manifest import Manifest, entry_of, has_checksums, verify
 

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402  # where there is torch
 from hypothesis import strategies as st  # noqa: E402
 
-import nvme_offload.store  # noqa: E402
+import nvme_offload.store.store  # noqa: E402
 from nvme_offload._aio import FaultKind  # noqa: E402
-from nvme_offload.config import AioConfig  # noqa: E402
-from nvme_offload.engine import Engine  # noqa: E402
 from nvme_offload.errors import IOFailure, UsageError  # noqa: E402
-from nvme_offload.tier import Tier  # noqa: E402
+from nvme_offload.hardware.config import AioConfig  # noqa: E402
+from nvme_offload.io.engine import Engine  # noqa: E402
+from nvme_offload.swap.tier import Tier  # noqa: E402
 from nvme_offload.zero3.gradients import Gradients  # noqa: E402
 from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
 
@@ -195,7 +195,7 @@ def test_a_drive_that_fails_is_an_error_and_nothing_is_lost_when_it_works_again(
         engines.append(Engine(*arguments, _faults=[(0, 3, FaultKind.FAIL, errno.EIO)], **named))
         return engines[-1]
 
-    monkeypatch.setattr(nvme_offload.store, "Engine", faulty)
+    monkeypatch.setattr(nvme_offload.store.store, "Engine", faulty)
     _, gradients = make(SMALLEST)
     failures = 0
     for index in range(4):

@@ -85,18 +85,18 @@ class Watch:
 
     def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
         """Enable the package, with *faults* in every engine of a store."""
-        import nvme_offload.store
-        import nvme_offload.tier as tier
+        import nvme_offload.store.store
+        import nvme_offload.swap.tier as tier
         from nvme_offload import zero3
         from nvme_offload._aio import FaultKind
-        from nvme_offload.engine import Engine
+        from nvme_offload.io.engine import Engine
 
         zero3.enable()
         tier.TensorStore = self._kept(self.stores, tier.TensorStore)
         tier.PinnedPool = self._kept(self.pools, tier.PinnedPool)
         tier.TensorSwapper = self._kept(self.swappers, tier.TensorSwapper)
         if faults:
-            nvme_offload.store.Engine = functools.partial(
+            nvme_offload.store.store.Engine = functools.partial(
                 Engine, _faults=[(first, count, getattr(FaultKind, kind), value) for first, count, kind, value in faults]
             )
 
@@ -354,7 +354,7 @@ class Training:
 
 
 def _round_half_away_from_zero(optimizer: Any, index: int) -> None:
-    """What DeepSpeed does after the update of a sub-group whose parameters are in memory, as `nvme_offload.state_formats` rounds them."""
+    """What DeepSpeed does after the update of a sub-group whose parameters are in memory, as `nvme_offload.optimizer_states` rounds them."""
     master = optimizer.fp32_partitioned_groups_flat[index].detach().cpu()
     rounded = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
     optimizer.fp16_partitioned_groups_flat[index].data.copy_(rounded)

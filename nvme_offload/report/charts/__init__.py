@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvme_offload.profile import Profile
+from nvme_offload.hardware.profile import Profile
 
 from . import grid, noise, over_time, speeds
 from .canvas import Chart

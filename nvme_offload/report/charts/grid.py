@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.profile import DEEPSPEED_DEFAULTS, PHASES, Profile
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile
 from nvme_offload.units import format_bytes
 
 from .. import summary, wording

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvme_offload.profile import Profile, Setting
+from nvme_offload.hardware.profile import Profile, Setting
 
 from .. import summary, wording
 from ..palette import Palette

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from nvme_offload.profile import PHASES, Profile
+from nvme_offload.hardware.profile import PHASES, Profile
 
 from .. import summary, training, wording
 from ..palette import Palette

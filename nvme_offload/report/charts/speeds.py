@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nvme_offload.profile import PHASES, Best, Latency, Profile
+from nvme_offload.hardware.profile import PHASES, Best, Latency, Profile
 
 from .. import summary, wording
 from ..palette import Palette

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .config import AioConfig
-from .engine import Engine, StrPath, Ticket, close_at_exit
-from .errors import NoSpaceError, OffloadError, UsageError, whole_number
+from ..errors import NoSpaceError, OffloadError, UsageError, whole_number
+from ..hardware.config import AioConfig
+from ..io.engine import Engine, StrPath, Ticket, close_at_exit
 from .slabs import Stripes
 from .snapshot import Snapshot
 from .values import StoreTicket as StoreTicket
 from .values import Value, Values
 
 if TYPE_CHECKING:
-    from .engine import Buffer
+    from ..io.engine import Buffer
 
 _log = logging.getLogger(__name__)
 _STEPS_REMEMBERED = 1000

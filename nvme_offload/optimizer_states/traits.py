@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import UnsupportedError
-from .state_tree import Key, content, is_for_each, tensors, top, travelling
+from ..errors import UnsupportedError
+from .tree import Key, content, is_for_each, tensors, top, travelling
 
 UNIT = 1024  # elements: parameters are cut at multiples of it, in the trial as in training, since vector code rounds the last elements otherwise
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .profile import PHASES, Profile
+from ..hardware.profile import PHASES, Profile
 
 
 class Load(NamedTuple):

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from . import profile_shelf
-from .errors import OffloadError
+from ..errors import OffloadError
+from ..hardware import profile_shelf
 
 if TYPE_CHECKING:
     from .swapper import SwapperStats

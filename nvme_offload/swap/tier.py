@@ -12,15 +12,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from . import profile_shelf
-from .config import AioConfig
-from .drive import describe
-from .errors import NoSpaceError, OffloadError, UsageError
-from .machine import available_bytes, gpu_count, physical_bytes
-from .pool import PinnedPool
-from .store import TensorStore
+from ..errors import NoSpaceError, OffloadError, UsageError
+from ..hardware import profile_shelf
+from ..hardware.config import AioConfig
+from ..hardware.drive import describe
+from ..hardware.machine import available_bytes, gpu_count, physical_bytes
+from ..io.pool import PinnedPool
+from ..store.store import TensorStore
+from ..units import format_bytes, parse_bytes
 from .swapper import SwapperStats, TensorSwapper
-from .units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, insort
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 class Extents:

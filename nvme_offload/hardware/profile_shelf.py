@@ -7,9 +7,9 @@ import re
 import shlex
 from pathlib import Path
 
-from . import commit
+from ..errors import UnsupportedError, UsageError
+from ..files import commit
 from .drive import describe
-from .errors import UnsupportedError, UsageError
 from .profile import Profile
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..units import format_bytes
 from .drive import Drive
-from .units import format_bytes
 
 _OVERLAY_FILESYSTEMS = {"overlay", "aufs", "fuse.fuse-overlayfs"}
 _NEARLY_FULL = 0.10

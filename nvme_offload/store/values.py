@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from .engine import Ticket, cancel_all
-from .errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
+from ..errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
+from ..io.engine import Ticket, cancel_all
 from .slabs import Extent, Stripes
 from .snapshot import WINDOW_BYTES, Part, name_tensor
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any, Literal
 
-from .errors import UsageError
+from ..errors import UsageError
 
 BACKENDS = ("libaio", "io_uring", "posix")
 MAX_QUEUE_DEPTH = 4096

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from ..errors import OutOfHostMemoryError, UsageError
+from ..units import format_bytes
 from .access_order import AccessOrder
 from .arena import Arena, Block
-from .errors import OutOfHostMemoryError, UsageError
 from .residents import Chooser
-from .units import format_bytes
 from .value_states import TABLE, Event, State
 
 # How late a value is used again, as a number: who is used last leaves first. Positions of the learned order lie between.

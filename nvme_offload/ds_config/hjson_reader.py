@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 @dataclasses.dataclass

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .engine import Engine, File
-from .errors import IOFailure, NoSpaceError
-from .extents import Extents
-from .units import format_bytes
+from ..errors import IOFailure, NoSpaceError
+from ..io.engine import Engine, File
+from ..io.extents import Extents
+from ..units import format_bytes
 
 GRANULE_BYTES = 4096
 _GROWTH_BYTES = 1 << 30

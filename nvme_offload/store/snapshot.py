@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import commit, sealed
-from .engine import Engine, File, StrPath, Ticket, allocate
-from .errors import CorruptionError, IOFailure, OffloadError, UnsupportedError, UsageError
+from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError, UsageError
+from ..files import commit, sealed
+from ..io.engine import Engine, File, StrPath, Ticket, allocate
 from .slabs import GRANULE_BYTES, Extent
 
 WINDOW_BYTES = 8 << 20  # what moves at a time, and what one checksum covers at most

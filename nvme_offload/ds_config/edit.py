@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import commit
-from .config import AioConfig
-from .errors import UsageError
+from ..errors import UsageError
+from ..files import commit
+from ..hardware.config import AioConfig
+from ..hardware.profile import Profile, Setting
 from .hjson_reader import STOP, Member, Node, Reader
-from .profile import Profile, Setting
 
 # DeepSpeed's key for each of our names (deepspeed/runtime/swap_tensor/constants.py). `thread_count`, which its documentation and Lightning write, is not read.
 _OUR_NAMES = {

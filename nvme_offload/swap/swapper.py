@@ -12,15 +12,15 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .errors import OffloadError, UsageError, WaitTimeout
+from ..errors import OffloadError, UsageError, WaitTimeout
+from ..units import format_bytes
 from .schedule import Schedule, Transfer
-from .units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from .pool import PinnedPool
-    from .store import StoreTicket, TensorStore
+    from ..io.pool import PinnedPool
+    from ..store.store import StoreTicket, TensorStore
 
 _PATIENCE_SECONDS = 5.0  # after which a wait says what it is for; then after twice as long, and so on
 

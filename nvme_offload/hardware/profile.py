@@ -8,9 +8,9 @@ import types
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from . import sealed
+from ..errors import UsageError
+from ..files import sealed
 from .config import AioConfig
-from .errors import UsageError
 
 SCHEMA_VERSION = 3
 PHASES = ("read", "write", "mixed")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..errors import UnsupportedError, UsageError, WaitTimeout, whole_number
+from ..units import format_bytes
 from .engine import Memory, release_buffers
-from .errors import UnsupportedError, UsageError, WaitTimeout, whole_number
 from .extents import Extents
-from .units import format_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
-from . import _aio
-from ._aio import Memory as Memory  # for the pool: this module alone knows the extension
-from .config import AioConfig
-from .errors import OffloadError, UsageError, time_limit, whole_number
+from .. import _aio
+from .._aio import Memory as Memory  # for the pool: this module alone knows the extension
+from ..errors import OffloadError, UsageError, time_limit, whole_number
+from ..hardware.config import AioConfig
 
 if TYPE_CHECKING:
     import numpy

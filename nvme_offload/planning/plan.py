@@ -18,13 +18,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .drive import describe
-from .ds_config import aio_section
-from .errors import OffloadError, UsageError
-from .machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
+from ..ds_config.edit import aio_section
+from ..errors import OffloadError, UsageError
+from ..hardware.drive import describe
+from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
+from ..hardware.profile import Profile
 from .model import Model
 from .placement import HALF_BYTES, STRATEGIES, Strategy, Streamed, World, fewest_bytes, needs, streamed, whole_bytes
-from .profile import Profile
 from .traffic import GRADIENTS, PARAMETERS, chosen_speeds, rated_bytes, stripe_speeds, transfer
 
 ADAM_TRAFFIC = 28  # bytes of host memory for each parameter: state and gradient read, state written
@@ -215,7 +215,7 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
 
 def drive_at(path: str) -> Drive:
     """The drive of the directory *path*, with what a sweep found of it. Raises: OSError."""
-    from . import profile_shelf
+    from ..hardware import profile_shelf
 
     seen = describe(path)
     try:

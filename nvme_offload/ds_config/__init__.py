@@ -1,0 +1,1 @@
+"""The user's DeepSpeed configuration, edited as text."""

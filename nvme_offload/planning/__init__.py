@@ -1,0 +1,1 @@
+"""What a training will take of a machine: memory, bytes moved and seconds, before it starts."""

@@ -1,0 +1,1 @@
+"""Named tensors on drives: `TensorStore`."""
