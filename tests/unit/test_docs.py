@@ -21,7 +21,7 @@ from nvme_offload.sweep import cli as sweep_cli
 from nvme_offload.zero3.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"sh", "python", "json", "yaml", "text"}
 # Code that needs one of these is compiled, and what it takes from this package is looked up; all other is run.
 NEEDS_MORE = {"deepspeed", "lightning", "transformers", "accelerate", "nvme_offload.zero3", "engine", "trainer"}
@@ -190,6 +190,18 @@ def test_links_lead_somewhere(page):
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), f"{page.name} leads to {target}"
         assert not anchor or anchor in anchors_of(file), f"{page.name} leads to {target}"
+
+
+def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    package = ROOT / "nvme_offload"
+    table = page.partition("| room |")[2].partition("\n\n")[0]
+    rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()} | {path.name for path in package.glob("[a-z]*.py")}
+    assert set(re.findall(r"`([a-z0-9_]+(?:/|\.py))`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))) == rooms
+    answers = page.partition("## Ten questions")[2].partition("## Words")[0]
+    named = re.findall(r"`([a-z0-9_]+/[a-z0-9_]+\.(?:py|cpp|h))`", answers)
+    assert len(named) > 10
+    assert [name for name in named if not (package / name).exists() and not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_reached_from_the_readme():
