@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
-import dataclasses
 import hashlib
 import json
 import re
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.ds_config.edit import aio_section, zero_infinity
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
 
 from . import charts, palette, summary, tables, training, wording
 from .charts.canvas import Chart
@@ -59,7 +57,7 @@ def write(profile: Profile, directory: Path) -> list[Path]:
     written = [directory / "report.html", directory / "report.md", directory / "trials.csv"]
     written[0].write_text(html(profile, drawn), encoding="utf-8")
     written[1].write_text(markdown(profile, drawn), encoding="utf-8")
-    _write_trials(profile, written[2])
+    summary.frame(profile.trials).to_csv(written[2], index=False)
     for chart in drawn.values():
         written.append(directory / "charts" / f"{chart.name}.png")
         chart.write_png(written[-1])
@@ -81,14 +79,6 @@ def markdown(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
     drawn = charts.of(profile) if drawn is None else drawn
     text = environment_of_pages().get_template("report.md.j2").render(_context(profile, drawn))
     return re.sub(r"\n{3,}", "\n\n", text)  # what is absent leaves its empty lines
-
-
-def _write_trials(profile: Profile, path: Path) -> None:
-    names = [field.name for field in dataclasses.fields(Trial) if field.name != "samples"]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(names)
-        table.writerows([getattr(trial, name) for name in names] for trial in profile.trials)
 
 
 def environment_of_pages() -> jinja2.Environment:

@@ -1,4 +1,4 @@
-"""What the tables and charts of a report count: trials by setting, by stage, and over time. Pure."""
+"""What the tables and charts of a report count: trials by setting, by stage, and over time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Latency, Profile, Setting, Trial
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Median(NamedTuple):
@@ -29,16 +32,24 @@ def sound(trials: Iterable[Trial]) -> list[Trial]:
     return [trial for trial in trials if not trial.flaw]
 
 
+def frame(trials: Iterable[Trial]) -> pandas.DataFrame:
+    """*trials*, one a row: a column for each field of `Trial` but the samples."""
+    import pandas
+
+    names = [field.name for field in dataclasses.fields(Trial) if field.name != "samples"]
+    return pandas.DataFrame([[getattr(trial, name) for name in names] for trial in trials], columns=names)
+
+
+def _with_settings(trials: Iterable[Trial]) -> pandas.DataFrame:
+    rows = list(trials)
+    return frame(rows).assign(setting=[trial.setting for trial in rows])
+
+
 def medians(trials: Iterable[Trial], phase: str) -> dict[Setting, Median]:
     """By setting: the medians of its sound trials under *phase*, runs as the control among them."""
-    groups: dict[Setting, list[Trial]] = {}
-    for trial in sound(trials):
-        if trial.phase == phase:
-            groups.setdefault(trial.setting, []).append(trial)
-    return {
-        setting: Median(statistics.median(trial.gb_per_s for trial in group), statistics.median(trial.relative for trial in group), len(group))
-        for setting, group in groups.items()
-    }
+    tried = _with_settings(trial for trial in sound(trials) if trial.phase == phase)
+    found = tried.groupby("setting", sort=False).agg(speed=("gb_per_s", "median"), relative=("relative", "median"), trials=("phase", "size"))
+    return {row.Index: Median(float(row.speed), float(row.relative), int(row.trials)) for row in found.itertuples()}
 
 
 def phases_tried(trials: Iterable[Trial]) -> list[str]:
@@ -94,16 +105,11 @@ def slopes(samples: Iterable[tuple[float, int]], most_points: int = 48) -> list[
 
 def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
     """By setting: the median GB/s read and written at the same time, in the deciding stage where it was there, or else in all."""
-    groups: dict[Setting, list[Trial]] = {}
-    last = last_stage(profile.trials)
-    for trial in sound(profile.trials):
-        if trial.phase == "mixed":
-            groups.setdefault(trial.setting, []).append(trial)
-    found = {}
-    for setting, group in groups.items():
-        late = [trial for trial in group if trial.stage == last] or group
-        found[setting] = (statistics.median(trial.read_gb_per_s for trial in late), statistics.median(trial.write_gb_per_s for trial in late))
-    return found
+    mixed = _with_settings(trial for trial in sound(profile.trials) if trial.phase == "mixed")
+    late = mixed[mixed["stage"] == last_stage(profile.trials)]
+    decided = mixed[mixed["setting"].isin(late["setting"]) == mixed.index.isin(late.index)]  # all trials of a setting that did not come so far
+    found = decided.groupby("setting", sort=False)[["read_gb_per_s", "write_gb_per_s"]].median()
+    return {row.Index: (float(row.read_gb_per_s), float(row.write_gb_per_s)) for row in found.itertuples()}
 
 
 def beside(profile: Profile, name: str) -> dict[str, Beside]:
