@@ -9,10 +9,11 @@ _MOST_OF_A_NODE = 1 << 20
 
 
 class BackwardOrder:
-    """Saved tensors by number, and which of them backward has yet to ask for: node by node the other way about, each node's as they were saved.
+    """Numbers saved tensors, and predicts which of them backward will ask for next.
 
-    A node is an operation, or a compiled block, which may save many. Backward goes back from wherever it is: through one of several graphs, or
-    through one that a checkpoint has just made anew. Where it does otherwise the next tensors are told less well, no more. Pure bookkeeping.
+    Backward visits the nodes in the reverse of the order in which they saved; within a node, tensors come in the order in which they were saved. A node is
+    an operation, or a compiled block, which may save many tensors. The prediction starts from the tensor that was asked for last, so it also holds where
+    there are several graphs, and in a graph that a checkpoint has just recomputed. A wrong prediction costs time, never bits. Moves nothing itself.
     """
 
     def __init__(self) -> None:

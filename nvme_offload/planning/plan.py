@@ -246,7 +246,7 @@ def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work
     if host_bytes * world.ranks > machine.host_bytes:
         problems.append(f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available")
     if strategy.uses_drive and not machine.drives:
-        problems.append("no drive was named")
+        problems.append("a drive: name one with --path")
     elif need.drive_bytes * world.ranks > machine.free_bytes:
         problems.append(f"{_gb(need.drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free")
     moved = streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0, 0.0)

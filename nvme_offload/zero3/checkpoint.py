@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 
-from ..errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, UnsupportedError, UsageError
+from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError, UsageError
 from ..files import commit
 from ..io import engine as io
 from . import archive, compat, manifest, states
@@ -39,7 +39,6 @@ _GENERATION = "nvme_offload_generation"  # the key in files of states; DeepSpeed
 _LOAD_ARGUMENTS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
 # What torch.load raises for a file that is cut off or damaged.
 _UNREADABLE = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 1 << 20  # a drive with less is full: DeepSpeed and torch do not always tell why they could not write
 
 _log = logging.getLogger(__name__)
@@ -526,9 +525,10 @@ def _typed(error: Exception, path: Path) -> Exception:
         return error
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
     status = os.statvfs(folder)
-    code = (getattr(error, "errno", None) or errno.EIO) if isinstance(error, OSError) else None
-    full = code in _FULL or status.f_bavail * status.f_frsize < _FULL_BYTES
-    fields: dict[str, Any] = {"operation": "write", "path": str(path), "offset": 0, "nbytes": 0, "done": 0}
-    if full:
-        return NoSpaceError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; the checkpoint before it is untouched", **fields)
-    return error if code is None else IOFailure(code, os.strerror(code), **fields)
+    code = (error.errno or errno.EIO) if isinstance(error, OSError) else None
+    if status.f_bavail * status.f_frsize < _FULL_BYTES:
+        code = errno.ENOSPC
+    if code is None:
+        return error
+    reason = f"{os.strerror(code)}; the checkpoint before it is untouched"
+    return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)

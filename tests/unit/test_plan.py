@@ -287,7 +287,7 @@ def test_what_does_not_fit_says_how_much_it_takes():
 
 def test_without_a_drive_nothing_is_offloaded_to_one():
     found = plans(SEVEN, machine(drives=()), World())
-    assert all("no drive was named" in plan.problems for plan in found if plan.strategy.uses_drive)
+    assert all("a drive: name one with --path" in plan.problems for plan in found if plan.strategy.uses_drive)
 
 
 def test_a_budget_below_the_largest_parameter_is_refused():

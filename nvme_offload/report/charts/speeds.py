@@ -142,10 +142,11 @@ def trade_off(profile: Profile) -> Chart | None:
     together = wording.speed(read + write)
     finding = f"At the same time the chosen setting reads {wording.speed(read)} and writes {wording.speed(write)}{wording.SPACE}GB/s, {together} together"
     if alone[0] and alone[1] and read + write > 0:
-        # As much of each alone, by turns, in the proportion that was moved.
-        by_turns = (read + write) / (read / alone[0] + write / alone[1])
-        change = (read + write) / by_turns - 1
-        finding += f"; by turns it would move {wording.speed(by_turns)}, so both at once {'gains' if change >= 0 else 'costs'} {wording.percent(abs(change))}"
+        # As much of each alone, one after the other, in the proportion that was moved.
+        in_turn = (read + write) / (read / alone[0] + write / alone[1])
+        change = (read + write) / in_turn - 1
+        finding += f"; one after the other they would move {wording.speed(in_turn)}, "
+        finding += f"so both at once {'gains' if change >= 0 else 'costs'} {wording.percent(abs(change))}"
     rows = sorted(reached.items(), key=lambda item: -sum(item[1]))
     return Chart(
         "trade-off",
