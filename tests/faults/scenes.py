@@ -27,7 +27,8 @@ _HEAD = f"""
 import dataclasses, os, sys
 from pathlib import Path
 import numpy as np
-from nvme_offload import ds_config, profile_shelf
+from nvme_offload.ds_config import edit as ds_config
+from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.store.store import TensorStore

@@ -301,7 +301,7 @@ def test_a_restore_without_room_changes_nothing(mounted: Mount, tmp_path: Path, 
 SNAPSHOTS = """
 import os, signal, sys
 import numpy
-from nvme_offload import snapshot
+from nvme_offload.store import snapshot
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 from nvme_offload.store.store import TensorStore

@@ -50,7 +50,8 @@ def test_a_report_is_whole_or_not_there(tmp_path: Path, kill_points: Callable[[P
 STOPPED = f"""
 import ctypes, json, os, shutil, signal, sys, threading
 from pathlib import Path
-from nvme_offload import ds_config, profile_shelf
+from nvme_offload.ds_config import edit as ds_config
+from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.report import charts

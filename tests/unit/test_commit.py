@@ -41,7 +41,7 @@ with commit.aside_directory(place / "directory") as aside:
 def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
     """What a kill would leave of *place*, for every call of *script* that changes something there, and what the script leaves."""
     environment, images = kill_points(place)
-    text = f"from pathlib import Path\nfrom nvme_offload import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
+    text = f"from pathlib import Path\nfrom nvme_offload.files import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
     subprocess.run([sys.executable, "-c", text], env={**os.environ, **environment}, check=True, cwd=Path(commit.__file__).parents[1])
     found = sorted(image for image in images.iterdir() if image.is_dir())
     assert len(found) >= 6, "the calls were not seen"

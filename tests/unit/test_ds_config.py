@@ -392,7 +392,7 @@ def test_a_process_killed_about_the_rename_leaves_one_whole_file(tmp_path: Path,
     path.write_text(HUGGING_FACE)
     script = f"""
 import os, pathlib, signal, sys
-from nvme_offload import ds_config
+from nvme_offload.ds_config import edit as ds_config
 rename = pathlib.Path.replace
 def killed(aside, target):
     {"rename(aside, target)" if moment == "after" else "pass"}

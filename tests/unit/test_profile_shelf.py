@@ -115,7 +115,8 @@ def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     if os.geteuid() != 0:
         pytest.skip("becoming a user without a home needs root")
     # A user whom the machine does not know, as containers have them.
-    script = "import os; from nvme_offload import profile_shelf, sealed; os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
+    script = "import os; from nvme_offload.files import sealed\nfrom nvme_offload.hardware import profile_shelf\n"
+    script += "os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
     script += "except Exception as error: print(type(error).__name__, error)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"
