@@ -364,7 +364,7 @@ void translate(std::exception_ptr thrown) {
 PYBIND11_MODULE(_aio, module) {
   using namespace nvme_offload;
   using py::literals::operator""_a;
-  module.doc() = "The C++ core. Its interface is private: use nvme_offload.io.engine.";
+  module.doc() = "The C++ core. Its interface is private: use nvme_offload.Engine.";
   py::register_exception_translator(translate);
   watch_forks();
 
