@@ -12,7 +12,7 @@ SHELL := /bin/bash
 CXX_FILES := $(wildcard aio/*.cpp aio/*.h)
 ENGINE_TESTS = $(wildcard $(addprefix $(CURDIR)/tests/,unit/test_engine*.py property faults))
 
-.PHONY: help sweep compare test test-slow test-portable test-deepspeed test-deepspeed-own parity parity-models build wheel docs lint format asan tsan clean
+.PHONY: help sweep compare test test-slow test-portable test-all test-deepspeed test-deepspeed-own parity parity-models build wheel docs lint format asan tsan clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,11 @@ test-slow: ## run those that make test leaves out: they compile, start launchers
 
 test-portable: ## run tests as other machines would: one core, AVX2, no rights, no headers, fio, browser or home; -m processor in ARGS
 	@tools/portable-tests $(ARGS)
+
+test-all: ## run all that CI runs: test, test-slow, and as another machine would what depends on the processor
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-slow
+	@$(MAKE) --no-print-directory test-portable ARGS="-m 'processor and not slow'"
 
 test-deepspeed: ## run the tests of ZeRO-3 on other releases of DeepSpeed, side by side: VERSIONS="0.16.9 0.18.9", by default all that were tried
 	@python=$$(tools/setup-env test) && exec tools/test-deepspeed "$$python" $(VERSIONS)
