@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import zlib
 from collections import deque
@@ -69,7 +68,7 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise IOFailure(error.errno or errno.EIO, str(error.strerror), operation="read", path=str(path), offset=0, nbytes=0, done=0) from None
+            raise IOFailure.of(error, operation="read", path=str(path)) from None
         try:
             data = sealed.loads(text)
             if not sealed.unseal(data) or data.pop("format") != _FORMAT:
