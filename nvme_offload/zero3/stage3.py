@@ -27,8 +27,7 @@ from . import archive, compat, heartbeat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
-from .optimizer_swapper import OptimizerSwapper, states_of
-from .packed_swapper import PackedOptimizerSwapper, element_bytes
+from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -54,7 +53,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._ds_config: Mapping[str, Any] = as_mapping(given["ds_config"])
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
-        self._packs = self._format.name != "exact"
         self._keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
         self._finite: dict[int, torch.Tensor] = {}  # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
@@ -146,18 +144,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         widened = self.master_weights_and_grads_dtype
         kind = LastGradients if self._keeps_last else Gradients
         self._gradients = kind(self.tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
-        if not self._packs:
-            self.optimizer_swapper = OptimizerSwapper(self.tier, lambda: self.optimizer, int(self._footprint.states))
-            return
-        self.optimizer_swapper = PackedOptimizerSwapper(
+        self.optimizer_swapper = OptimizerSwapper(
             self.tier,
             lambda: self.optimizer,
             self._format,
             self._expected_states,
-            max(self.fp16_partitioned_groups_flat_numel),
-            self.dtype,
-            lambda parameter, into: working_weights.load(self, self._index_of(parameter), into),
-            lambda parameter, source: working_weights.store(self, self._index_of(parameter), source),
+            max(self.fp16_partitioned_groups_flat_numel, default=0),
+            Working(
+                self.dtype,
+                lambda parameter, into: working_weights.load(self, self._index_of(parameter), into),
+                lambda parameter, source: working_weights.store(self, self._index_of(parameter), source),
+            ),
         )
 
     def _index_of(self, parameter: torch.Tensor) -> int:
@@ -358,7 +355,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.tier.swapper.flush()  # or what could not be written would be told of in the midst of the load
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        if not (self.swaps_natively and self._packs and self._swappable_optimizer_subgroup(sub_group_id)):  # there parameters follow as it is packed
+        if not (
+            self.swaps_natively and not self._format.in_place and self._swappable_optimizer_subgroup(sub_group_id)
+        ):  # there parameters follow as it is packed
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:

@@ -53,7 +53,6 @@ _ZERO3 = (
     "inference",
     "op",
     "optimizer_swapper",
-    "packed_swapper",
     "param_swapper",
     "stage3",
     "states",

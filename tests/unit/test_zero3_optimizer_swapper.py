@@ -1,4 +1,4 @@
-"""`PackedOptimizerSwapper`: "compact" tells of second moments that are too far apart for it, and of no others."""
+"""`OptimizerSwapper`: "compact" tells of second moments that are too far apart for it, and of no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.optimizer_states import FORMATS
 from nvme_offload.swap.tier import Tier
-from nvme_offload.zero3.packed_swapper import PackedOptimizerSwapper
+from nvme_offload.zero3.optimizer_swapper import OptimizerSwapper, Working
 
 
 @pytest.mark.parametrize("decades", [8, 3])
@@ -21,15 +21,13 @@ def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
     tier = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20)
     tier.require(1 << 19)
     states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    swapper = PackedOptimizerSwapper(
+    swapper = OptimizerSwapper(
         tier,
         lambda: optimizer,
         FORMATS["compact"],
         states,
         1024,
-        torch.bfloat16,
-        lambda _, place: place.copy_(working),
-        lambda _, changed: working.copy_(changed),
+        Working(torch.bfloat16, lambda _, place: place.copy_(working), lambda _, changed: working.copy_(changed)),
     )
     with caplog.at_level(logging.WARNING, logger="nvme_offload"):
         swapper.initialize_parameters([parameter], [working])
