@@ -9,13 +9,13 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 from .. import _aio
 from .._aio import Memory as Memory  # for the pool: this module alone knows the extension
 from ..errors import OffloadError, UsageError, time_limit, whole_number
 from ..hardware.config import AioConfig
+from .closing import Closing
 
 if TYPE_CHECKING:
     import numpy
@@ -51,7 +51,7 @@ def release_buffers() -> None:
         engine._core.release_buffers()
 
 
-class File:
+class File(Closing):
     """A file opened once and used by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 
     Lifetime: `close` refuses further requests; those under way finish, and the descriptor closes after the last of them.
@@ -96,12 +96,6 @@ class File:
     def close(self) -> None:
         """Refuse further requests; a second call does nothing."""
         self._opened = None
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<File {self._path!r}{'' if self._opened else ' closed'}>"
@@ -202,7 +196,7 @@ class EngineStats:
     oldest: PendingRequest | None
 
 
-class Engine:
+class Engine(Closing):
     """Worker threads that move requests block by block between memory and files.
 
     Requests are independent: they finish in any order, and one that reads bytes which another still writes gets either. A request that is to start
@@ -318,17 +312,6 @@ class Engine:
         """
         _open_engines.discard(self)
         self._core.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OffloadError as failure:
-            if error is None:
-                raise
-            _log.error("beside the exception that ends the with block: %s", failure)
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)  # absent where __init__ raised

@@ -14,13 +14,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..errors import UnsupportedError, UsageError, WaitTimeout, whole_number
 from ..units import format_bytes
+from .closing import Closing
 from .engine import Memory, release_buffers
 from .extents import Extents
 
@@ -69,7 +69,7 @@ class _Arena(Memory):
             self._unregister(self.address)
 
 
-class PinnedPool:
+class PinnedPool(Closing):
     """A budget of pinned host memory that tensors of every size share.
 
     One arena of *nbytes*, rounded up to 4 KiB and no further, on huge pages where the kernel grants them; `grow` can make it as large as *reserve*,
@@ -184,12 +184,6 @@ class PinnedPool:
         """Hand out no more tensors, and end the waits for one with a UsageError; a second call does nothing."""
         self._arena = None
         self._freed.put(None)
-
-    def __enter__(self) -> PinnedPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         pinned = self.pinned if self.pinned_bytes in (0, self.nbytes) else f"{self.pinned} of {format_bytes(self.pinned_bytes)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import re
@@ -12,13 +11,13 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import NoSpaceError, OffloadError, UsageError, whole_number
+from ..errors import NoSpaceError, UsageError, whole_number
 from ..hardware.config import AioConfig
+from ..io.closing import Closing
 from ..io.engine import Engine, StrPath, Ticket, close_at_exit
 from .slabs import Stripes
 from .snapshot import Snapshot
@@ -28,7 +27,6 @@ from .values import Value, Values
 if TYPE_CHECKING:
     from ..io.engine import Buffer
 
-_log = logging.getLogger(__name__)
 _STEPS_REMEMBERED = 1000
 _FIELD_NAME = re.compile(":[^:]*:")  # in the format of a buffer
 
@@ -47,7 +45,7 @@ class StoreStats:
     bytes_written_by_step: tuple[int, ...]
 
 
-class TensorStore:
+class TensorStore(Closing):
     """Named tensors in preallocated files on the drives of *paths*, read and written asynchronously.
 
     A tensor of 4 MiB or more is cut over the drives in proportion to *weights* (equal ones unless given: pass measured speeds), a smaller one goes
@@ -290,17 +288,6 @@ class TensorStore:
             self._owned_engine.close()
         if unheard is not None:
             unheard.raise_failure()
-
-    def __enter__(self) -> TensorStore:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OffloadError as failure:
-            if error is None:
-                raise
-            _log.error("beside the exception that ends the with block: %s", failure)
 
     def __repr__(self) -> str:
         state = "closed" if self._values.closed else f"{len(self._values.sizes())} tensors"

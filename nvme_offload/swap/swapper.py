@@ -9,10 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, UsageError, WaitTimeout
+from ..io.closing import Closing
 from ..units import format_bytes
 from .schedule import Schedule, Transfer
 
@@ -47,7 +47,7 @@ class SwapperStats:
     unused_prefetches: int
 
 
-class TensorSwapper:
+class TensorSwapper(Closing):
     """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where they do not fit.
 
     A value is in use from `create` or `swap_in` to `release`: its tensor is the memory itself, and must not be touched afterwards. What is not in
@@ -273,17 +273,6 @@ class TensorSwapper:
             for name in list(self._on_drive):
                 self._delete(name)
             self._raise_write_errors()
-
-    def __enter__(self) -> TensorSwapper:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except OffloadError as failure:
-            if error is None:
-                raise
-            _log.error("beside the exception that ends the with block: %s", failure)
 
     def __repr__(self) -> str:
         used, total = format_bytes(self._schedule.used_bytes), format_bytes(self._schedule.nbytes)
