@@ -31,7 +31,7 @@ import torch
 
 from nvme_offload import NVMeOptimizer
 from nvme_offload.errors import OffloadError
-from nvme_offload.optim import admission
+from nvme_offload.optim import bucketing
 
 from .machine import commit, facts
 
@@ -218,7 +218,7 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
     if isinstance(way, str):
         return Outcome(name, f"fails in memory: {way}")
     if not way.groups:  # all trials would be of the same options
-        admission.examine = _once(admission.examine)
+        bucketing.examine = _once(bucketing.examine)
     by = f" ({way.name})" if way.name else ""
     try:
         plain = plainly(make, way)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from .cache import ActivationStats
 from .context import save_on_nvme
-from .shelf import ActivationStats
 
 __all__ = ["ActivationStats", "save_on_nvme"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import UsageError
 from ..swap.tier import Tier, engine_config, memory_size
 from ..units import parse_bytes
-from .shelf import ActivationStats, Shelf
+from .cache import ActivationCache, ActivationStats
 
 if TYPE_CHECKING:
     from ..hardware.config import AioConfig
@@ -72,27 +72,27 @@ class save_on_nvme:
         except ValueError:
             raise UsageError(f'host_memory must be "auto", a number of bytes above 0 or a size such as "8GB", not {host_memory!r}') from None
         tier = Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
-        self._shelf = Shelf(tier, least)
-        # They hold the shelf, not this: a graph that outlives this goes on, and no cycle keeps the memory.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._shelf.pack, self._shelf.unpack)
+        self._cache = ActivationCache(tier, least)
+        # They hold the cache, not this: a graph that outlives this goes on, and no cycle keeps the memory.
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._cache.pack, self._cache.unpack)
 
     def __enter__(self) -> save_on_nvme:
-        self._shelf.begin()
+        self._cache.begin()
         self._hooks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._hooks.__exit__(kind, error, trace)
         if error is not None:
-            self._shelf.let_go()
+            self._cache.let_go()
 
     def stats(self) -> ActivationStats:
         """What was saved, moved and waited for since this was made; cheap enough to poll."""
-        return self._shelf.stats()
+        return self._cache.stats()
 
     def close(self) -> None:
         """Give back memory and drives; a second call does nothing. A graph that still needs what was saved here raises UsageError in its backward."""
-        self._shelf.close()
+        self._cache.close()
 
     def __repr__(self) -> str:
-        return f"<save_on_nvme {self._shelf!r}>"
+        return f"<save_on_nvme {self._cache!r}>"

@@ -1,4 +1,4 @@
-"""`BackwardUpdates`: which bundles can be updated during backward(), because all of their gradients are complete."""
+"""`BackwardUpdates`: which buckets can be updated during backward(), because all of their gradients are complete."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .bundles import Bundle, Weight, is_distributed, like, local
-from .stand_ins import SpentGradient
+from .buckets import Bucket, Weight, is_distributed, like, local
+from .placeholders import SpentGradient
 
 
 class BackwardUpdates:
-    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose bundles can be updated then; and lets gradients go.
+    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose buckets can be updated then; and lets gradients go.
 
-    *updated*: the bundles of this step that are done, the owner's own set. *vouched*: gradients that are complete are whole, whoever else there is.
+    *updated*: the buckets of this step that are done, the owner's own set. *assume_final*: gradients that are complete are whole, whoever else there is.
     Attributes: *accumulating*, while gradients are to be left alone.
     """
 
-    def __init__(self, owner: Any, updated: set[Bundle], *, vouched: bool) -> None:
+    def __init__(self, owner: Any, updated: set[Bucket], *, assume_final: bool) -> None:
         self._owner = weakref.ref(owner)
-        self._vouched = vouched
+        self._assume_final = assume_final
         self._updated = updated
-        self._waiting: dict[Bundle, set[Weight]] = {}  # whose gradients are not complete
+        self._waiting: dict[Bucket, set[Weight]] = {}  # whose gradients are not complete
         self._hooks: list[Any] = []
         self.accumulating = False
 
@@ -35,7 +35,7 @@ class BackwardUpdates:
         and where the mesh has all ranks, there are no others to reduce over. Source: foreach_reduce of torch.distributed.fsdp.
         """
         several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if self._vouched or not several or not parameter.requires_grad:
+        if self._assume_final or not several or not parameter.requires_grad:
             return
         if not is_distributed(parameter) or parameter.device_mesh.size() < torch.distributed.get_world_size():  # type: ignore[attr-defined]
             raise UnsupportedError(
@@ -61,21 +61,21 @@ class BackwardUpdates:
             hook.remove()
         self._hooks.clear()
 
-    def complete(self, weight: Weight) -> list[Bundle]:
-        """The gradient of *weight* is complete: the bundles that waited for nothing else."""
+    def complete(self, weight: Weight) -> list[Bucket]:
+        """The gradient of *weight* is complete: the buckets that waited for nothing else."""
         ready = []
-        for bundle in dict.fromkeys(piece.bundle for piece in weight.pieces):
-            waiting = self._waiting.setdefault(bundle, {piece.weight for piece in bundle.pieces})
+        for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
+            waiting = self._waiting.setdefault(bucket, {fragment.weight for fragment in bucket.fragments})
             waiting.discard(weight)
-            if not waiting and bundle not in self._updated:
-                ready.append(bundle)
+            if not waiting and bucket not in self._updated:
+                ready.append(bucket)
         return ready
 
-    def spend(self, bundle: Bundle) -> None:
-        """Let the gradients go that *bundle*, which has been updated, was the last to need."""
-        for piece in bundle.pieces:
-            if all(other.bundle in self._updated for other in piece.weight.pieces) and piece.weight.parameter.grad is not None:
-                piece.weight.parameter.grad = like(piece.weight.parameter, SpentGradient(local(piece.weight.parameter)))
+    def spend(self, bucket: Bucket) -> None:
+        """Let the gradients go that *bucket*, which has been updated, was the last to need."""
+        for fragment in bucket.fragments:
+            if all(other.bucket in self._updated for other in fragment.weight.fragments) and fragment.weight.parameter.grad is not None:
+                fragment.weight.parameter.grad = like(fragment.weight.parameter, SpentGradient(local(fragment.weight.parameter)))
 
     def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
         owner = self._owner

@@ -1,4 +1,4 @@
-"""How large bundles are made, and whether a cap of host memory holds them. Pure but for the dtypes."""
+"""How large buckets are made, and whether a cap of host memory holds them. Pure but for the dtypes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from ..optimizer_states import StateFormat
     from ..optimizer_states.traits import Traits
 
-_IN_MEMORY = 16  # bundles that the cap holds: of those in use, read ahead and written back, each is a small part
+_IN_MEMORY = 16  # buckets that the cap holds: of those in use, read ahead and written back, each is a small part
 _LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
 _LEAST_ELEMENTS = 4096
 _UNIT = 1024
 _PAGE = 4096
-_BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the bundles
+_BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the buckets
 
 
 def beside_bytes(state_format: StateFormat, traits: Traits, dtype: torch.dtype) -> int:
-    """Bytes for each element of a bundle that an update takes beside the bundle's value: widened gradients, what is no view, and new states."""
+    """Bytes for each element of a bucket that an update takes beside the bucket's value: widened gradients, what is no view, and new states."""
     states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if state_format.update_dtype(dtype) != dtype else 0
     return widened + (widened if state_format.splits_master else 0) + (3 * states if state_format.eight_bit else states)
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
-    """Elements that a bundle should have at most, with *value_bytes* and *beside* bytes for each."""
+    """Elements that a bucket should have at most, with *value_bytes* and *beside* bytes for each."""
     wanted = min(_LARGEST_BYTES, cap_bytes // _IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
     return max(int(wanted) // _UNIT * _UNIT, _LEAST_ELEMENTS)
 
@@ -44,7 +44,7 @@ class Budget:
         self._divided = False
 
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
-        """Make room for bundles with values of such sizes, and for the largest of what is *beside* them on the host; the bytes of all values.
+        """Make room for buckets with values of such sizes, and for the largest of what is *beside* them on the host; the bytes of all values.
 
         *most*: the bytes that one may come to have.
         Raises: UsageError with what would do.
@@ -61,7 +61,7 @@ class Budget:
             )
         if largest + max(aside, kept) > self.cap_bytes:
             raise UsageError(
-                f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bundle of states, {format_bytes(largest)}, and "
+                f"host_memory of {format_bytes(self.cap_bytes)} cannot hold the largest bucket of states, {format_bytes(largest)}, and "
                 f"{format_bytes(max(aside, kept))} beside it: allow at least {largest + max(aside, kept)} bytes ({format_bytes(largest + max(aside, kept))})"
             )
         self.values_bytes, self._divided = self.cap_bytes - kept, self._divided or bool(values)

@@ -25,12 +25,12 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
-from .admission import Admission
 from .backward import BackwardUpdates, await_copy, clear_spent
+from .bucketing import Bucketing
+from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
-from .bundles import Bundle, Weight, like, local, offset_of
 from .options import StepOptions, materialised, same, samples_of
-from .stand_ins import ShownState, StateOnDrive
+from .placeholders import ShownState, StateOnDrive
 from .stats import UpdateClock, UpdateStats
 from .update import Updater
 
@@ -56,14 +56,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
     last backward() under `no_sync`. With several processes it takes the DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and
     is the caller's word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by hand.
 
-    Parameters are updated in bundles, and large ones in parts, where that gives the same bits. torch's own classes are known; any other is tried when the
+    Parameters are updated in buckets, and large ones in parts, where that gives the same bits. torch's own classes are known; any other is tried when the
     optimizer is made, and a line of the log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all of its states in
     *host_memory* together. *elementwise* is the caller's word that every element is updated by itself, where the trial cannot see it.
 
     Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are reached here.
 
     In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
-    `state` has what is small, and stand-ins for the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done there and
+    `state` has what is small, and placeholders for the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done there and
     then or before the next step. `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
     which 16-bit parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
 
@@ -95,10 +95,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._weights: list[Weight] = []
-        self._bundles: list[Bundle] = []
-        self._updated: set[Bundle] = set()  # in the step that goes on
+        self._buckets: list[Bucket] = []
+        self._updated: set[Bucket] = set()  # in the step that goes on
         self._options = StepOptions()
-        self._backward = BackwardUpdates(self, self._updated, vouched=step_in_backward == "local") if step_in_backward else None
+        self._backward = BackwardUpdates(self, self._updated, assume_final=step_in_backward == "local") if step_in_backward else None
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._source = weakref.ref(self)
@@ -125,7 +125,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._format = wide_enough(self._format, self._class_name, self.param_groups)
             self._updater = Updater(self._tier, self._format, self._maker, self._class_name)
             self._budget = Budget(self._tier.cap_bytes)
-            self._admission = Admission(self._class_name, self._maker, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
+            self._bucketing = Bucketing(self._class_name, self._maker, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -150,14 +150,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._take_up_states()
                 for weight in self._weights:
                     weight.settle_gradient()
-                due = [bundle for bundle in self._bundles if bundle not in self._updated and bundle.has_gradient]
-                self._admission.check(due)
-                for weight in {piece.weight for bundle in due for piece in bundle.pieces}:
+                due = [bucket for bucket in self._buckets if bucket not in self._updated and bucket.has_gradient]
+                self._bucketing.check(due)
+                for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
                     _check_gradient(weight)
-                self._tier.swapper.prefetch(bundle.name for bundle in due)
+                self._tier.swapper.prefetch(bucket.name for bucket in due)
                 try:
-                    for bundle in due:
-                        self._update(bundle)
+                    for bucket in due:
+                        self._update(bucket)
                 finally:
                     self._updater.drain()
                 self._end_step()
@@ -167,8 +167,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays as it is."""
         if self._updated:
-            if any(bundle.has_gradient for bundle in self._bundles if bundle not in self._updated):
-                _log.warning("a step is given up after %d of %d bundles: their parameters are one step ahead", len(self._updated), len(self._bundles))
+            if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
+                _log.warning("a step is given up after %d of %d buckets: their parameters are one step ahead", len(self._updated), len(self._buckets))
             self._end_step()
         super().zero_grad(set_to_none)
 
@@ -200,7 +200,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._check_usable()
         self._check_parameters()
         for weight in self._weights:
-            if weight.pieces:
+            if weight.fragments:
                 _check_unchanged(weight)
         with self._lock:
             self._updater.drain()
@@ -208,7 +208,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
-                found = saved.collect(self._updater, self._bundles, self._weights, self._tier.paths[0])
+                found = saved.collect(self._updater, self._buckets, self._weights, self._tier.paths[0])
                 self.state = type(small)(dict, {weight.parameter: state for weight, state in zip(self._weights, found, strict=True) if state})
 
             handle = self.register_state_dict_pre_hook(show)  # after those of others
@@ -221,7 +221,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return {**packed, "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this or the plain optimizer saved, one bundle at a time; the masters of 16-bit parameters without a "master" are made from them.
+        """Load what this or the plain optimizer saved, one bucket at a time; the masters of 16-bit parameters without a "master" are made from them.
 
         Load the model's weights, too: they are not made from the masters.
         Raises: UsageError or ValueError when it is of other parameters, and nothing is changed; as `step`, after which it is to be loaded again.
@@ -309,7 +309,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the optimizer that it was given")
         if inspect.isroutine(getattr(template, name)):
             return functools.partial(self._call, name)
-        made = [bundle.inner for bundle in self._bundles if bundle.inner is not None]
+        made = [bucket.inner for bucket in self._buckets if bucket.inner is not None]
         return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -318,7 +318,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if template is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or not hasattr(template, name):
             super().__setattr__(name, value)
             return
-        for optimizer in [template, *(bundle.inner for bundle in self._bundles if bundle.inner is not None)]:
+        for optimizer in [template, *(bucket.inner for bucket in self._buckets if bucket.inner is not None)]:
             setattr(optimizer, name, value)
         self._updater.attributes[name] = value
 
@@ -336,83 +336,83 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 result = getattr(one, name)(*args, **kwargs)
                 results.append(self if result is one else result)
 
-            for bundle in self._bundles:
-                if bundle.trained:
-                    memory = self._updater.open(bundle)
+            for bucket in self._buckets:
+                if bucket.trained:
+                    memory = self._updater.open(bucket)
                     try:
-                        for piece in bundle.pieces:
-                            piece.weight.look()
-                        left = self._updater.call(bundle, memory, self._options_of(bundle), call)
+                        for fragment in bucket.fragments:
+                            fragment.weight.look()
+                        left = self._updater.call(bucket, memory, self._options_of(bucket), call)
                     except BaseException as error:
                         if results:
                             self._broken = f"{name}() failed for some parameters ({type(error).__name__}: {error})"
-                        self._updater.fail(bundle)
+                        self._updater.fail(bucket)
                         self._options.forget()
                         raise
                     for index, options in left.items():
                         self._options.left(index, options)
-                    self._show(bundle)
+                    self._show(bucket)
             self._updater.drain()
             self._options.end(self.param_groups)
             return self._agreed(f"{name}()", results or [None])
 
     def _agreed(self, name: str, values: Sequence[Any]) -> Any:
         if not all(same(value, values[0]) for value in values[1:]):
-            raise UsageError(f"{name} of {self._class_name} has another value for each bundle of parameters, so that there is no one value to give")
+            raise UsageError(f"{name} of {self._class_name} has another value for each bucket of parameters, so that there is no one value to give")
         return values[0]
 
     # Inside.
 
     def _admit(self, indices: Sequence[int]) -> None:
-        """Make bundles of the groups of these *indices*, and see that memory and drives have room for them."""
+        """Make buckets of the groups of these *indices*, and see that memory and drives have room for them."""
         weights: list[Weight] = []
-        bundles: list[Bundle] = []
+        buckets: list[Bucket] = []
         for index in indices:
             group = self.param_groups[index]
             if self._backward is not None:
                 for parameter in group["params"]:
                     self._backward.check(parameter)
-            made = self._admission.admit(index, group["params"], self._options.of(index, group), len(self._bundles) + len(bundles))
+            made = self._bucketing.admit(index, group["params"], self._options.of(index, group), len(self._buckets) + len(buckets))
             weights += made[0]
-            bundles += made[1]
+            buckets += made[1]
         for number, weight in enumerate(weights, len(self._weights)):
             weight.number, weight.offset = number, offset_of(weight.parameter)
-        bundles = self._admission.joined(bundles, alone=not self._bundles)
-        trained = [bundle for bundle in bundles if bundle.trained]
-        nbytes = self._admission.required_bytes(trained)
+        buckets = self._bucketing.joined(buckets, alone=not self._buckets)
+        trained = [bucket for bucket in buckets if bucket.trained]
+        nbytes = self._bucketing.required_bytes(trained)
         self._tier.cap_bytes = self._budget.values_bytes
         self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
         self._tier.require_memory(nbytes)
         self._tier.require_space(nbytes)
         self._tier.require(nbytes)
         with torch.no_grad():
-            for bundle in trained:
-                if bundle.traits.eager:
-                    self._updater.start(bundle, self._updater.open(bundle), self._options_of(bundle))
-                    self._show(bundle)
+            for bucket in trained:
+                if bucket.traits.eager:
+                    self._updater.start(bucket, self._updater.open(bucket), self._options_of(bucket))
+                    self._show(bucket)
         self._updater.drain()
         self._options.forget()
         self._weights += weights
-        self._bundles += bundles
+        self._buckets += buckets
         if self._backward is not None:
             self._backward.watch(weights)
 
-    def _options_of(self, bundle: Bundle) -> dict[int, dict[str, Any]]:
-        return {index: self._options.of(index, self.param_groups[index]) for index in bundle.groups}
+    def _options_of(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
+        return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
 
-    def _update(self, bundle: Bundle) -> None:
-        memory = self._updater.open(bundle)  # what this raises leaves everything as it was
+    def _update(self, bucket: Bucket) -> None:
+        memory = self._updater.open(bucket)  # what this raises leaves everything as it was
         try:
-            for piece in bundle.pieces:
-                piece.weight.look()
-            for index, options in self._updater.step(bundle, memory, self._options_of(bundle), seed=self._steps).items():
+            for fragment in bucket.fragments:
+                fragment.weight.look()
+            for index, options in self._updater.step(bucket, memory, self._options_of(bucket), seed=self._steps).items():
                 self._options.left(index, options)
         except BaseException as error:
             self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
-            self._updater.fail(bundle)
+            self._updater.fail(bucket)
             raise
-        self._updated.add(bundle)
-        self._show(bundle)
+        self._updated.add(bucket)
+        self._show(bucket)
 
     def _end_step(self) -> None:
         self._options.end(self.param_groups)
@@ -428,22 +428,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._backward is not None:
             self._backward.end_step()
 
-    def _show(self, bundle: Bundle) -> None:
-        """Let `state` have what is in memory of the states of the bundle's parameters, and stand-ins for what is not."""
-        for piece in bundle.pieces:
-            weight = piece.weight
-            if piece is weight.pieces[0]:
+    def _show(self, bucket: Bucket) -> None:
+        """Let `state` have what is in memory of the states of the bucket's parameters, and placeholders for what is not."""
+        for fragment in bucket.fragments:
+            weight = fragment.weight
+            if fragment is weight.fragments[0]:
                 if weight.shown is None:
                     weight.shown = ShownState(weight, saved.check)
                 there: dict[Key, torch.Tensor] = {}
-                for key, form in saved.forms(piece).items():
-                    own = local(weight.stand_ins[key]) if key in weight.stand_ins else None
+                for key, form in saved.forms(fragment).items():
+                    own = local(weight.placeholders[key]) if key in weight.placeholders else None
                     if own is not None and (own.dtype, own.shape, own.stride()) == (form.dtype, form.shape, form.stride()):
-                        there[key] = weight.stand_ins[key]
+                        there[key] = weight.placeholders[key]
                     else:
-                        stand_in = StateOnDrive(self._source, weight, key, form, bundle.device)
-                        there[key] = stand_in if key in piece.rest else like(weight.parameter, stand_in)
-                weight.stand_ins = there
+                        placeholder = StateOnDrive(self._source, weight, key, form, bucket.device)
+                        there[key] = placeholder if key in fragment.rest else like(weight.parameter, placeholder)
+                weight.placeholders = there
                 weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
                 if weight.shown:
                     self.state[weight.parameter] = weight.shown
@@ -458,32 +458,32 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 given[weight] = dict(state)
         if given:
             self._restore(given)
-        if not self._updated:  # what is small is shown of the first piece alone, where somebody may have changed it in place
+        if not self._updated:  # what is small is shown of the first fragment alone, where somebody may have changed it in place
             for weight in self._weights:
-                for piece in weight.pieces[1:]:
-                    there = set(map(top, piece.leaves))
-                    piece.states.update(copy.deepcopy({key: value for key, value in weight.states.items() if key not in there}))
+                for fragment in weight.fragments[1:]:
+                    there = set(map(top, fragment.leaves))
+                    fragment.states.update(copy.deepcopy({key: value for key, value in weight.states.items() if key not in there}))
 
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state on the drive: for what `state` has in its place."""
         with self._lock:
             self._check_usable()
             self._updater.drain()
-            form = saved.forms(weight.pieces[0]).get(key)
+            form = saved.forms(weight.fragments[0]).get(key)
             if form is None:
                 raise UsageError(f"the parameter has no state {key!r} any more")
             whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
-            for piece in weight.pieces[:1] if key in weight.pieces[0].rest else weight.pieces:
-                with self._updater.reading(piece.bundle) as find:
-                    values = saved.in_a_row(find(piece, key))
-                    saved.in_a_row(whole)[piece.start :][: values.numel()].copy_(values)
-            return whole.to(weight.pieces[0].bundle.device)
+            for fragment in weight.fragments[:1] if key in weight.fragments[0].rest else weight.fragments:
+                with self._updater.reading(fragment.bucket) as find:
+                    values = saved.in_a_row(find(fragment, key))
+                    saved.in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
+            return whole.to(weight.fragments[0].bucket.device)
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Put a state on the drive: for what `state` has in its place."""
         with self._lock:
             self._take_up_states()
-            self._restore({weight: replaced(dict(weight.shown), {id(weight.stand_ins[key]): values})})
+            self._restore({weight: replaced(dict(weight.shown), {id(weight.placeholders[key]): values})})
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
         self._updater.drain()
@@ -491,10 +491,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         for weight in given:
             self.state.pop(weight.parameter, None)
             weight.updates += 1
-        for bundle in self._bundles:
-            if any(piece.weight in given for piece in bundle.pieces):
-                saved.restore(self._updater, bundle, given, self.param_groups)
-                self._show(bundle)
+        for bucket in self._buckets:
+            if any(fragment.weight in given for fragment in bucket.fragments):
+                saved.restore(self._updater, bucket, given, self.param_groups)
+                self._show(bucket)
         self._broken = ""
 
     @torch.no_grad()
@@ -507,17 +507,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
         weight.settle_gradient()
         await_copy(weight.parameter)
         with self._lock, self._clock.running():
-            for bundle in self._backward.complete(weight):
+            for bucket in self._backward.complete(weight):
                 try:
                     if not self._updated:
                         self._take_up_states()
-                    for piece in bundle.pieces:
-                        _check_gradient(piece.weight)
-                    self._update(bundle)
+                    for fragment in bucket.fragments:
+                        _check_gradient(fragment.weight)
+                    self._update(bucket)
                 except Exception as error:
                     _log.warning("an update during backward() failed, and is left to step(): %s", error)
                 else:
-                    self._backward.spend(bundle)
+                    self._backward.spend(bucket)
 
     def _check_parameters(self) -> None:
         """Whoever puts other parameters into the groups, as some do after sharding a model, must be told that their states are not here."""
@@ -543,9 +543,9 @@ def _check_gradient(weight: Weight) -> None:
 
 
 def _check_unchanged(weight: Weight) -> None:
-    part, bundle = local(weight.parameter), weight.pieces[0].bundle
-    if (part.dtype, part.device, part.numel()) != (bundle.dtype, bundle.device, weight.pieces[-1].stop):
-        was = f"{weight.pieces[-1].stop} elements, {bundle.dtype} on {bundle.device}"
+    part, bucket = local(weight.parameter), weight.fragments[0].bucket
+    if (part.dtype, part.device, part.numel()) != (bucket.dtype, bucket.device, weight.fragments[-1].stop):
+        was = f"{weight.fragments[-1].stop} elements, {bucket.dtype} on {bucket.device}"
         now = f"{part.numel()}, {part.dtype} on {part.device}"
         raise UsageError(f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays")
 

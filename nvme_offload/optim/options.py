@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .bundles import local
+from .buckets import local
 
 _NOT_OPTIONS = {"params", "param_names"}
 
@@ -17,7 +17,7 @@ _NOT_OPTIONS = {"params", "param_names"}
 class StepOptions:
     """The options of groups as they were when a step began, and as the inner optimizers left them.
 
-    An optimizer that changes its group does so once a step, whatever the bundles are: each starts from the same, and the last is taken over.
+    An optimizer that changes its group does so once a step, whatever the buckets are: each starts from the same, and the last is taken over.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StepOptions:
         return dict(self._before[index])
 
     def left(self, index: int, options: Mapping[str, Any]) -> None:
-        """A bundle of the group of *index* has been updated, and left these *options*."""
+        """A bucket of the group of *index* has been updated, and left these *options*."""
         self._after[index] = options
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:

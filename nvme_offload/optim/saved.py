@@ -1,4 +1,4 @@
-"""Checkpoints of bundles: as the plain optimizer's `state_dict` has the states, and back, one bundle in memory at a time."""
+"""Checkpoints of buckets: as the plain optimizer's `state_dict` has the states, and back, one bucket in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from ..errors import IOFailure, UsageError
 from ..optimizer_states.tree import Key, replaced, tensors, travels
-from .bundles import Bundle, Piece, Weight, dense_strides, like, local
-from .stand_ins import StateOnDrive, is_on_drive
+from .buckets import Bucket, Fragment, Weight, dense_strides, like, local
+from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
 
 _ALIGNMENT = 64
@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 State = dict[Any, Any]
 
 
-def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weight], directory: str) -> list[State]:
+def collect(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str) -> list[State]:
     """The state of each of *weights* as the plain optimizer has it, and its master where it has one.
 
     Large tensors are mapped from a file without a name in *directory*, so that they are page cache, which the kernel takes back when it needs to.
@@ -29,25 +29,25 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
     """
     places: dict[tuple[Weight, Key], tuple[int, torch.Tensor]] = {}
     end = 0
-    for bundle in bundles:
-        for piece in bundle.pieces:
-            for key, form in forms(piece).items():
-                if (piece.weight, key) not in places:
-                    places[piece.weight, key] = end, form
+    for bucket in buckets:
+        for fragment in bucket.fragments:
+            for key, form in forms(fragment).items():
+                if (fragment.weight, key) not in places:
+                    places[fragment.weight, key] = end, form
                     end += -(-form.numel() * form.itemsize // _ALIGNMENT) * _ALIGNMENT
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
             file.truncate(end)
-            for bundle in bundles:
-                if bundle.layout is None:
+            for bucket in buckets:
+                if bucket.layout is None:
                     continue
-                with updater.reading(bundle) as find:
-                    for piece in bundle.pieces:
-                        for key in forms(piece):
-                            values = find(piece, key)
-                            if key in piece.rest and piece is not piece.weight.pieces[0]:
+                with updater.reading(bucket) as find:
+                    for fragment in bucket.fragments:
+                        for key in forms(fragment):
+                            values = find(fragment, key)
+                            if key in fragment.rest and fragment is not fragment.weight.fragments[0]:
                                 continue  # the same for all
-                            file.seek(places[piece.weight, key][0] + (0 if key in piece.rest else piece.start * values.itemsize))
+                            file.seek(places[fragment.weight, key][0] + (0 if key in fragment.rest else fragment.start * values.itemsize))
                             content: Any = in_a_row(values).view(torch.uint8).numpy()
                             file.write(content)
             file.flush()
@@ -60,7 +60,7 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
         offset, form = places[weight, key]
         flat = torch.frombuffer(mapped, dtype=form.dtype, count=form.numel(), offset=offset) if form.numel() else torch.empty(0, dtype=form.dtype)
         whole = flat.as_strided(form.shape, form.stride())
-        return whole if weight.pieces and key in weight.pieces[0].rest else like(weight.parameter, whole)
+        return whole if weight.fragments and key in weight.fragments[0].rest else like(weight.parameter, whole)
 
     collected: dict[Weight, dict[Key, torch.Tensor]] = {weight: {} for weight in weights}
     for weight, key in places:
@@ -70,73 +70,73 @@ def collect(updater: Updater, bundles: Sequence[Bundle], weights: Sequence[Weigh
 
 def in_place_of_leaves(weight: Weight, there: Mapping[Key, torch.Tensor], small: Callable[[torch.Tensor], torch.Tensor]) -> State:
     """The state of *weight* with what is *there* in place of what travels, the master too, and of every other tensor what *small* makes of it."""
-    state = next((piece.states for piece in weight.pieces if piece.states), {})
+    state = next((fragment.states for fragment in weight.fragments if fragment.states), {})
     others = {id(value): there[key] if key in there else small(value) for key, value in tensors(state).items()}
     whole = replaced(state, others)
     return {**whole, MASTER: there[MASTER]} if MASTER in there else whole
 
 
-def restore(updater: Updater, bundle: Bundle, given: Mapping[Weight, State], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give *bundle* the states *given*, whose tensors may be mapped from a file.
+def restore(updater: Updater, bucket: Bucket, given: Mapping[Weight, State], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give *bucket* the states *given*, whose tensors may be mapped from a file.
 
     A weight that is not among them keeps its own states, and one that is, those that the drive has already.
     """
-    sources: dict[Piece, State] = {}
-    kept: dict[Piece, State] = {}
-    keeping = [piece for piece in bundle.pieces if piece.weight not in given or any(map(is_on_drive, tensors(given[piece.weight]).values()))]
-    if bundle.layout is not None and keeping:
-        has_master = bundle.layout.master is not None
-        with updater.reading(bundle) as find:
-            for piece in keeping:
-                kept[piece] = {key: find(piece, key).clone() for key in [*piece.leaves, *([MASTER] if has_master else [])]}
-    for piece in bundle.pieces:
-        sources[piece] = kept.get(piece, {})
-        if piece.weight in given:
-            sources[piece] = _given(piece, given[piece.weight], kept.get(piece, {}), groups[piece.group])
-    bundle.inner = None
+    sources: dict[Fragment, State] = {}
+    kept: dict[Fragment, State] = {}
+    keeping = [fragment for fragment in bucket.fragments if fragment.weight not in given or any(map(is_on_drive, tensors(given[fragment.weight]).values()))]
+    if bucket.layout is not None and keeping:
+        has_master = bucket.layout.master is not None
+        with updater.reading(bucket) as find:
+            for fragment in keeping:
+                kept[fragment] = {key: find(fragment, key).clone() for key in [*fragment.leaves, *([MASTER] if has_master else [])]}
+    for fragment in bucket.fragments:
+        sources[fragment] = kept.get(fragment, {})
+        if fragment.weight in given:
+            sources[fragment] = _given(fragment, given[fragment.weight], kept.get(fragment, {}), groups[fragment.group])
+    bucket.inner = None
     if not any(sources.values()):
-        bundle.layout, bundle.rest_bytes = None, 0  # the first update makes it
+        bucket.layout, bucket.rest_bytes = None, 0  # the first update makes it
         return
 
     def fill(find: Find) -> None:
-        for piece, source in sources.items():
+        for fragment, source in sources.items():
             for key, value in source.items():
                 if key != MASTER or has_masters:
-                    find(piece, key).copy_(value)
+                    find(fragment, key).copy_(value)
 
-    has_masters = bundle.update_dtype != bundle.dtype
+    has_masters = bucket.update_dtype != bucket.dtype
     leaves = {
-        piece: {key: torch.empty_like(value, dtype=piece.leaves[key].dtype, device="meta") for key, value in source.items() if key != MASTER}
-        for piece, source in sources.items()
+        fragment: {key: torch.empty_like(value, dtype=fragment.leaves[key].dtype, device="meta") for key, value in source.items() if key != MASTER}
+        for fragment, source in sources.items()
     }
-    updater.store(bundle, leaves, fill, groups)
-    for piece in bundle.pieces:
-        piece.changes = piece.weight.changes
+    updater.store(bucket, leaves, fill, groups)
+    for fragment in bucket.fragments:
+        fragment.changes = fragment.weight.changes
 
 
-def _given(piece: Piece, state: State, kept: Mapping[Key, torch.Tensor], group: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
-    """Let *piece* have its part of *state*; the values of what travels, some of which the drive has *kept*."""
+def _given(fragment: Fragment, state: State, kept: Mapping[Key, torch.Tensor], group: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
+    """Let *fragment* have its part of *state*; the values of what travels, some of which the drive has *kept*."""
     values: dict[Key, torch.Tensor] = {}
     others: dict[int, torch.Tensor] = {}
-    piece.leaves = {}
-    own = local(piece.weight.parameter).shape
+    fragment.leaves = {}
+    own = local(fragment.weight.parameter).shape
     for key, value in tensors(state).items():
         part = local(value)
         if key == MASTER or is_on_drive(value) or travels(key, part, own):
-            values[key] = kept[_stand_in(value).key] if is_on_drive(value) else piece.of(part) if part.shape == own else part
+            values[key] = kept[_placeholder(value).key] if is_on_drive(value) else fragment.of(part) if part.shape == own else part
             if key != MASTER:
-                piece.leaves[key] = others[id(value)] = torch.empty(0, dtype=_kept_dtype(key, part, piece), device=piece.shadow.device)
+                fragment.leaves[key] = others[id(value)] = torch.empty(0, dtype=_kept_dtype(key, part, fragment), device=fragment.shadow.device)
         else:
-            others[id(value)] = _small(key, value, piece, group)
-    piece.states = replaced({key: value for key, value in state.items() if key != MASTER}, others)
-    piece.stepped = bool(state)
+            others[id(value)] = _small(key, value, fragment, group)
+    fragment.states = replaced({key: value for key, value in state.items() if key != MASTER}, others)
+    fragment.stepped = bool(state)
     return values
 
 
-def _kept_dtype(key: Key, value: torch.Tensor, piece: Piece) -> torch.dtype:
+def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
     """That a loaded state is kept in: the optimizer's own, and that of masters where the plain optimizer has 16 bits."""
-    narrow = value.dtype == piece.bundle.dtype != piece.shadow.dtype
-    return piece.bundle.traits.states.get(key, piece.shadow.dtype if narrow else value.dtype)
+    narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
+    return fragment.bucket.traits.states.get(key, fragment.shadow.dtype if narrow else value.dtype)
 
 
 def check(state: Any, weight: Weight) -> None:
@@ -146,11 +146,11 @@ def check(state: Any, weight: Weight) -> None:
     own = local(weight.parameter).shape
     found = tensors(state)
     for value in filter(is_on_drive, found.values()):
-        stand_in = _stand_in(value)
-        whole = forms(stand_in.weight.pieces[0]).get(stand_in.key)
-        if not stand_in.is_current or (whole is not None and stand_in.shape != whole.shape):
+        placeholder = _placeholder(value)
+        whole = forms(placeholder.weight.fragments[0]).get(placeholder.key)
+        if not placeholder.is_current or (whole is not None and placeholder.shape != whole.shape):
             raise UsageError("a state that was moved before an update, or a part of one, cannot be put into state: put in a clone()")
-        if stand_in.weight is not weight or stand_in.key not in {*weight.pieces[0].leaves, MASTER}:
+        if placeholder.weight is not weight or placeholder.key not in {*weight.fragments[0].leaves, MASTER}:
             raise UsageError("a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()")
     for key, value in {**state, **found}.items():
         if (key == MASTER or key in weight.traits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
@@ -161,10 +161,10 @@ def check(state: Any, weight: Weight) -> None:
             )
 
 
-def _stand_in(value: Any) -> StateOnDrive:
-    stand_in = local(value)
-    assert isinstance(stand_in, StateOnDrive)
-    return stand_in
+def _placeholder(value: Any) -> StateOnDrive:
+    placeholder = local(value)
+    assert isinstance(placeholder, StateOnDrive)
+    return placeholder
 
 
 def steps(state: Mapping[str, Any]) -> int:
@@ -173,19 +173,19 @@ def steps(state: Mapping[str, Any]) -> int:
     return int(count) if isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1) else 0
 
 
-def forms(piece: Piece) -> dict[Key, torch.Tensor]:
-    """Tensors without memory that are like the states of the whole parameter of which the bundle's value has a part for *piece*, and like its master."""
-    layout = piece.bundle.layout
+def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
+    """Tensors without memory that are like the states of the whole parameter of which the bucket's value has a part for *fragment*, and like its master."""
+    layout = fragment.bucket.layout
     if layout is None:
         return {}
-    part = local(piece.weight.parameter)
-    strides = piece.keys if piece.is_whole else dict.fromkeys(piece.keys, dense_strides(part))
-    found = {key: torch.empty_strided(part.shape, strides[key], dtype=layout.states[key].dtype, device="meta") for key in piece.keys}
-    for key, place in piece.rest.items():
+    part = local(fragment.weight.parameter)
+    strides = fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, dense_strides(part))
+    found = {key: torch.empty_strided(part.shape, strides[key], dtype=layout.states[key].dtype, device="meta") for key in fragment.keys}
+    for key, place in fragment.rest.items():
         found[key] = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device="meta")
-    if layout.master is not None and piece.stepped:
-        whole = piece.strides if piece.is_whole else dense_strides(part)
-        found[MASTER] = torch.empty_strided(part.shape, whole, dtype=piece.bundle.update_dtype, device="meta")
+    if layout.master is not None and fragment.stepped:
+        whole = fragment.strides if fragment.is_whole else dense_strides(part)
+        found[MASTER] = torch.empty_strided(part.shape, whole, dtype=fragment.bucket.update_dtype, device="meta")
     return found
 
 
@@ -194,8 +194,8 @@ def in_a_row(values: torch.Tensor) -> torch.Tensor:
     return values.as_strided((values.numel(),), (1,))
 
 
-def _small(key: Key, value: torch.Tensor, piece: Piece, group: Mapping[str, Any]) -> torch.Tensor:
+def _small(key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]) -> torch.Tensor:
     """*value*, which stays in memory, as torch's optimizers load it. Source: torch.optim.Optimizer.load_state_dict."""
     if key == "step" and not group.get("fused"):
         return value.clone()
-    return value.to(piece.shadow.device, torch.float32 if key == "step" else piece.shadow.dtype if value.is_floating_point() else value.dtype, copy=True)
+    return value.to(fragment.shadow.device, torch.float32 if key == "step" else fragment.shadow.dtype if value.is_floating_point() else value.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""How a bundle of parameters' optimizer states lies on the drive: `"exact"`, `"split"` and `"compact"`. Computes on tensors, moves nothing."""
+"""How a bucket of parameters' optimizer states lies on the drive: `"exact"`, `"split"` and `"compact"`. Computes on tensors, moves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StateFormat`: the fp32 master and the optimizer's states of one bundle of parameters as one flat buffer of bytes, and back.
+"""`StateFormat`: the fp32 master and the optimizer's states of one bucket of parameters as one flat buffer of bytes, and back.
 
 Bytes for each parameter of a 16-bit model with Adam's two moments, read and written once a step:
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place in a bundle's buffer, in bytes."""
+    """A place in a bucket's buffer, in bytes."""
 
     offset: int
     nbytes: int
@@ -73,7 +73,7 @@ class StateSlot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a bundle's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master: None where the working weight is its own master."""
+    """What a bucket's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master: None where the working weight is its own master."""
 
     numel: int
     working_dtype: torch.dtype
@@ -108,7 +108,7 @@ class StateFormat:
         return not self.splits_master
 
     def layout(self, numel: int, states: Mapping[str, torch.dtype], working_dtype: torch.dtype, optimizer: str = "the optimizer") -> Layout:
-        """Plan the buffer of a bundle of *numel* parameters of *working_dtype* with these states of one value each for a parameter, by key.
+        """Plan the buffer of a bucket of *numel* parameters of *working_dtype* with these states of one value each for a parameter, by key.
 
         optimizer: its name, for messages. Scalars and whatever else is not one value a parameter stay with the caller.
         Raises: UnsupportedError where this format cannot keep such weights or states.
@@ -152,11 +152,11 @@ class StateFormat:
     def unpack(
         self, layout: Layout, buffer: torch.Tensor, working: Sequence[torch.Tensor], memory: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bundle's numel, on *buffer*'s device.
+        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bucket's numel, on *buffer*'s device.
 
         The master is None where the working weight is its own. With "exact" all of them are views of *buffer*; with "split" the states are, and the
         master is new memory; with "compact" all are new. A buffer of zeros means states of zero, and (but for "exact") the working weights as masters.
-        Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bundle's weights as `pack` left them, contiguous, in order, on that device.
+        Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bucket's weights as `pack` left them, contiguous, in order, on that device.
         memory: flat, contiguous, float32, at least `unpacked_elements` of them, to be used again and again for what is not a view of *buffer*: on the CPU
         new memory costs more than all else here.
         A working weight that was changed since gets its master's low bits: a master within one step of bfloat16 of it.
@@ -176,7 +176,7 @@ class StateFormat:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 master = next(fresh)
-                for weight, low, whole in _pieces(layout, _together(layout, working), kept.view(torch.int16), master):
+                for weight, low, whole in _fragments(layout, _together(layout, working), kept.view(torch.int16), master):
                     join(weight, low, whole)
             else:
                 master = kept.view(torch.float32)
@@ -217,13 +217,13 @@ class StateFormat:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 together = _together(layout, working)
-                for weight, low, whole in _pieces(layout, together, kept.view(torch.int16), master):
+                for weight, low, whole in _fragments(layout, together, kept.view(torch.int16), master):
                     split(whole, weight, low)
                 if together is not working:
-                    for weight, new in _pieces(layout, working, together[0]):
+                    for weight, new in _fragments(layout, working, together[0]):
                         weight.copy_(new)
             else:
-                for weight, whole, place in _pieces(layout, working, master, kept.view(torch.float32)):
+                for weight, whole, place in _fragments(layout, working, master, kept.view(torch.float32)):
                     _place(whole, place)
                     weight.copy_(whole)
         for index, (key, slot) in enumerate(layout.states.items()):
@@ -307,7 +307,7 @@ def widened(format: StateFormat, optimizer: str) -> StateFormat:
 def round_near(layout: Layout, states: Mapping[str, torch.Tensor], far: torch.Tensor | None, seed: int, blocks: torch.Tensor | None) -> None:
     """Round all but the *far* blocks of *states* as `StateFormat.pack` does it in 8 bits.
 
-    So the bits do not depend on which bundles were packed when a far block was found.
+    So the bits do not depend on which buckets were packed when a far block was found.
     """
     import torch
 
@@ -383,10 +383,10 @@ def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch
 
     if len(working) < 2 or working[0].device.type == "cpu":
         return working
-    return [torch.cat([weight for (weight,) in _pieces(layout, working)])]
+    return [torch.cat([weight for (weight,) in _fragments(layout, working)])]
 
 
-def _pieces(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def _fragments(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """Each of the *working* weights, flat, with its part of each of the *flat* tensors."""
     sizes = [weight.numel() for weight in working]
     devices = {tensor.device for tensor in (*working, *flat)}

@@ -1,7 +1,7 @@
 """`examine`: what an optimizer keeps for a parameter, and whether its parameters and their elements may be updated apart.
 
 `NVMeOptimizer` and ZeRO-3 both ask here. torch's and DeepSpeed's own classes are known. Any other is tried: the same steps are made with all parameters
-together, one after another, and in parts, as the bundles of `NVMeOptimizer` are. What is the same to the last bit at every step may be done apart, and what
+together, one after another, and in parts, as the buckets of `NVMeOptimizer` are. What is the same to the last bit at every step may be done apart, and what
 is not is never done.
 
 The trial has the user's own arguments and a learning rate that moves. Its gradients go down a slope, are random, orthogonal to the weights and along them, of
@@ -207,21 +207,21 @@ class _Trial:
         """Bytes of states that are not like their parameters for an element: of those samples that have such, where it is least."""
         return min(filter(None, self._rests.values()), default=0.0)
 
-    def same(self, bundles: Sequence[Sequence[_Part]]) -> bool:
-        """Whether the same comes of the samples where each of *bundles* has an optimizer of its own."""
+    def same(self, buckets: Sequence[Sequence[_Part]]) -> bool:
+        """Whether the same comes of the samples where each of *buckets* has an optimizer of its own."""
         if len(self._weights) < _FEWEST_STEPS:
             return False
         with _same_random_numbers(self._samples[0].device):
             try:
-                return all(all(map(_same_bits, weights, expected)) for weights, expected in zip(self._train(bundles), self._weights, strict=False))
+                return all(all(map(_same_bits, weights, expected)) for weights, expected in zip(self._train(buckets), self._weights, strict=False))
             except Exception:  # such as those of optimizers that take nothing but matrices
                 return False
 
-    def _train(self, bundles: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
-        """The weights after each step, in which the bundles are updated one after another, as `NVMeOptimizer` does it."""
+    def _train(self, buckets: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
+        """The weights after each step, in which the buckets are updated one after another, as `NVMeOptimizer` does it."""
         weights = [sample.clone() for sample in self._samples]
-        parts = [[torch.nn.Parameter(_view(weights[index], start, stop)) for index, start, stop in bundle] for bundle in bundles]
-        optimizers = [self._make(bundle) for bundle in parts]
+        parts = [[torch.nn.Parameter(_view(weights[index], start, stop)) for index, start, stop in bucket] for bucket in buckets]
+        optimizers = [self._make(bucket) for bucket in parts]
         for optimizer in optimizers:
             _switch(optimizer, "train")
         options = _options(optimizers[-1])
@@ -239,16 +239,16 @@ class _Trial:
             if len(self._gradients) <= number:
                 self._gradients.append(self._directions(number, weights))
             left = options
-            for optimizer, bundle, places in zip(optimizers, parts, bundles, strict=True):
-                for part, (index, start, stop) in zip(bundle, places, strict=True):
+            for optimizer, bucket, places in zip(optimizers, parts, buckets, strict=True):
+                for part, (index, start, stop) in zip(bucket, places, strict=True):
                     gradient = self._gradients[number][index]
                     part.grad = None if gradient is None else _view(gradient.clone(), start, stop)
-                if any(part.grad is not None for part in bundle):
+                if any(part.grad is not None for part in bucket):
                     optimizer.param_groups[0].update(copy.deepcopy(options))
                     raw_step(optimizer)(optimizer)
                     left = _options(optimizer)
             options = dict(left)
-            if len(bundles) == 1:
+            if len(buckets) == 1:
                 self._learn(optimizers[0], parts[0])
             yield weights
 
@@ -376,7 +376,7 @@ def _sample(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nu
 
 
 def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of *whole*, which lies as it is in a bundle: flat, unless it is all of it. A leaf, as parameters are."""
+    """A part of *whole*, which lies as it is in a bucket: flat, unless it is all of it. A leaf, as parameters are."""
     return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
 
 

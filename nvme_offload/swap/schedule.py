@@ -25,7 +25,7 @@ _NEWS = 8  # a hint that is no farther away in the learned order than this and t
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.STUCK, State.WRITING, State.REDIRTY})
 _IN_USE = frozenset({State.USED, State.USED_NEW, State.USED_WRITING, State.USED_OVER})
-_CAN_LEAVE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
+_EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -254,7 +254,7 @@ class Schedule:
         elif entry.state == State.RESERVED:
             self._lose(entry)
         elif entry.state in _IDLE:
-            self._settle(entry)
+            self._idle(entry)
 
     def release(self, name: str, changed: bool, nbytes: int | None) -> None:
         """The user of *name* is done; where it was *changed*, its first *nbytes* are its value now. Raises: UsageError."""
@@ -272,7 +272,7 @@ class Schedule:
         if entry.size > self._largest:
             self._largest = entry.size
             self._set_lookahead()
-        self._settle(entry)
+        self._idle(entry)
 
     def discard(self, name: str) -> None:
         """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when there is none."""
@@ -376,7 +376,7 @@ class Schedule:
             entry.read = None
             self._to(entry, Event.READ_WELL if well else Event.LOST)
             if well:
-                self._offer_or_keep(entry)
+                self._idle_or_keep(entry)
             else:
                 entry.unused = False
                 entry.read_failed = True
@@ -387,7 +387,7 @@ class Schedule:
             self._to(entry, Event.WRITTEN)
             if entry.state == State.DIRTY:
                 if entry.leaves:
-                    self._leave(entry)
+                    self._evict(entry)
                 else:
                     self._keep(entry)
             return
@@ -486,13 +486,13 @@ class Schedule:
         self._to(entry, Event.WRITE)
         self._out.append(entry.write)
 
-    def _leave(self, entry: _Entry) -> None:
+    def _evict(self, entry: _Entry) -> None:
         """Offer the room of *entry*, which is idle; where only memory has its bytes, they are written."""
         block = entry.block
         assert block is not None
         if entry.state == State.DIRTY:
             self._start_write(entry)
-        if entry.state in _CAN_LEAVE:
+        if entry.state in _EVICTABLE:
             entry.stamp = 0
             entry.leaves = False
             if not block.open:
@@ -517,7 +517,7 @@ class Schedule:
 
     # Who stays, and who leaves.
 
-    def _rank(self, entry: _Entry) -> int:
+    def _priority(self, entry: _Entry) -> int:
         """How late *entry* is used again."""
         hint = self.order.hinted(entry.name)
         if hint is not None:
@@ -528,26 +528,26 @@ class Schedule:
     def _stays(self, entry: _Entry) -> bool:
         return self._stay_all or (entry.home is not None and entry.block is not None and entry.block.start == entry.home)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _idle(self, entry: _Entry) -> None:
         """*entry* is idle from now on: it stays, or it leaves."""
         if self.order.followed:
             if not self._stays(entry):
                 position = self.order.next_use(entry.name)
                 if position is not None and position >= self._cursor and self.order.hinted(entry.name) is None:
-                    self._leave(entry)
+                    self._evict(entry)
                     return
             self._keep(entry)
             return
         self._keep(entry)
         if self._placed < len(self._entries):
-            self._keep_room_on_offer()
+            self._evict_for_lookahead()
 
-    def _offer_or_keep(self, entry: _Entry) -> None:
+    def _idle_or_keep(self, entry: _Entry) -> None:
         """*entry* was read: for its user, for a use ahead, or in vain."""
         if entry is self._needed or entry.ahead is not None:
             self._keep(entry)
         else:
-            self._settle(entry)
+            self._idle(entry)
 
     def _keep(self, entry: _Entry) -> None:
         """*entry* stays in memory until somebody needs its room more."""
@@ -556,37 +556,37 @@ class Schedule:
         self._stamps += 1
         entry.stamp = self._stamps
         heap = self._heaps[self._stays(entry)]
-        heapq.heappush(heap, (-self._rank(entry), self._stamps, entry))
+        heapq.heappush(heap, (-self._priority(entry), self._stamps, entry))
         if len(heap) > 2 * len(self._entries) + 64:
             heap[:] = [item for item in heap if item[2].stamp == item[1]]
             heapq.heapify(heap)
 
-    def _keep_room_on_offer(self) -> None:
+    def _evict_for_lookahead(self) -> None:
         heap = self._heaps[False]
         while self._arena.open_bytes < self.lookahead_bytes:
             victim = self._pop_victim(heap, -1)
             if victim is None:
                 return
-            self._leave(victim)
+            self._evict(victim)
 
     def _pop_victim(self, heap: list[tuple[int, int, _Entry]], beyond: int) -> _Entry | None:
         """The idle value of *heap* that is used last, if that is later than *beyond*; it is in no heap then."""
         renewed = 0
         while heap:
             key, stamp, entry = heap[0]
-            if entry.stamp != stamp or entry.state not in _CAN_LEAVE or (entry.block is not None and entry.block.open):
+            if entry.stamp != stamp or entry.state not in _EVICTABLE or (entry.block is not None and entry.block.open):
                 heapq.heappop(heap)
                 self.operations += 1
                 continue
-            rank = self._rank(entry)
+            priority = self._priority(entry)
             self.operations += 1
-            if rank != -key and renewed < 8:
+            if priority != -key and renewed < 8:
                 renewed += 1
                 self._stamps += 1
                 entry.stamp = self._stamps
-                heapq.heapreplace(heap, (-rank, self._stamps, entry))
+                heapq.heapreplace(heap, (-priority, self._stamps, entry))
                 continue
-            if rank <= beyond:
+            if priority <= beyond:
                 return None
             heapq.heappop(heap)
             return entry
@@ -637,10 +637,10 @@ class Schedule:
                 idle.append(entry)
         self._heaps = ([], [])
         for entry in idle:
-            if not homes or self._stays(entry) or entry.state not in _CAN_LEAVE:
+            if not homes or self._stays(entry) or entry.state not in _EVICTABLE:
                 self._keep(entry)
             else:
-                self._leave(entry)  # it is in the way of those that stay, or where others are to pass
+                self._evict(entry)  # it is in the way of those that stay, or where others are to pass
 
     # Making room.
 
@@ -706,17 +706,17 @@ class Schedule:
         if start is None and not self._homes and position is None:
             start = self._arena.best_fit(entry.size, above=False)
         if start is None:
-            start = self._evict(entry.size, self._heaps[False], position)
+            start = self._make_room(entry.size, self._heaps[False], position)
         if start is None and position is None:
             start = self._arena.best_fit(entry.size, above=False)
             if start is None:
                 self._forced = True
-                start = self._evict(entry.size, self._heaps[True], None)
+                start = self._make_room(entry.size, self._heaps[True], None)
             if start is None:
                 start = self._clear(entry.size, self._longest(entry.size))
         return start
 
-    def _evict(self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None) -> int | None:
+    def _make_room(self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None) -> int | None:
         """Make those leave who are used last, with their neighbours, until *size* bytes in one piece are on offer; where that is."""
         beyond = (_HINTED << 1) if position is None else position
         tried: list[_Entry] = []
@@ -732,7 +732,7 @@ class Schedule:
             found = stretch[0].start
             for block in stretch:
                 if block.owner is not None and not block.open:
-                    self._leave(block.owner)
+                    self._evict(block.owner)
         for entry in tried:
             self._keep(entry)
         return found
@@ -770,10 +770,10 @@ class Schedule:
             return _UNKNOWN << 1
         owner = block.owner
         assert owner is not None
-        if owner.state not in _CAN_LEAVE or owner is self._needed or (above and self._stays(owner)):
+        if owner.state not in _EVICTABLE or owner is self._needed or (above and self._stays(owner)):
             return None
-        rank = self._rank(owner)
-        return rank if rank > beyond else None
+        priority = self._priority(owner)
+        return priority if priority > beyond else None
 
     def _stretches(self) -> list[tuple[int, int]]:
         """Start and end of every stretch of memory between values in use."""
@@ -814,7 +814,7 @@ class Schedule:
                 assert owner.write is not None
                 self._awaited.append(owner.write)
             else:
-                self._leave(owner)
+                self._evict(owner)
         if stuck is not None and not self._awaited:
             if stuck is not self._tried_again:
                 self._obstacle = stuck.name
@@ -822,7 +822,7 @@ class Schedule:
                 return None
             self._tried_again = None
             self._start_write(stuck)
-            self._leave(stuck)
+            self._evict(stuck)
             return self._clear(size, start)
         return None if self._awaited else start
 
@@ -857,7 +857,7 @@ class Schedule:
                 if entry.state == State.RESERVED:
                     self._lose(entry)
                 elif entry.state in _IDLE and entry.block is not None and not entry.block.open:
-                    self._settle(entry)
+                    self._idle(entry)
             ahead.popleft()
 
     def _not_ahead(self, entry: _Entry) -> None:
@@ -936,7 +936,7 @@ class Schedule:
         self._is_ahead(entry, position)
         return True
 
-    def _prepare(self, entry: _Entry, position: int, rank: int) -> bool:
+    def _prepare(self, entry: _Entry, position: int, priority: int) -> bool:
         """See that *entry*, which is used at *position*, is in memory then; whether the cursor may pass."""
         if entry is self._needed or entry.read_failed:
             return True
@@ -947,12 +947,12 @@ class Schedule:
         self._claim(entry)
         if entry.block is not None:
             return True
-        if entry.state != State.AWAY:  # nobody has given it bytes
+        if entry.state != State.OFFLOADED:  # nobody has given it bytes
             return True
         if not self._fits_ahead(entry.size):
             return False
         if self._homes or not self._back(entry):
-            start = self._room(entry, rank)
+            start = self._room(entry, priority)
             if start is None:
                 return False
             self._place(entry, start)

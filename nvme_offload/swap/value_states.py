@@ -9,7 +9,7 @@ class State(IntEnum):
     """Where the bytes of a value are. The newest are in memory from `CLEAN` on."""
 
     NOWHERE = 0  # to be created; no room
-    AWAY = 1  # on the drive, or on their way there from a room that was given away; no room
+    OFFLOADED = 1  # on the drive, or on their way there from a room that was given away; no room
     RESERVED = 2  # has room, without bytes
     READING = 3  # has room, which a read fills, once it may
     CLEAN = 4  # in memory and on the drive
@@ -42,30 +42,30 @@ class Event(IntEnum):
 
 _ROWS: dict[State, dict[Event, State]] = {
     State.NOWHERE: {Event.ROOM: State.RESERVED},
-    State.AWAY: {
+    State.OFFLOADED: {
         Event.ROOM: State.RESERVED,
-        Event.WRITTEN: State.AWAY,
+        Event.WRITTEN: State.OFFLOADED,
         Event.WRITE_FAILED: State.STUCK,
         Event.BACK: State.WRITING,
     },
     State.RESERVED: {
         Event.READ: State.READING,
         Event.CREATE: State.USED_NEW,
-        Event.LOST: State.AWAY,
+        Event.LOST: State.OFFLOADED,
         Event.WRITTEN: State.RESERVED,
     },
     State.READING: {
         Event.READ_WELL: State.CLEAN,
-        Event.LOST: State.AWAY,
+        Event.LOST: State.OFFLOADED,
         Event.WRITTEN: State.READING,
     },
-    State.CLEAN: {Event.TAKE: State.USED, Event.CREATE: State.USED_NEW, Event.LOST: State.AWAY},
+    State.CLEAN: {Event.TAKE: State.USED, Event.CREATE: State.USED_NEW, Event.LOST: State.OFFLOADED},
     State.DIRTY: {Event.TAKE: State.USED_NEW, Event.CREATE: State.USED_NEW, Event.WRITE: State.WRITING},
     State.STUCK: {Event.TAKE: State.USED_NEW, Event.CREATE: State.USED_NEW, Event.WRITE: State.WRITING},
     State.WRITING: {
         Event.TAKE: State.USED_WRITING,
         Event.CREATE: State.USED_OVER,
-        Event.LOST: State.AWAY,
+        Event.LOST: State.OFFLOADED,
         Event.WRITTEN: State.CLEAN,
         Event.WRITE_FAILED: State.STUCK,
     },

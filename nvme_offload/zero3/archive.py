@@ -1,6 +1,6 @@
 """Files of `torch.save` written and read piece by piece, by the engine: a tensor of a file need not be in memory, nor even be in one piece.
 
-A tensor that is *away* holds no memory; it says of which parts it consists and how each is brought to memory for a moment. `write` has torch lay
+A tensor that is *offloaded* holds no memory; it says of which parts it consists and how each is brought to memory for a moment. `write` has torch lay
 out the file with room for every tensor, and fills the room. The file is one like any other: torch.load reads it, also with mmap, except that it
 has no checksums of its tensors, which torch does not look at.
 
@@ -27,18 +27,18 @@ from .manifest import PIECE_BYTES, Piece
 
 _ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly
 
-Loan = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]  # brings some tensors to memory, by name, for the time of the context
+Provider = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]  # brings some tensors to memory, by name, for the time of the context
 
 
 class Part(NamedTuple):
-    """What *loan* has under *key*, which has its place from element *start* of a tensor."""
+    """What *provider* has under *key*, which has its place from element *start* of a tensor."""
 
-    loan: Loan
+    provider: Provider
     key: str
     start: int
 
 
-def away(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
+def offloaded(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
     """A tensor of one dimension that holds no memory, and consists of *parts*."""
     with FakeTensorMode():
         tensor = torch.empty(numel, dtype=dtype)
@@ -46,16 +46,16 @@ def away(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
     return tensor
 
 
-def has_away(tree: Any) -> bool:
-    """Whether a tensor of *tree* is away."""
-    return any(True for _ in _away(tree))
+def has_offloaded(tree: Any) -> bool:
+    """Whether a tensor of *tree* is offloaded."""
+    return any(True for _ in _offloaded(tree))
 
 
 def gather(tree: Any) -> Any:
     """*tree* with every tensor in memory."""
-    gathered = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _away(tree)}
-    for loan, lent in _by_loan((gathered[id(tensor)], tensor.parts) for tensor in _away(tree)).items():
-        with loan() as values:
+    gathered = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _offloaded(tree)}
+    for provider, lent in _by_provider((gathered[id(tensor)], tensor.parts) for tensor in _offloaded(tree)).items():
+        with provider() as values:
             for key, tensor, start in lent:
                 tensor[start : start + values[key].numel()].copy_(values[key])
     return _replaced(tree, gathered)
@@ -64,11 +64,11 @@ def gather(tree: Any) -> Any:
 def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
     """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to stay; the pieces written by the engine if *summed*.
 
-    Raises: NoSpaceError before anything but the layout is written, where the drive is full; IOFailure; what a loan raises. The file is then
+    Raises: NoSpaceError before anything but the layout is written, where the drive is full; IOFailure; what a provider raises. The file is then
     of no use, and for the caller to delete.
     """
     storages = _lay_out(path, tree)
-    parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _away(tree)}
+    parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _offloaded(tree)}
     reader: Any = torch._C.PyTorchFileReader(path)
     places: list[tuple[Any, tuple[Part, ...]]] = []
     resident: list[tuple[torch.UntypedStorage, int]] = []
@@ -99,8 +99,8 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
 
         for storage, offset in resident:
             put([(offset, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu())])
-        for loan, lent in _by_loan(places).items():
-            with loan() as values:
+        for provider, lent in _by_provider(places).items():
+            with provider() as values:
                 put((offset + begin * itemsize, values[key].flatten()) for key, (offset, itemsize), begin in lent)
         file.sync()
     return written
@@ -221,12 +221,12 @@ def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
     return storages
 
 
-def _by_loan(places: Any) -> dict[Loan, list[tuple[str, Any, int]]]:
-    """For each loan, in the order of its first use, what is to be done with it: key, the place of the whole tensor, and where in it."""
-    found: dict[Loan, list[tuple[str, Any, int]]] = {}
+def _by_provider(places: Any) -> dict[Provider, list[tuple[str, Any, int]]]:
+    """For each provider, in the order of its first use, what is to be done with it: key, the place of the whole tensor, and where in it."""
+    found: dict[Provider, list[tuple[str, Any, int]]] = {}
     for place, parts in places:
         for part in parts:
-            found.setdefault(part.loan, []).append((part.key, place, part.start))
+            found.setdefault(part.provider, []).append((part.key, place, part.start))
     return found
 
 
@@ -241,7 +241,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _away(tree: Any) -> Iterator[Any]:
+def _offloaded(tree: Any) -> Iterator[Any]:
     return (leaf for leaf in _leaves(tree) if hasattr(leaf, "parts") and isinstance(leaf, FakeTensor))
 
 

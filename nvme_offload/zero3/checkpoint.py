@@ -28,7 +28,7 @@ from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError,
 from ..files import commit
 from ..io import engine as io
 from . import archive, compat, manifest, states
-from .manifest import Entry, Manifest, Piece, entry_of, has_checksums
+from .manifest import Piece, Entry, Manifest, entry_of, has_checksums
 from .param_swapper import ParameterSwapper
 from .settings import question, refuse_what_wants_memory
 from .stage3 import Stage3
@@ -95,7 +95,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
         streams = _streams(self)
-        if streams and any(_is_away(param) for param in _frozen(self)):
+        if streams and any(_is_offloaded(param) for param in _frozen(self)):
             read = functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
         else:
             read = functools.partial(torch.load, map_location="cpu", weights_only=False)
@@ -113,18 +113,18 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             return before["_get_zero_param_shapes"](self)
 
     def _get_param_fragment_func(self: Any, param: Any) -> torch.Tensor:
-        if not _is_away(param):
+        if not _is_offloaded(param):
             fragment: torch.Tensor = before["_get_param_fragment_func"](self, param)
             return fragment
         if not isinstance(self.checkpoint_engine, _Generation):
             partition: torch.Tensor = param.nvme_swapper.partition(param)
             return partition
         param.nvme_swapper.swap_in([param], async_op=True)
-        return archive.away(param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_loan(param), "", 0)])
+        return archive.offloaded(param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_provider(param), "", 0)])
 
     def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any) -> None:
         frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
-        if any(_is_away(param) for param in _frozen(self)):
+        if any(_is_offloaded(param) for param in _frozen(self)):
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
             _load_frozen(self, frozen)
         before["load_module_state_dict"](self, checkpoint, *args, **named)
@@ -193,7 +193,7 @@ class _Generation:
                 states.require_complete(self._stage3, state_dict)
                 state_dict = {**state_dict, _GENERATION: self.generation}
                 self._has_states = True
-            if archive.has_away(state_dict):
+            if archive.has_offloaded(state_dict):
                 known = archive.write(str(aside), state_dict, self._io, self._checksum == "xxh3")
             else:
                 self.original.save(state_dict, str(aside))
@@ -294,13 +294,13 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None,
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     original = engine.checkpoint_engine
     generation = _Generation(engine, original, save_dir, tag)
-    engine.optimizer.leaves_states_away = True
+    engine.optimizer.leaves_states_offloaded = True
     try:
         generation.begin()
         engine.checkpoint_engine = generation
         save(engine, save_dir, tag, client_state, False, exclude_frozen)
     finally:
-        engine.optimizer.leaves_states_away = False
+        engine.optimizer.leaves_states_offloaded = False
         engine.checkpoint_engine = original
         generation.discard()
     if save_latest:
@@ -459,7 +459,7 @@ def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
 
 
 def _streams(engine: Any) -> bool:
-    """Whether states are away, and DeepSpeed would use the plain torch.save and torch.load."""
+    """Whether states are offloaded, and DeepSpeed would use the plain torch.save and torch.load."""
     if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away):
         return False
     checkpoint_engine = engine.checkpoint_engine
@@ -490,7 +490,7 @@ def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
 def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
     for param in _frozen(engine) if fragments else ():
         fragment = fragments[engine.param_names[param]]
-        if not _is_away(param):
+        if not _is_offloaded(param):
             (param.ds_tensor if hasattr(param, "ds_id") else param).data.copy_(fragment.data)
             continue
         param.ds_tensor.data = fragment.data.to(param.ds_tensor.dtype)
@@ -501,7 +501,7 @@ def _frozen(engine: Any) -> Iterator[Any]:
     return (param for param in engine.module.parameters() if not compat.is_trained(param))
 
 
-def _loan(param: Any) -> archive.Loan:
+def _provider(param: Any) -> archive.Provider:
     @contextlib.contextmanager
     def lend() -> Iterator[dict[str, torch.Tensor]]:
         yield {"": param.nvme_swapper.partition(param)}
@@ -509,8 +509,8 @@ def _loan(param: Any) -> archive.Loan:
     return lend
 
 
-def _is_away(param: Any) -> bool:
-    return isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper) and param.nvme_swapper.is_away(param)
+def _is_offloaded(param: Any) -> bool:
+    return isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper) and param.nvme_swapper.is_offloaded(param)
 
 
 def _engine_of(engine: Any) -> io.Engine:

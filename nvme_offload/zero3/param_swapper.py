@@ -117,8 +117,8 @@ class ParameterSwapper:
 
     @contextlib.contextmanager
     def with_shape(self, param: Any) -> Iterator[None]:
-        """Meanwhile *param*'s partition has its number of elements also where it is away, without memory for them, for who asks for no more."""
-        if not self.is_away(param):
+        """Meanwhile *param*'s partition has its number of elements also where it is offloaded, without memory for them, for who asks for no more."""
+        if not self.is_offloaded(param):
             yield
             return
         param.ds_tensor.data = _placeholder(param).expand(param.ds_tensor.ds_numel)
@@ -127,7 +127,7 @@ class ParameterSwapper:
         finally:
             param.ds_tensor.data = _placeholder(param)
 
-    def is_away(self, param: Any) -> bool:
+    def is_offloaded(self, param: Any) -> bool:
         """Whether *param*'s partition has no copy on the accelerator."""
         return bool(param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE)
 
@@ -186,7 +186,7 @@ def _dtype(param: Any) -> torch.dtype:
 
 
 def _placeholder(param: Any) -> torch.Tensor:
-    """What a partition is while it is away: of 0 dimensions, by which DeepSpeed tells, and of its type."""
+    """What a partition is while it is offloaded: of 0 dimensions, by which DeepSpeed tells, and of its type."""
     placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
     return placeholder
 

@@ -57,7 +57,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._finite: dict[int, torch.Tensor] = {}  # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
         self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
-        self.leaves_states_away = False  # while a checkpoint is written that can have them from where they are
+        self.leaves_states_offloaded = False  # while a checkpoint is written that can have them from where they are
         self.clock: StepClock | None = None  # where something is in a tier
         self.partly_changed = False  # by a step or a load that has not ended, or was cut short by an exception
         return_to_device(module)
@@ -320,7 +320,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """As the base; and drop copies that an exception between read and gather has left: a step would change these alone, and not the values."""
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if isinstance(param.nvme_swapper, ParameterSwapper) and not param.nvme_swapper.is_away(param):
+            if isinstance(param.nvme_swapper, ParameterSwapper) and not param.nvme_swapper.is_offloaded(param):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def require_whole(self) -> None:
@@ -361,7 +361,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """As the base, which wants to see the shape of a partition that may be away."""
+        """As the base, which wants to see the shape of a partition that may be offloaded."""
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
 
@@ -450,7 +450,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.require_whole()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
-        return tree if self.leaves_states_away else archive.gather(tree)
+        return tree if self.leaves_states_offloaded else archive.gather(tree)
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         if self.holds_states_away:

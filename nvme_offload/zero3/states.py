@@ -21,7 +21,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from ..errors import OffloadError, UsageError
 from ..io.engine import Ticket
-from .archive import Loan, Part, away, fetch, wait_all, whole
+from .archive import Part, Provider, fetch, offloaded, wait_all, whole
 from .compat import lists_by_sub_group
 
 if TYPE_CHECKING:
@@ -53,18 +53,18 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and tensors that are away."""
+    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and tensors that are offloaded."""
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     every = stage3.optimizer.state
     for group in stage3.user_sub_groups:
         parameters = [stage3.fp32_partitioned_groups_flat[index] for index in group]
         sizes = [stage3.fp16_partitioned_groups_flat_numel[index] for index in group]
-        loans = [_loan(stage3, index) for index in group]
+        providers = [_provider(stage3, index) for index in group]
         starts = list(itertools.accumulate(sizes, initial=0))
 
-        def shown(key: str, dtype: torch.dtype, loans: list[Loan] = loans, starts: list[int] = starts) -> torch.Tensor:
-            return away(starts[-1], dtype, [Part(loan, key, start) for loan, start in zip(loans, starts, strict=False)])
+        def shown(key: str, dtype: torch.dtype, providers: list[Provider] = providers, starts: list[int] = starts) -> torch.Tensor:
+            return offloaded(starts[-1], dtype, [Part(provider, key, start) for provider, start in zip(providers, starts, strict=False)])
 
         master = shown(_MASTER, parameters[0].dtype).requires_grad_()
         masters.append(master)
@@ -275,7 +275,7 @@ def _load_optimizer(stage3: Stage3, saved: Mapping[str, Any], masters: list[torc
         stage3._clear_fp32_optimizer_param_groups()
 
 
-def _loan(stage3: Stage3, index: int) -> Loan:
+def _provider(stage3: Stage3, index: int) -> Provider:
     parameter = stage3.fp32_partitioned_groups_flat[index]
 
     @contextlib.contextmanager

@@ -20,7 +20,7 @@ def load(stage3: Stage3, index: int, into: torch.Tensor) -> None:
         into.copy_(flat)
         return
     for param, place in _parts(stage3, index, into):
-        if _is_away(param):
+        if _is_offloaded(param):
             param.nvme_swapper.swap_into_buffer(param, place)
         else:
             place.copy_(param.ds_tensor.data)
@@ -34,7 +34,7 @@ def store(stage3: Stage3, index: int, source: torch.Tensor) -> None:
         stage3._unflatten_partitioned_parameters(index)
         return
     for param, part in _parts(stage3, index, source):
-        if _is_away(param):
+        if _is_offloaded(param):
             param.nvme_swapper.swap_out_partitioned_params([param], [part])
         else:
             param.ds_tensor.data.copy_(part)
@@ -47,5 +47,5 @@ def _parts(stage3: Stage3, index: int, flat: torch.Tensor) -> Iterator[tuple[Any
         offset += param.partition_numel()
 
 
-def _is_away(param: Any) -> bool:
-    return isinstance(param.nvme_swapper, ParameterSwapper) and param.nvme_swapper.is_away(param)
+def _is_offloaded(param: Any) -> bool:
+    return isinstance(param.nvme_swapper, ParameterSwapper) and param.nvme_swapper.is_offloaded(param)

@@ -17,7 +17,7 @@ Make = Callable[..., save_on_nvme]
 def left(offload: save_on_nvme) -> tuple[int, int, list[str]]:
     """What *offload* still has: for graphs, in host memory, on the drive."""
     stats = offload.stats()
-    return stats.alive_bytes, stats.host_bytes, offload._shelf._tier.store.names()
+    return stats.alive_bytes, stats.host_bytes, offload._cache._tier.store.names()
 
 
 class LateCopy:

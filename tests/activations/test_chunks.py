@@ -88,7 +88,7 @@ def test_a_chunk_lasts_as_long_as_any_tensor_in_it_and_no_longer(make: Make) -> 
             outputs[number].backward()
             assert torch.equal(inputs[number].grad, 2 * inputs[number].detach().exp().square())
             outputs[number] = torch.empty(0)
-    names = offload._shelf._tier.swapper.names()
+    names = offload._cache._tier.swapper.names()
     assert 0 < len(names) <= len(kept) + 1
     for output, x in zip(kept, inputs[::16], strict=True):
         output.backward()

@@ -254,13 +254,13 @@ def test_a_graph_may_outlive_its_context_and_a_closed_context_is_named(tmp_path:
     for _ in range(2):
         with offload:
             losses.append(loss_of(model, x, 1))
-    shelf = offload._shelf
+    cache = offload._cache
     del offload  # only the graphs have it now
     model.zero_grad(set_to_none=True)
     losses.pop().backward()
     assert same([parameter.grad for parameter in model.parameters()], expected)
-    shelf.close()
-    shelf.close()
+    cache.close()
+    cache.close()
     with pytest.raises(UsageError, match="closed"):
         losses.pop().backward()
 
@@ -270,7 +270,7 @@ def test_memory_and_files_go_with_the_last_who_needs_them(tmp_path: Path) -> Non
     offload = save_on_nvme(tmp_path, 1 << 10, "100KB")
     with offload:
         loss = loss_of(model, x, 1)
-    tier = offload._shelf._tier
+    tier = offload._cache._tier
     closed = tier.close
     del offload, tier
     assert closed.alive

@@ -78,7 +78,7 @@ def test_random_programs(budget: int, late: bool, tmp_path: Path) -> None:
         if not contexts:
             contexts = [save_on_nvme(tmp_path, 1 << 10, budget, aio=aio) for _ in range(2)]
             if late:
-                contexts[0]._shelf._copier = LateCopier(seed)
+                contexts[0]._cache._copier = LateCopier(seed)
         expected = program(seed + budget, [contextlib.nullcontext()])
         found = program(seed + budget, [contexts[0], contexts[0], contexts[1]])
         assert len(found) == len(expected)

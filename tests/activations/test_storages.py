@@ -104,10 +104,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_has_no_size_or_no_memory_stays(make: Make) -> None:
     nested = torch.nested.nested_tensor([torch.randn(20, 64), torch.randn(30, 64)])
-    shelf = make()._shelf
-    back = shelf.unpack(shelf.pack(nested))
+    cache = make()._cache
+    back = cache.unpack(cache.pack(nested))
     assert all(torch.equal(one, other) for one, other in zip(back.unbind(), nested.unbind(), strict=True))
-    assert shelf.unpack(shelf.pack(torch._efficientzerotensor((PAGE,))))._is_zerotensor()
+    assert cache.unpack(cache.pack(torch._efficientzerotensor((PAGE,))))._is_zerotensor()
 
 
 def test_parts_of_one_tensor_are_one_write(make: Make) -> None:

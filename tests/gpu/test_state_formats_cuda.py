@@ -1,4 +1,4 @@
-"""State formats on a GPU give what they give on the CPU, bit for bit: a bundle that was packed on one can be unpacked on the other."""
+"""State formats on a GPU give what they give on the CPU, bit for bit: a bucket that was packed on one can be unpacked on the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 
-def bundle(numel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def bucket(numel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Masters of any bit pattern, and moments over many decades."""
     generator = torch.Generator().manual_seed(numel)
     bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(torch.int32)
@@ -25,7 +25,7 @@ def bundle(numel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_both_devices_write_the_same_bytes_and_read_them_alike(name, numel):
     format = state_format(name)
     layout = format.layout(numel, STATES, torch.bfloat16)
-    master, states = bundle(numel)
+    master, states = bucket(numel)
     number = ~master.isnan()  # which NaN torch rounds a NaN to depends on the device
     found = {}
     for device in ("cpu", "cuda"):
@@ -44,7 +44,7 @@ def test_both_devices_write_the_same_bytes_and_read_them_alike(name, numel):
 def test_a_nan_on_a_gpu_takes_its_block_along():
     format = state_format("compact")
     layout = format.layout(1024, STATES, torch.bfloat16)
-    _, states = bundle(1024)
+    _, states = bucket(1024)
     states["exp_avg"][300] = torch.nan
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
     working = [torch.ones(1024, dtype=torch.bfloat16, device="cuda")]

@@ -26,7 +26,7 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.optim.stand_ins import SpentGradient
+from nvme_offload.optim.placeholders import SpentGradient
 
 STEPS, PARTS = 3, 3
 
@@ -248,7 +248,7 @@ def what_cannot_be_known_is_refused() -> list[Any]:
 
 @case
 def what_looks_at_gradients_afterwards_is_an_error() -> list[Any]:
-    """On every rank, even where somebody vouched for what is not so."""
+    """On every rank, even where somebody said what is not so."""
 
     def of(net: Any, settings: bool | str, then: Callable[[Any], Any]) -> None:
         with ours(net.parameters(), step_in_backward=settings):

@@ -18,7 +18,7 @@ import torch
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bundle of the smallest budget.
+# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bucket of the smallest budget.
 SHAPES = ((40, 30), (7,), (300, 100), (), (1,), (0, 3), (64, 64), (5, 3, 2))
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -142,7 +142,7 @@ with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options)
             torch.save(optimizer.state_dict(), path + "/saved")
             optimizer.state_dict()
             most = max(most, now())
-    print(most - before, sum(bundle.nbytes for bundle in optimizer._bundles))
+    print(most - before, sum(bucket.nbytes for bucket in optimizer._buckets))
 """
 
 

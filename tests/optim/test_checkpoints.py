@@ -287,7 +287,7 @@ def test_states_put_into_state_are_taken_up(tmp_path):
         train(ours, optimizer, first=3)
         train(plain, reference, first=3)
         assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
-        optimizer.state[ours[1]] = {"step": torch.tensor(9.0), "exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7)}  # of one of a bundle
+        optimizer.state[ours[1]] = {"step": torch.tensor(9.0), "exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7)}  # of one of a bucket
         reference.state[plain[1]] = copy.deepcopy(optimizer.state[ours[1]])
         assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
         train(ours, optimizer, first=6)

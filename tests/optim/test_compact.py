@@ -26,7 +26,7 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, d
     make = functools.partial(compact, betas=betas, weight_decay=0.1)
     whole = parameters(dtype, shapes=SHAPES)
     with make(whole, tmp_path, "64MiB") as optimizer:
-        bundles = {len(optimizer._bundles)}
+        buckets = {len(optimizer._buckets)}
         train(whole, optimizer, steps=4)
         half, state = [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole], copy.deepcopy(optimizer.state_dict())
         train(whole, optimizer, steps=4, first=4)
@@ -36,13 +36,13 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, d
             params = [torch.nn.Parameter(parameter.detach().clone()) for parameter in half] if resumed else parameters(dtype, shapes=SHAPES)
             of = functools.partial(make, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
-                bundles.add(len(optimizer._bundles))
+                buckets.add(len(optimizer._buckets))
                 if resumed:
                     optimizer.load_state_dict(state)
                 train(params, optimizer, steps=4 if resumed else 8, first=4 if resumed else 0)
                 assert unlike(optimizer.state_dict()["state"], expected) == []
             assert differing(params, whole) == []
-    assert len(bundles) > 2
+    assert len(buckets) > 2
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_states_are_widened_with_a_line(tmp_path, caplog, optimizer_class, said)
         train(params, optimizer)
         assert ("keeps the states of" in caplog.text) == bool(said)
         assert said in caplog.text
-        kept = sum(bundle.nbytes for bundle in optimizer._bundles) / sum(parameter.numel() for parameter in params)
+        kept = sum(bucket.nbytes for bucket in optimizer._buckets) / sum(parameter.numel() for parameter in params)
         states = len([key for key in optimizer.state[params[0]] if key != "step"])
         assert states * (2 if said else 1) <= kept < states * (2 if said else 1) * 1.01
 
@@ -121,7 +121,7 @@ def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
 
     whole = parameters(shapes=SHAPES)
     with compact(whole, tmp_path, "64MiB") as optimizer:
-        bundles = {len(optimizer._bundles)}
+        buckets = {len(optimizer._buckets)}
         go(whole, optimizer, 0, 6)
         half, state = [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole], copy.deepcopy(optimizer.state_dict())
         assert state["nvme_offload"]["wide"]
@@ -132,13 +132,13 @@ def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
             params = [torch.nn.Parameter(parameter.detach().clone()) for parameter in half] if resumed else parameters(shapes=SHAPES)
             of = functools.partial(compact, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
-                bundles.add(len(optimizer._bundles))
+                buckets.add(len(optimizer._buckets))
                 if resumed:
                     optimizer.load_state_dict(state)
                 go(params, optimizer, 6 if resumed else 0, 9)
                 assert unlike(optimizer.state_dict()["state"], expected) == []
             assert differing(params, whole) == []
-    assert len(bundles) > 2
+    assert len(buckets) > 2
 
 
 def test_a_plain_state_that_is_far_apart_is_widened_as_it_is_loaded(tmp_path):

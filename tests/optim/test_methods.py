@@ -45,7 +45,7 @@ class ScheduleFree(torch.optim.Optimizer):
         return self
 
     def norm(self):
-        """Another one for each bundle."""
+        """Another one for each bucket."""
         return float(sum(parameter.norm() for group in self.param_groups for parameter in group["params"]))
 
     def forget(self, key):
@@ -83,7 +83,7 @@ def test_methods_work_on_all_parameters(tmp_path, dtype):
                     parameter.copy_(master)
 
     with smallest(lambda cap: NVMeOptimizer(ours, ScheduleFree, paths=tmp_path, host_memory=cap)) as optimizer:
-        assert len(optimizer._bundles) > 1
+        assert len(optimizer._buckets) > 1
         for round_ in range(2):
             follow(reference.optimizer.train)
             optimizer.train()
@@ -105,14 +105,14 @@ def test_attributes_and_properties(tmp_path):
         optimizer.verbose = True  # before there are inner optimizers
         optimizer.train()
         assert optimizer.verbose
-        assert all(bundle.inner.verbose for bundle in optimizer._bundles)
+        assert all(bucket.inner.verbose for bucket in optimizer._buckets)
         optimizer.verbose = 3
-        assert [bundle.inner.verbose for bundle in optimizer._bundles] == [3] * len(optimizer._bundles)
+        assert [bucket.inner.verbose for bucket in optimizer._buckets] == [3] * len(optimizer._buckets)
         for missing in ("nothing_like_it", "_private"):
             with pytest.raises(AttributeError, match="and neither has the optimizer that it was given"):
                 getattr(optimizer, missing)
         assert optimizer.itself() is optimizer
-        with pytest.raises(UsageError, match=r"norm\(\) of ScheduleFree has another value for each bundle"):
+        with pytest.raises(UsageError, match=r"norm\(\) of ScheduleFree has another value for each bucket"):
             optimizer.norm()
 
 

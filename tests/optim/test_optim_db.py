@@ -1,4 +1,4 @@
-"""torch's own test inputs of its optimizers, all of them: the plain optimizer's bits with one bundle and with many, or refused by name."""
+"""torch's own test inputs of its optimizers, all of them: the plain optimizer's bits with one bucket and with many, or refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_its_inputs(tmp_path, info):
                 train(one, optimizer)
             many = parameters(shapes=SHAPES)
             with smallest(lambda cap, many=many, given=given: made(many, kind, given, paths=tmp_path, host_memory=cap)) as optimizer:
-                several = max(several, len(optimizer._bundles))
+                several = max(several, len(optimizer._buckets))
                 train(many, optimizer)
         assert differing(one, plain) == [], given
         assert differing(many, plain) == [], given

@@ -14,7 +14,7 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.optim.stand_ins import SpentGradient
+from nvme_offload.optim.placeholders import SpentGradient
 
 
 def model(dtype=torch.float32):
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_still_on_its_way_to_pinned_memory_is_waited_for(tmp_
 
 def test_what_backward_does_not_reach_is_for_the_step(tmp_path):
     net, unused = model(), torch.nn.Parameter(torch.ones(40))
-    with NVMeOptimizer([*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True) as optimizer:  # one bundle, never complete
+    with NVMeOptimizer([*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True) as optimizer:  # one bucket, never complete
         loss_of(net, 0).backward()
         assert all(type(parameter.grad) is torch.Tensor for parameter in net.parameters())
         before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -217,7 +217,7 @@ def test_a_backward_that_fails_has_updated_some(tmp_path, caplog):
             net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
         assert differing(list(net.parameters()), before) == [2, 3, 4, 5]
         optimizer.zero_grad()
-        assert "a step is given up after 2 of 3 bundles" in caplog.text
+        assert "a step is given up after 2 of 3 buckets" in caplog.text
         loss_of(net, 1).backward()
         optimizer.step()
         assert [float(optimizer.state[parameter]["step"]) for parameter in net.parameters()] == [1, 1, 2, 2, 2, 2]

@@ -28,7 +28,7 @@ def case(function: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
 
 
 def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -> NVMeOptimizer:
-    """With little more host memory than what is refused: on the CPU there is more beside a bundle."""
+    """With little more host memory than what is refused: on the CPU there is more beside a bucket."""
     params = list(params)
     caps = {("cpu", False): 70_000, ("cpu", True): 100_000, ("cuda", False): 45_000, ("cuda", True): 60_000}
     cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]

@@ -36,20 +36,20 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def bundle(numel: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def bucket(numel: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A master and Adam's moments, of magnitudes over many decades."""
     scale = torch.exp(3 * normal(numel, seed=seed + 1))
     return normal(numel, seed=seed), {"exp_avg": normal(numel, seed=seed + 2) * scale, "exp_avg_sq": scale**2}
 
 
 def packed(name: str, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
-    """A bundle of three weights of *numel* in all, packed; format, layout, buffer, weights, master and states."""
+    """A bucket of three weights of *numel* in all, packed; format, layout, buffer, weights, master and states."""
     format = state_format(name)
     layout = format.layout(numel, ADAM, dtype)
     buffer = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
     sizes = [numel // 2, 0, numel - numel // 2]
     working = [torch.ones(size, dtype=dtype) for size in sizes]
-    master, states = bundle(numel, seed)
+    master, states = bucket(numel, seed)
     format.pack(layout, buffer, working, master if dtype.itemsize == 2 else None, states, seed=seed)
     return format, layout, buffer, working, master, states
 
@@ -227,7 +227,7 @@ def test_codes_rise_evenly_then_by_an_eighth_of_the_octave(signed):
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 70_001])
 def test_no_value_moves_by_more_than_a_step_or_changes_its_sign(signed, numel):
-    states = bundle(numel)[1]
+    states = bucket(numel)[1]
     values = states["exp_avg" if signed else "exp_avg_sq"]
     back = rounded(values, signed=signed)
     blocks = torch.nn.functional.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK)
@@ -247,14 +247,14 @@ def test_a_second_moment_never_vanishes_and_zero_stays_zero():
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_was_rounded_is_not_rounded_again(signed):
-    values = bundle(5000)[1]["exp_avg" if signed else "exp_avg_sq"]
+    values = bucket(5000)[1]["exp_avg" if signed else "exp_avg_sq"]
     once = rounded(values, signed=signed, seed=1)
     assert torch.equal(rounded(once, signed=signed, seed=2), once)
 
 
 @pytest.mark.parametrize("factor", [1.7, 2, 30])
 def test_a_larger_value_in_the_block_does_not_move_the_others(factor):
-    once = rounded(bundle(256)[1]["exp_avg_sq"], signed=False, seed=1)
+    once = rounded(bucket(256)[1]["exp_avg_sq"], signed=False, seed=1)
     once = once.clamp(min=once.max() * 2**-15)
     once[17] = once.max() * factor
     again = rounded(once, signed=False, seed=2)
@@ -334,7 +334,7 @@ def test_blocks_of_any_magnitude_keep_their_largest_value(signed, magnitude):
 
 
 def test_a_run_repeats_by_its_seed_on_any_number_of_threads():
-    states = bundle(300_001)[1]
+    states = bucket(300_001)[1]
     found = {}
     for number in (1, 2, 3):
         torch.set_num_threads(number)  # one_thread puts it back
@@ -365,7 +365,7 @@ def test_no_two_states_are_rounded_by_the_same_numbers():
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_do_not_depend_on_how_the_processor_treats_denormals(signed):
-    values = bundle(10_000)[1]["exp_avg" if signed else "exp_avg_sq"] * 1e-20
+    values = bucket(10_000)[1]["exp_avg" if signed else "exp_avg_sq"] * 1e-20
     expected = rounded(values, signed=signed)
     torch.set_flush_denormal(True)
     try:

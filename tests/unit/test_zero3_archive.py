@@ -47,13 +47,13 @@ def test_every_read_ends_before_the_first_failure_is_raised(tmp_path):
 
 def test_a_loan_that_lacks_a_tensor_leaves_no_write_in_flight(tmp_path):
     @contextlib.contextmanager
-    def loan():
+    def provider():
         yield {"first": torch.arange(5000)}
 
-    parts = [archive.Part(loan, "first", 0), archive.Part(loan, "second", 5000)]
+    parts = [archive.Part(provider, "first", 0), archive.Part(provider, "second", 5000)]
     with Engine(CONFIG) as engine:
         with pytest.raises(KeyError, match="second"):
-            archive.write(str(tmp_path / "file.pt"), {"value": archive.away(10_000, torch.int64, parts)}, engine)
+            archive.write(str(tmp_path / "file.pt"), {"value": archive.offloaded(10_000, torch.int64, parts)}, engine)
         assert engine.stats().write.in_flight == 0
 
 

@@ -33,7 +33,7 @@ STRIDES = {"states": 5, "both": 13, "split": 41, "parameters": 7, "last": 61}  #
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
-    result = run(tmp_path, Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST), "calls", stride=61)
+    result = run(tmp_path, Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST), "calls", stride=37)
     assert result["wrong"] == []
     assert len(result["seen"]) > 3, result["seen"]
 

@@ -1,4 +1,4 @@
-"""`Shelf`: what the graphs of a training step have saved, on its way to a swapper and back ahead of need."""
+"""`ActivationCache`: what the graphs of a training step have saved, on its way to a swapper and back ahead of need."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ActivationStats:
     peak_host_bytes: int = 0
 
 
-class Shelf:
+class ActivationCache:
     """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All methods may be called from any thread.
 
     A tensor is copied away beside the computation, which waits for that `_HELD` tensors later, so that the memory is free then without anybody having

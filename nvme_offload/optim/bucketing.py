@@ -1,4 +1,4 @@
-"""`admit`: which parameters can be taken, and how they are put together into bundles."""
+"""`admit`: which parameters can be taken, and how they are put together into buckets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_states import BLOCK, StateFormat
 from ..optimizer_states.traits import Traits, examine
+from .buckets import Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
-from .bundles import Bundle, Weight, cut, is_distributed, local
 
 _ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
 _SAMPLE = 1 << 20  # elements, whose bytes tell those of one
@@ -23,8 +23,8 @@ _SAMPLE = 1 << 20  # elements, whose bytes tell those of one
 _log = logging.getLogger(__name__)
 
 
-class Admission:
-    """Makes bundles of the parameters of groups. *make* makes optimizers, which are called *name*, with options; *prefix* is of the bundles' names.
+class Bucketing:
+    """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*, with options; *prefix* is of the buckets' names.
     *declared*: it is the user's word that every element is updated by itself.
 
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
@@ -48,56 +48,56 @@ class Admission:
         self._declared = declared
         self._found: dict[Any, Traits] = {}
         self._told: set[str] = set()
-        self._together: Bundle | None = None  # of all parameters, where they cannot be updated apart
+        self._together: Bucket | None = None  # of all parameters, where they cannot be updated apart
 
-    def admit(self, index: int, parameters: Sequence[torch.Tensor], options: Mapping[str, Any], number: int) -> tuple[list[Weight], list[Bundle]]:
-        """The *parameters* of the group of *index*, and their bundles, numbered from *number* on."""
+    def admit(self, index: int, parameters: Sequence[torch.Tensor], options: Mapping[str, Any], number: int) -> tuple[list[Weight], list[Bucket]]:
+        """The *parameters* of the group of *index*, and their buckets, numbered from *number* on."""
         if len(set(parameters)) < len(parameters):
             raise UsageError("a parameter is more than once in a group: each may be there once")
         for parameter in parameters:
             _check(parameter)
         weights: list[Weight] = []
-        bundles: list[Bundle] = []
+        buckets: list[Bucket] = []
         for kind, most in self._kinds(parameters, options):
             tensors = [local(weight.parameter) for weight in kind]
             divisible = [tensor.is_contiguous() and weight.traits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
             unit = BLOCK if self._format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
             for parts in cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ():
-                own, dtype = number + len(bundles), tensors[0].dtype
-                bundle = Bundle(f"{self._prefix}/{own}", dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits, unit)
+                own, dtype = number + len(buckets), tensors[0].dtype
+                bucket = Bucket(f"{self._prefix}/{own}", dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits, unit)
                 for which, start, stop in parts:
-                    bundle.add(kind[which], index, start, stop)
-                bundles.append(bundle)
+                    bucket.add(kind[which], index, start, stop)
+                buckets.append(bucket)
             weights += kind
-        return weights, bundles
+        return weights, buckets
 
-    def required_bytes(self, bundles: Sequence[Bundle]) -> int:
-        """Bytes of the values of *bundles*, for which the budget is divided."""
-        layouts = [self._format.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name) for bundle in bundles]
-        values = [layout.nbytes + int(bundle.numel * bundle.traits.rest) for layout, bundle in zip(layouts, bundles, strict=True)]
-        for bundle, nbytes in zip(bundles, values, strict=True):
-            bundle.room_bytes = nbytes
-        beside = [bundle.numel * beside_bytes(self._format, bundle.traits, bundle.dtype) for bundle in bundles if bundle.device.type == "cpu"]
+    def required_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """Bytes of the values of *buckets*, for which the budget is divided."""
+        layouts = [self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name) for bucket in buckets]
+        values = [layout.nbytes + int(bucket.numel * bucket.traits.rest) for layout, bucket in zip(layouts, buckets, strict=True)]
+        for bucket, nbytes in zip(buckets, values, strict=True):
+            bucket.room_bytes = nbytes
+        beside = [bucket.numel * beside_bytes(self._format, bucket.traits, bucket.dtype) for bucket in buckets if bucket.device.type == "cpu"]
         try:
-            return self._budget.divide(values, beside, max((self._wide_bytes(bundle) for bundle in bundles), default=0))
+            return self._budget.divide(values, beside, max((self._wide_bytes(bucket) for bucket in buckets), default=0))
         except UsageError as error:
             if self._together is None:
                 raise
             raise UsageError(f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}") from None
 
-    def _wide_bytes(self, bundle: Bundle) -> int:
-        """Of the bundle's value, should its states show to need 16 bits."""
+    def _wide_bytes(self, bucket: Bucket) -> int:
+        """Of the bucket's value, should its states show to need 16 bits."""
         wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
-        return wide.layout(bundle.numel, bundle.traits.states, bundle.dtype, self._name).nbytes + int(bundle.numel * bundle.traits.rest)
+        return wide.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name).nbytes + int(bucket.numel * bucket.traits.rest)
 
-    def joined(self, bundles: list[Bundle], *, alone: bool) -> list[Bundle]:
-        """*bundles*, or one of all that is trained, where parameters cannot be updated apart. *alone*: there are no others."""
-        if self._together is None and all(bundle.traits.separable for bundle in bundles):
-            return bundles
-        trained = [bundle for bundle in bundles if bundle.trained]
+    def joined(self, buckets: list[Bucket], *, alone: bool) -> list[Bucket]:
+        """*buckets*, or one of all that is trained, where parameters cannot be updated apart. *alone*: there are no others."""
+        if self._together is None and all(bucket.traits.separable for bucket in buckets):
+            return buckets
+        trained = [bucket for bucket in buckets if bucket.trained]
         if not trained:
-            return bundles
-        if not alone or len({(bundle.dtype, bundle.device) for bundle in trained}) > 1:
+            return buckets
+        if not alone or len({(bucket.dtype, bucket.device) for bucket in trained}) > 1:
             raise UnsupportedError(
                 f"{self._name} looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype on one device, all of them given when "
                 "it is made. Use an optimizer that treats every parameter by itself, such as AdamW"
@@ -106,18 +106,18 @@ class Admission:
         for other in others:
             first.join(other)
         self._together = first
-        return [bundle for bundle in bundles if bundle not in others]
+        return [bucket for bucket in buckets if bucket not in others]
 
-    def check(self, due: Sequence[Bundle]) -> None:
-        """See that the bundles that are *due* can be updated. Raises: UnsupportedError."""
-        if self._together is not None and any(bundle is not self._together for bundle in due):
+    def check(self, due: Sequence[Bucket]) -> None:
+        """See that the buckets that are *due* can be updated. Raises: UnsupportedError."""
+        if self._together is not None and any(bucket is not self._together for bucket in due):
             raise UnsupportedError(
                 f"{self._name} looks at all parameters at once, and some that were frozen when NVMeOptimizer was made have gradients: make it after they "
                 "are thawed"
             )
 
     def _kinds(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Iterator[tuple[list[Weight], int]]:
-        """Consecutive *parameters* of one kind, with the most elements that a bundle of such should have."""
+        """Consecutive *parameters* of one kind, with the most elements that a bucket of such should have."""
         dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
         for (dtype, device, _), run in itertools.groupby(parameters, lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad)):
             if not dtype.is_floating_point and not dtype.is_complex:  # what is quantized has no gradients, ever

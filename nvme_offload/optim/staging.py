@@ -1,4 +1,4 @@
-"""`HostLane` and `DeviceLane`: how the bytes of a bundle come to where its parameters are, and back."""
+"""`HostStager` and `DeviceStager`: how the bytes of a bucket come to where its parameters are, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..swap.tier import Tier
 _PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 
 
-class Lane(Protocol):
+class Stager(Protocol):
     """Bytes of values of a tier, on the device of the parameters. One at a time is between `fetch` or `renew` and `give_back`."""
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Lane(Protocol):
         """Return when everything that was given back is where it should be."""
 
 
-class HostLane:
+class HostStager:
     """For parameters on the CPU: the bytes are used where they lie."""
 
     def __init__(self, tier: Tier) -> None:
@@ -37,13 +37,13 @@ class HostLane:
         self._held: str | None = None
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Lane`."""
+        """See `Stager`."""
         memory = self._tier.swapper.swap_in(name)[:nbytes]
         self._held = name
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Lane`."""
+        """See `Stager`."""
         self._held = None
         if name in self._tier.swapper:
             self._tier.swapper.discard(name)
@@ -52,13 +52,13 @@ class HostLane:
         return memory
 
     def give_back(self, *, changed: bool) -> None:
-        """See `Lane`."""
+        """See `Stager`."""
         if self._held is not None:
             self._tier.swapper.release(self._held, changed=changed)
             self._held = None
 
     def drain(self) -> None:
-        """See `Lane`."""
+        """See `Stager`."""
 
 
 class _Return(NamedTuple):
@@ -77,7 +77,7 @@ class _Place:
         self.free: Any = None
 
 
-class DeviceLane:
+class DeviceStager:
     """For parameters on a GPU: copies to it and from it on streams of their own, while the stream that is current computes.
 
     A value stays in use until its copy to the host is done, so that the swapper writes nothing that is not there yet.
@@ -93,7 +93,7 @@ class DeviceLane:
         self._held: tuple[str, torch.Tensor] | None = None  # what the caller has: its name, and its memory on the host
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Lane`."""
+        """See `Stager`."""
         self._release(at_most=_PLACES - 1)
         host = self._obtain(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
@@ -107,7 +107,7 @@ class DeviceLane:
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """See `Lane`."""
+        """See `Stager`."""
         if self._held is not None:
             self._inward.synchronize()  # which may still read it
             self._held = None
@@ -122,7 +122,7 @@ class DeviceLane:
         return memory
 
     def give_back(self, *, changed: bool) -> None:
-        """See `Lane`."""
+        """See `Stager`."""
         place = self._places[0]
         if self._held is None or place.memory is None:
             return
@@ -137,7 +137,7 @@ class DeviceLane:
         self._release(at_most=_PLACES)
 
     def drain(self) -> None:
-        """See `Lane`."""
+        """See `Stager`."""
         self._release(at_most=0)
 
     def _obtain(self, ask: Any) -> torch.Tensor:

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
 from ..optimizer_states.tree import content
-from .bundles import local
+from .buckets import local
 
 if TYPE_CHECKING:
-    from .bundles import Weight
+    from .buckets import Weight
 
 _MOVE = torch.ops.aten._to_copy.default
 

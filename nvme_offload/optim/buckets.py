@@ -1,4 +1,4 @@
-"""`Bundle`: parameters that are updated together, whose states are one value of a `TensorSwapper`."""
+"""`Bucket`: parameters that are updated together, whose states are one value of a `TensorSwapper`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Weight:
 
     parameter: torch.Tensor
     traits: Traits
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    fragments: list[Fragment] = dataclasses.field(default_factory=list)
     seen: tuple[int, int] | None = None
     changes: int = 0
     updates: int = 0
     number: int = 0
     offset: int = 0
     shown: Any = None  # the `ShownState`, once there is one
-    stand_ins: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
+    placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
 
     @property
     def states(self) -> dict[Any, Any]:
-        """Of the first piece, which has the same as all others in memory. Nothing where there are no pieces, as of what never has gradients."""
-        return self.pieces[0].states if self.pieces else {}
+        """Of the first fragment, which has the same as all others in memory. Nothing where there are no fragments, as of what never has gradients."""
+        return self.fragments[0].states if self.fragments else {}
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""
@@ -66,7 +66,7 @@ class Weight:
 
 
 class Place(NamedTuple):
-    """Of a tensor that is not like its parameter: where it begins in the rest of the bundle's value, in bytes, and what it is like."""
+    """Of a tensor that is not like its parameter: where it begins in the rest of the bucket's value, in bytes, and what it is like."""
 
     offset: int
     shape: torch.Size
@@ -85,16 +85,16 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Piece:
-    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bundle. *group*: the parameter's.
+class Fragment:
+    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bucket. *group*: the parameter's.
 
     *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it. *leaves* are those of its tensors that travel,
-    which are empty but while the bundle is bound: *keys* says of which of the bundle's states this piece has a part, and with which strides, and *rest*
+    which are empty but while the bucket is bound: *keys* says of which of the bucket's states this fragment has a part, and with which strides, and *rest*
     where the others are. *strides*: of the shadow. *stepped*: it has had a gradient, so that its master is its own.
     """
 
     weight: Weight
-    bundle: Bundle
+    bucket: Bucket
     group: int
     start: int
     stop: int
@@ -116,8 +116,8 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the parameter is in another piece."""
-        return len(self.weight.pieces) == 1
+        """Whether nothing of the parameter is in another fragment."""
+        return len(self.weight.fragments) == 1
 
     def of_weight(self) -> torch.Tensor:
         """The elements themselves, where the parameter has them."""
@@ -129,7 +129,7 @@ class Piece:
         return whole if self.is_whole else whole.reshape(-1)[self.start : self.stop]
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of *flat*, which has a value for each element of the bundle, in the order of memory."""
+        """The part of *flat*, which has a value for each element of the bucket, in the order of memory."""
         return flat[self.place : self.place + self.numel]
 
     def within(self, flat: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -137,11 +137,11 @@ class Piece:
         return flat.as_strided(self.shape, self.strides if strides is None else strides, flat.storage_offset() + self.place)
 
     def state(self, key: Key, states: Mapping[Key, torch.Tensor], rest: torch.Tensor) -> torch.Tensor:
-        """One that travels: of the bundle's *states*, or of the *rest* of its value."""
+        """One that travels: of the bucket's *states*, or of the *rest* of its value."""
         return self.within(states[key], self.keys[key]) if key in self.keys else self.rest[key].within(rest)
 
     def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
-        """*weight*, flat: a view where it has the strides of this piece, and a copy elsewhere."""
+        """*weight*, flat: a view where it has the strides of this fragment, and a copy elsewhere."""
         if weight.stride() != self.strides:
             weight = torch.empty_strided(self.shape, self.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
         return weight.as_strided((self.numel,), (1,))
@@ -152,7 +152,7 @@ class Piece:
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
     def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
-        """What the shadow is to be given; put into *widened*, which has a place for each element of the bundle, or none, where it has other bits."""
+        """What the shadow is to be given; put into *widened*, which has a place for each element of the bucket, or none, where it has other bits."""
         if (gradient := self.weight.parameter.grad) is None:
             return None
         part = self.of(local(gradient))
@@ -162,10 +162,10 @@ class Piece:
 
 
 @dataclasses.dataclass(eq=False)
-class Bundle:
-    """*pieces* of one *dtype* on one *device*, which are updated in *update_dtype*; of one parameter group or, where all parameters go together, of several.
+class Bucket:
+    """*fragments* of one *dtype* on one *device*, which are updated in *update_dtype*; of one parameter group or, where all parameters go together, of several.
 
-    *unit*: where pieces begin, in elements. *layout*: of the value *name*, None while there is none; behind it are *rest_bytes* for states that are not like
+    *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is none; behind it are *rest_bytes* for states that are not like
     their parameters. *room_bytes*: that were asked for.
     """
 
@@ -175,7 +175,7 @@ class Bundle:
     device: torch.device
     traits: Traits
     unit: int = 1
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    fragments: list[Fragment] = dataclasses.field(default_factory=list)
     inner: torch.optim.Optimizer | None = None
     layout: Layout | None = None
     rest_bytes: int = 0
@@ -186,36 +186,36 @@ class Bundle:
         """Of the value."""
         return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
 
-    def arrange(self, forms: Mapping[Piece, Mapping[Key, torch.Tensor]]) -> tuple[dict[Key, torch.dtype], int]:
+    def arrange(self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]) -> tuple[dict[Key, torch.dtype], int]:
         """Find places for all that travels, of which *forms* has what it is like: the states of the layout, and the bytes of the rest."""
         # What has a value for each element of a vector, say, and not of a matrix, would take room for those of the matrix, too.
-        uneven = {key for piece in self.pieces for key, form in forms[piece].items() if not is_for_each(form, piece.shape)}
+        uneven = {key for fragment in self.fragments for key, form in forms[fragment].items() if not is_for_each(form, fragment.shape)}
         states: dict[Key, torch.dtype] = {}
         end = 0
-        for piece in self.pieces:
-            piece.keys, piece.rest = {}, {}
-            for key, form in forms[piece].items():
+        for fragment in self.fragments:
+            fragment.keys, fragment.rest = {}, {}
+            for key, form in forms[fragment].items():
                 if key not in uneven and states.setdefault(key, form.dtype) == form.dtype:
-                    piece.keys[key] = dense_strides(form)
+                    fragment.keys[key] = dense_strides(form)
                 else:
-                    piece.rest[key] = Place(-(-end // _SLOT_BYTES) * _SLOT_BYTES, form.shape, dense_strides(form), form.dtype)
-                    end = piece.rest[key].stop
+                    fragment.rest[key] = Place(-(-end // _SLOT_BYTES) * _SLOT_BYTES, form.shape, dense_strides(form), form.dtype)
+                    end = fragment.rest[key].stop
         return states, end
 
     @property
     def numel(self) -> int:
-        """Elements of all pieces, and of the gaps between them."""
-        return self.pieces[-1].place + self.pieces[-1].numel if self.pieces else 0
+        """Elements of all fragments, and of the gaps between them."""
+        return self.fragments[-1].place + self.fragments[-1].numel if self.fragments else 0
 
     def with_gaps(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """*flats*, one of each piece, with what is between them."""
+        """*flats*, one of each fragment, with what is between them."""
         filled: list[torch.Tensor] = []
         end = 0
-        for piece, flat in zip(self.pieces, flats, strict=True):
-            if piece.place > end:
-                filled.append(flat.new_zeros(piece.place - end))
+        for fragment, flat in zip(self.fragments, flats, strict=True):
+            if fragment.place > end:
+                filled.append(flat.new_zeros(fragment.place - end))
             filled.append(flat)
-            end = piece.place + piece.numel
+            end = fragment.place + fragment.numel
         return filled
 
     @property
@@ -224,24 +224,24 @@ class Bundle:
 
     @property
     def groups(self) -> list[int]:
-        """The parameter groups that the pieces are of, in order."""
-        return sorted({piece.group for piece in self.pieces})
+        """The parameter groups that the fragments are of, in order."""
+        return sorted({fragment.group for fragment in self.fragments})
 
     def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """What "compact" rounds each of the blocks by: the parameter's number and the place in it, whatever the bundles are. On the bundle's device."""
+        """What "compact" rounds each of the blocks by: the parameter's number and the place in it, whatever the buckets are. On the bucket's device."""
         made_on = self.device if device is None else device  # there, so that nothing is copied to a GPU, which would wait for it
         names = [
-            torch.arange(first, first - (-piece.numel // BLOCK), dtype=torch.int64, device=made_on)
-            for piece in self.pieces
-            for first in [(piece.weight.number << 40) + (piece.weight.offset + piece.start) // BLOCK]
+            torch.arange(first, first - (-fragment.numel // BLOCK), dtype=torch.int64, device=made_on)
+            for fragment in self.fragments
+            for first in [(fragment.weight.number << 40) + (fragment.weight.offset + fragment.start) // BLOCK]
         ]
         return torch.cat(names)
 
-    def join(self, other: Bundle) -> None:
-        """Take in the pieces of *other*, of which nothing is stored yet."""
-        for piece in other.pieces:
-            piece.bundle, piece.place = self, self._next_place
-            self.pieces.append(piece)
+    def join(self, other: Bucket) -> None:
+        """Take in the fragments of *other*, of which nothing is stored yet."""
+        for fragment in other.fragments:
+            fragment.bucket, fragment.place = self, self._next_place
+            self.fragments.append(fragment)
 
     def add(self, weight: Weight, group: int, start: int, stop: int) -> None:
         """Take in a part of *weight*, which is of *group*."""
@@ -249,24 +249,24 @@ class Bundle:
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
         # Its data is put there for the time of each step. There are optimizers that skip what is frozen, and that take nothing but Parameters.
         shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
-        piece = Piece(weight, self, group, start, stop, self._next_place, shape, shadow)
-        self.pieces.append(piece)
-        weight.pieces.append(piece)
-        piece.look_at_strides()
+        fragment = Fragment(weight, self, group, start, stop, self._next_place, shape, shadow)
+        self.fragments.append(fragment)
+        weight.fragments.append(fragment)
+        fragment.look_at_strides()
 
     @property
     def trained(self) -> bool:
         """Whether its parameters are not frozen; all are or none is."""
-        return self.pieces[0].weight.parameter.requires_grad
+        return self.fragments[0].weight.parameter.requires_grad
 
     @property
     def has_gradient(self) -> bool:
         """Whether an update would do anything."""
-        return any(piece.weight.parameter.grad is not None for piece in self.pieces)
+        return any(fragment.weight.parameter.grad is not None for fragment in self.fragments)
 
     def weights(self) -> list[torch.Tensor]:
         """The parameters' own elements."""
-        return [piece.of_weight() for piece in self.pieces]
+        return [fragment.of_weight() for fragment in self.fragments]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
