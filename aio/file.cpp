@@ -162,6 +162,7 @@ int File::buffered_descriptor() {
     char link[32];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor_);  // by descriptor: the name may be gone, or another file's by now
     buffered_descriptor_ = restarted([&] { return ::open(link, open_flags(access_) | O_CLOEXEC); });
+    if (buffered_descriptor_ < 0 && (errno == EMFILE || errno == ENFILE)) throw SystemFailure("open", path(), errno);
     if (buffered_descriptor_ < 0) buffered_descriptor_ = reopened(path(), descriptor_, open_flags(access_));
     if (buffered_descriptor_ < 0) {
       throw Unsupported("the unaligned ends of a write to " + path() +
