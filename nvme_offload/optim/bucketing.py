@@ -18,7 +18,6 @@ from .buckets import Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 
 _ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
-_SAMPLE = 1 << 20  # elements, whose bytes tell those of one
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Bucketing:
                     f"{self._name} looks at whole parameters, and the elements of these are on several ranks, each of which updates its own: "
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
-            value_bytes = self._format.layout(_SAMPLE, found.states, dtype, self._name).nbytes / _SAMPLE + found.rest
+            value_bytes = self._format.element_bytes(found.states, dtype, self._name) + found.rest
             most = most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
             yield weights, most if found.separable else sum(local(parameter).numel() for parameter in parameters)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
+_MANY = 1 << 20  # parameters beside which alignment is nothing
 _SLOWEST = 0.96  # of momenta in 8 bits: reports/compact-quality-cpu.md
 _LEAST_EPS = 1e-12  # likewise
 _LOOK_EVERY = 64  # steps, and at the powers of two, at how far states are apart
@@ -143,6 +144,10 @@ class StateFormat:
             else:
                 slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
         return Layout(numel, working_dtype, master, slots, end)
+
+    def element_bytes(self, states: Mapping[str, torch.dtype], working_dtype: torch.dtype, optimizer: str = "the optimizer") -> float:
+        """Bytes of the buffer for each parameter, where there are many. Parameters and Raises: as of `layout`."""
+        return self.layout(_MANY, states, working_dtype, optimizer).nbytes / _MANY
 
     def unpacked_elements(self, layout: Layout) -> int:
         """The float32 elements of memory that `unpack` needs beside the buffer."""

@@ -320,9 +320,8 @@ def element_bytes(state_format: StateFormat, states: Mapping[str, torch.dtype], 
             f'"state_format": "{state_format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {working} with {master}: '
             'have "bf16" enabled, or leave "state_format" out'
         )
-    sample = 1 << 20
-    layout = state_format.layout(sample, states, working, optimizer)
-    return layout.nbytes / sample, state_format.unpacked_elements(layout) // sample * master.itemsize + working.itemsize
+    unpacked = state_format.unpacked_elements(state_format.layout(1, states, working, optimizer))
+    return state_format.element_bytes(states, working, optimizer), unpacked * master.itemsize + working.itemsize
 
 
 def states_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
