@@ -28,7 +28,7 @@ from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError,
 from ..files import commit
 from ..io import engine as io
 from . import archive, compat, manifest, states
-from .manifest import Piece, Entry, Manifest, entry_of, has_checksums
+from .manifest import Entry, Manifest, Piece, entry_of, has_checksums
 from .param_swapper import ParameterSwapper
 from .settings import question, refuse_what_wants_memory
 from .stage3 import Stage3
