@@ -54,13 +54,13 @@ def unlike_but_for_sums(name, state, expected):
 
 @pytest.mark.parametrize("state_format", ["exact", "split"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_many_bundles_in_flight(tmp_path, state_format, fused):
+def test_many_buckets_in_flight(tmp_path, state_format, fused):
     plain, ours = parameters(torch.bfloat16, "cuda", LARGE), parameters(torch.bfloat16, "cuda", LARGE)
     reference = Reference(plain, torch.optim.AdamW, fused=fused)
     with NVMeOptimizer(ours, fused=fused, paths=tmp_path, host_memory="30MB", state_format=state_format) as optimizer:
         train(plain, reference, steps=5)
         train(ours, optimizer, steps=5)
-        assert len(optimizer._bundles) > 30
+        assert len(optimizer._buckets) > 30
         assert optimizer.stats().bytes_read > 100e6
         assert optimizer._tier._pool.pinned == "cuda"
         state = optimizer.state_dict()["state"]
