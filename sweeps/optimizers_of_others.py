@@ -82,12 +82,12 @@ WAYS = (
 
 
 class Outcome(NamedTuple):
-    """What became of one optimizer. bundles: with the least memory."""
+    """What became of one optimizer. buckets: with the least memory."""
 
     name: str
     verdict: str
     judged: str = ""
-    bundles: int = 0
+    buckets: int = 0
 
 
 def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
@@ -192,13 +192,13 @@ def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
 
 
 def trained(make: Make, directory: str, cap: int | str, way: Way) -> tuple[list[torch.nn.Parameter], int]:
-    """Parameters that were trained with this *cap*, or the least above it that is named where it is refused; and the bundles that they were in."""
+    """Parameters that were trained with this *cap*, or the least above it that is named where it is refused; and the buckets that they were in."""
     for _ in range(5):
         params = weights(way)
         try:
             with NVMeOptimizer(given_to(params, way), make, paths=directory, host_memory=cap) as optimizer:
                 train(params, optimizer, way)
-                return params, len(optimizer._bundles)
+                return params, len(optimizer._buckets)
         except OffloadError as refusal:
             if not (named := re.search(r"at least (\d+)", str(refusal))):
                 raise
@@ -214,7 +214,7 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
     log = logging.getLogger("nvme_offload.optim")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    way, bundles = _way_of(make), 0
+    way, buckets = _way_of(make), 0
     if isinstance(way, str):
         return Outcome(name, f"fails in memory: {way}")
     if not way.groups:  # all trials would be of the same options
@@ -225,14 +225,14 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
         if not same(plainly(make, way), plain):
             return Outcome(name, f"not the same twice in memory{by}")
         for cap in ("auto", 4096):
-            ours, bundles = trained(make, directory, cap, way)
+            ours, buckets = trained(make, directory, cap, way)
             if not same(ours, plain):
-                return Outcome(name, f"DIFFERS{by}", _judged(heard), bundles)
-        return Outcome(name, f"bit-equal{by}", _judged(heard), bundles)
+                return Outcome(name, f"DIFFERS{by}", _judged(heard), buckets)
+        return Outcome(name, f"bit-equal{by}", _judged(heard), buckets)
     except OffloadError as error:
-        return Outcome(name, f"refused{by}: {error}", _judged(heard), bundles)
+        return Outcome(name, f"refused{by}: {error}", _judged(heard), buckets)
     except Exception as error:
-        return Outcome(name, f"FAILS{by}: {type(error).__name__}: {error}", _judged(heard), bundles)
+        return Outcome(name, f"FAILS{by}: {type(error).__name__}: {error}", _judged(heard), buckets)
 
 
 def _way_of(make: Make) -> Way | str:
@@ -292,7 +292,7 @@ def apart(name: str, make: Make, directory: str) -> Outcome:
 def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
     """The table, as Markdown."""
     counts = {kind: sum(one.verdict.startswith(kind) for one in outcomes) for kind in VERDICTS}
-    rows = [f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.bundles or ''} |" for one in outcomes]
+    rows = [f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.buckets or ''} |" for one in outcomes]
     return "\n".join(
         [
             "# Optimizers of other packages under NVMeOptimizer",
@@ -305,7 +305,7 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
             + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
             "memory: without this package, whichever of these ways it is used: " + ", ".join(way.name or "parameters alone" for way in WAYS) + ".",
             "",
-            "| optimizer | verdict | updates, as judged | bundles |",
+            "| optimizer | verdict | updates, as judged | buckets |",
             "|---|---|---|---|",
             *rows,
             "",
