@@ -12,18 +12,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+from . import traffic
 from .model import Model
+from .traffic import WEIGHT_BYTES, WIDE_BYTES
 
-STATE_BYTES = 12  # of each parameter: what an optimizer step reads and writes
-HALF_BYTES = 2  # of a weight or a gradient in 16 bits
-WIDE_BYTES = 4
+EXACT_BYTES = int(traffic.STATE_BYTES["exact"])  # of the states of a parameter
 BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
 # What DeepSpeed's optimizer offload to NVMe holds of host memory for each parameter at its peak: 30.6 GB at 1.6 billion, 2.4 GB of them CUDA's and torch's.
 DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 # How `zero3.stage3` cuts sub-groups, and the room that it wants beside them.
 LARGEST_SUB_GROUP = 1 << 26
-_BUDGET_PARTS = 16 * (STATE_BYTES + HALF_BYTES) + WIDE_BYTES
+_BUDGET_PARTS = 16 * (EXACT_BYTES + WEIGHT_BYTES) + WIDE_BYTES
 AHEAD = 2  # sub-groups whose room is for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # of every value to pages
 
@@ -87,7 +87,7 @@ def needs(strategy: Strategy, model: Model, world: World) -> Needs:
     """What *strategy* takes of GPU, host and drive for the states of *model*."""
     drive = 0.0
     if strategy.uses_drive:
-        each = STATE_BYTES + (HALF_BYTES if strategy.parameters == "drive" else 0) + (HALF_BYTES if strategy.ours else WIDE_BYTES)
+        each = EXACT_BYTES + (WEIGHT_BYTES if strategy.parameters == "drive" else 0) + (WEIGHT_BYTES if strategy.ours else WIDE_BYTES)
         drive = each * model.parameters / world.size
     return Needs(_gpu_bytes(strategy, model, world), _host_bytes(strategy, model, world), int(drive))
 
@@ -95,13 +95,13 @@ def needs(strategy: Strategy, model: Model, world: World) -> Needs:
 def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     total, each = model.parameters, model.parameters / world.size
     if strategy.stage == 1:  # gradients in 16 bits whole on every rank
-        return 2 * HALF_BYTES * total + int(16 * each)
+        return 2 * WEIGHT_BYTES * total + int(16 * each)
     if strategy.stage == 2:
-        return HALF_BYTES * total + (int(18 * each) if strategy.optimizer == "gpu" else 0)
-    gathered = 2 * HALF_BYTES * model.largest_layer
+        return WEIGHT_BYTES * total + (int(18 * each) if strategy.optimizer == "gpu" else 0)
+    gathered = 2 * WEIGHT_BYTES * model.largest_layer
     if strategy.optimizer == "gpu":
         return gathered + int(18 * each)
-    return gathered + (int(HALF_BYTES * each) if strategy.parameters == "gpu" else 0)
+    return gathered + (int(WEIGHT_BYTES * each) if strategy.parameters == "gpu" else 0)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -126,14 +126,14 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The budget of a rank with which nothing touches the drive."""
     each = model.parameters / world.size
-    kept = STATE_BYTES + HALF_BYTES * (2 if strategy.parameters == "drive" else 1)
+    kept = EXACT_BYTES + WEIGHT_BYTES * (2 if strategy.parameters == "drive" else 1)
     widened = WIDE_BYTES * (min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size)
     return int((kept * each + widened) * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The least budget of a rank that holds its part of the largest parameter."""
-    kept = STATE_BYTES + WIDE_BYTES + (2 * HALF_BYTES if strategy.parameters == "drive" else 0)  # to either side of the states
+    kept = EXACT_BYTES + WIDE_BYTES + (2 * WEIGHT_BYTES if strategy.parameters == "drive" else 0)  # to either side of the states
     return -(-model.largest_parameter // world.size) * kept + (1 << 17)
 
 
@@ -164,10 +164,10 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
     sub_group = max(min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size)
-    stays = max(budget - (WIDE_BYTES + AHEAD * STATE_BYTES) * sub_group, 0.0)
-    written = max((STATE_BYTES + HALF_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
-    in_backward = min(HALF_BYTES * each, written)
+    stays = max(budget - (WIDE_BYTES + AHEAD * EXACT_BYTES) * sub_group, 0.0)
+    written = max((EXACT_BYTES + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
+    in_backward = min(WEIGHT_BYTES * each, written)
     if not on_drive:
         return Streamed(0.0, in_backward, written, written - in_backward)
-    lacking = max(1 - budget / ((STATE_BYTES + 2 * HALF_BYTES) * each), 0.0)
-    return Streamed(2 * HALF_BYTES * each * lacking, in_backward, (STATE_BYTES + HALF_BYTES) * each * lacking, written - in_backward)
+    lacking = max(1 - budget / ((EXACT_BYTES + 2 * WEIGHT_BYTES) * each), 0.0)
+    return Streamed(2 * WEIGHT_BYTES * each * lacking, in_backward, (EXACT_BYTES + WEIGHT_BYTES) * each * lacking, written - in_backward)

@@ -24,8 +24,8 @@ from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
 from .model import Model
-from .placement import HALF_BYTES, STRATEGIES, Strategy, Streamed, World, fewest_bytes, needs, streamed, whole_bytes
-from .traffic import GRADIENTS, PARAMETERS, chosen_speeds, rated_bytes, stripe_speeds, transfer
+from .placement import STRATEGIES, Strategy, Streamed, World, fewest_bytes, needs, streamed, whole_bytes
+from .traffic import GRADIENTS, PARAMETERS, WEIGHT_BYTES, chosen_speeds, rated_bytes, stripe_speeds, transfer
 
 ADAM_TRAFFIC = 28  # bytes of host memory for each parameter: state and gradient read, state written
 WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for its norm and its place
@@ -228,7 +228,7 @@ def drive_at(path: str) -> Drive:
 def _plan(strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None) -> Plan:
     need = needs(strategy, model, world)
     gpu_bytes = need.gpu_bytes + activation_bytes(model, work)
-    beside = HALF_BYTES * min(BUCKET_ELEMENTS, model.parameters)  # not counted by DeepSpeed's estimates, so not shown as theirs
+    beside = WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)  # not counted by DeepSpeed's estimates, so not shown as theirs
     host_bytes = need.host_bytes + PROCESS_BYTES["gpu" if machine.gpu else "cpu"]
     if machine.gpu is None:
         host_bytes, gpu_bytes = host_bytes + gpu_bytes + beside, 0
@@ -277,7 +277,7 @@ def activation_bytes(model: Model, work: Work) -> int:
     """
     if not (work.tokens and model.hidden and model.layers):
         return 0
-    return work.tokens * (model.hidden * (HALF_BYTES * model.layers + LAYER_ACTIVATIONS) + 6 * (model.vocabulary or 0))
+    return work.tokens * (model.hidden * (WEIGHT_BYTES * model.layers + LAYER_ACTIVATIONS) + 6 * (model.vocabulary or 0))
 
 
 _Times = tuple[list[Term], list[Term], list[Term], bool]
@@ -297,14 +297,14 @@ def _times(strategy: Strategy, model: Model, machine: Machine, world: World, wor
         return passes, [_term("Adam", share * (ADAM_TRAFFIC + ROUND_TRAFFIC), speed)], [], True
     update = [_term("gradients widened", here * WIDEN_TRAFFIC, host), _term("Adam", here * ADAM_TRAFFIC, host)]
     if gpu and on_gpu:
-        update.append(_term("new parameters", HALF_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND))
+        update.append(_term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND))
     else:
         update.append(_term("new parameters", here * ROUND_TRAFFIC, host))
     if gpu:
         link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
         if strategy.uses_drive and not strategy.ours:
             link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
-        passes.append(_term("copies", HALF_BYTES * each * (1 if on_gpu else 3), link * LINK_SHARE))
+        passes.append(_term("copies", WEIGHT_BYTES * each * (1 if on_gpu else 3), link * LINK_SHARE))
     if not strategy.uses_drive or (strategy.ours and not moved.total):
         return passes, update, [], True
     if not machine.speeds:

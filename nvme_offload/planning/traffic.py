@@ -1,8 +1,8 @@
 """What training moves between memory and a drive in a step, and the least time that a drive of measured speeds takes for it. Pure.
 
-Mixed-precision Adam keeps 12 bytes of state for each parameter (fp32 master, two moments), which every step reads and writes. ZeRO-Infinity also
-passes the fp32 gradient through the drive, 4 more each way. Parameters on the drive are read in 16 bits for the forward and for the backward
-pass, and written once after the step.
+The one table of the bytes of a parameter, which `plan`, the sweep, its report and its warnings read. Mixed-precision Adam keeps an fp32 master and two
+moments for each parameter of 16 bits, which every step reads and writes, in as many bytes as the state format says. ZeRO-Infinity also passes the
+fp32 gradient through the drive. Parameters on the drive are read in 16 bits for the forward and for the backward pass, and written once after the step.
 """
 
 from __future__ import annotations
@@ -12,20 +12,32 @@ from typing import NamedTuple
 
 from ..hardware.profile import PHASES, Profile
 
+WEIGHT_BYTES = 2  # of a parameter or a gradient in 16 bits
+WIDE_BYTES = 4  # of one in fp32
+# By state format, what is kept of a parameter that Adam updates. Source: `StateFormat.element_bytes`, to which a test compares it.
+STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256}
+
 
 class Load(NamedTuple):
     """What of a training is on the drive: bytes for each parameter, in the optimizer step and in the passes before it."""
 
     name: str
-    step_read: int
-    step_write: int
-    passes_read: int
+    step_read: float
+    step_write: float
+    passes_read: float = 0
 
 
-STATES = Load("Optimizer states; gradients stay in host memory", 12, 12, 0)
-GRADIENTS = Load("Optimizer states and gradients (ZeRO-Infinity)", 16, 16, 0)
-PARAMETERS = Load("Optimizer states, gradients and parameters", 16, 18, 4)
-LOADS = (STATES, GRADIENTS, PARAMETERS)
+def of_states(state_format: str) -> Load:
+    """The load of optimizer states alone, in *state_format*; gradients and parameters are in memory."""
+    said = "" if state_format == "exact" else f', state_format "{state_format}"'
+    return Load(f"Optimizer states{said}; gradients stay in host memory", STATE_BYTES[state_format], STATE_BYTES[state_format])
+
+
+STATES = of_states("exact")
+GRADIENTS = Load("Optimizer states and gradients (ZeRO-Infinity)", *2 * [STATE_BYTES["exact"] + WIDE_BYTES])
+PARAMETERS = Load("Optimizer states, gradients and parameters", GRADIENTS.step_read, GRADIENTS.step_write + WEIGHT_BYTES, 2 * WEIGHT_BYTES)
+LOADS = (*map(of_states, STATE_BYTES), GRADIENTS, PARAMETERS)
+STEP_BYTES_7B = 7e9 * GRADIENTS.step_write  # written by a step of the optimizer of 7 billion parameters
 
 
 class Floor(NamedTuple):

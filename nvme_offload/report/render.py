@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvme_offload.ds_config.edit import aio_section, zero_infinity
 from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.planning import traffic
 
 from . import charts, palette, summary, tables, training, wording
 from .charts.canvas import Chart
@@ -147,11 +148,11 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "drive_facts": [(label, drive[key], key) for key, label in _DRIVE_LABELS.items() if drive.get(key) not in (None, "", [], ())],
         "charts": _absent_are_none(drawn),
         "tables": _absent_are_none(tables.of(profile)),
-        "default_load": training.GRADIENTS,
-        "speeds": training.chosen_speeds(profile),
-        "step_write_bytes": training.MODELS[0] * training.GRADIENTS.step_write,
+        "default_load": traffic.GRADIENTS,
+        "speeds": traffic.chosen_speeds(profile),
+        "step_write_bytes": training.MODELS[0] * traffic.GRADIENTS.step_write,
         "life_seconds": training.life_seconds(profile),
-        "rated_bytes": training.rated_bytes(profile),
+        "rated_bytes": traffic.rated_bytes(profile),
         "last_stage": summary.last_stage(profile.trials),
         "settings_tried": len({trial.setting for trial in profile.trials}),
         "thread_counts": len({trial.thread_count for trial in profile.trials}),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Health, Profile, Setting
+from nvme_offload.planning import traffic
 
 from . import summary, training, wording
 from .wording import DASH, NONE, PHASE_NAMES, SPACE, TIMES
@@ -55,10 +56,10 @@ def steps(profile: Profile) -> Table:
         times = (wording.duration(step.seconds), wording.duration(step.default_seconds), _signed(saved))
         moved = (wording.decimal_bytes(step.rank_bytes), wording.decimal_bytes(step.drive_bytes))
         rows.append((f"{wording.model(step.parameters)}, {gpus}, {drives}", *times, *moved))
-        stripe_speeds = training.stripe_speeds(profile)
+        stripe_speeds = traffic.stripe_speeds(profile)
         if stripe_speeds and step.gpus > 1 and step.drives == 1:
             paths = len(profile.stripe)
-            seconds = training.floor(training.GRADIENTS, step.parameters, stripe_speeds).seconds
+            seconds = traffic.floor(traffic.GRADIENTS, step.parameters, stripe_speeds).seconds
             who = f"{wording.model(step.parameters)}, {gpus}, these {paths}{SPACE}paths"
             rows.append((who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all"))
     columns = ("Parameters, GPUs, drives", "With this\nsetting", "With the\ndefaults", "Saved\na step", "Each rank\nmoves", "Each drive\nmoves")
@@ -71,19 +72,19 @@ def _signed(seconds: float) -> str:
 
 def loads(profile: Profile) -> Table:
     """The same by what of the training is on the drive, with the bytes of each parameter."""
-    speeds = training.chosen_speeds(profile)
+    speeds = traffic.chosen_speeds(profile)
     rows = []
-    for load in training.LOADS if speeds else ():
-        floors = [training.floor(load, parameters, speeds) for parameters in training.MODELS]
-        reads = f"{load.step_read} + {load.passes_read}" if load.passes_read else str(load.step_read)
-        rows.append((load.name, reads, str(load.step_write), PHASE_NAMES[floors[0].bound], *(wording.duration(each.seconds) for each in floors)))
+    for load in traffic.LOADS if speeds else ():
+        floors = [traffic.floor(load, parameters, speeds) for parameters in training.MODELS]
+        reads = f"{load.step_read:.3g}" + (f" + {load.passes_read:.3g}" if load.passes_read else "")
+        rows.append((load.name, reads, f"{load.step_write:.3g}", PHASE_NAMES[floors[0].bound], *(wording.duration(each.seconds) for each in floors)))
     columns = ("On the drive", "Read,\nbytes/param.", "Written,\nbytes/param.", "Bound by", *(wording.model(parameters) for parameters in training.MODELS))
     return Table("loads", "What goes through the drive decides", columns, tuple(rows), words=frozenset({0, 3}))
 
 
 def wear(profile: Profile) -> Table:
     """Bytes written for each step, and the steps that a drive's life holds."""
-    rated = training.rated_bytes(profile)
+    rated = traffic.rated_bytes(profile)
     rows = []
     for each in training.wear():
         row = [wording.model(each.parameters), wording.decimal_bytes(each.written_bytes), f"{each.steps:,.0f}"]
@@ -203,7 +204,7 @@ def stripe(profile: Profile) -> Table:
         share = f"{100 * path.weight:.1f}{SPACE}%"
         rows.append((path.path, path.model or path.device, wording.setting(path.setting), share, *_by_phase(path.alone), *_by_phase(path.together)))
     strong = frozenset[int]()
-    if together := training.stripe_speeds(profile):
+    if together := traffic.stripe_speeds(profile):
         rows.append(("All together", "", "", f"100{SPACE}%", NONE, NONE, NONE, *_by_phase(together)))
         strong = frozenset({len(rows) - 1})
     names = [f"{PHASE_NAMES[phase].capitalize()}" for phase in PHASES]

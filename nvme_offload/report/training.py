@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nvme_offload.hardware.profile import PHASES, Profile
-from nvme_offload.planning.traffic import GRADIENTS as GRADIENTS
-from nvme_offload.planning.traffic import LOADS as LOADS
-from nvme_offload.planning.traffic import PARAMETERS as PARAMETERS
-from nvme_offload.planning.traffic import STATES as STATES
-from nvme_offload.planning.traffic import Load as Load
-from nvme_offload.planning.traffic import chosen_speeds as chosen_speeds
-from nvme_offload.planning.traffic import floor as floor
-from nvme_offload.planning.traffic import rated_bytes as rated_bytes
-from nvme_offload.planning.traffic import stripe_speeds as stripe_speeds
+from nvme_offload.planning.traffic import GRADIENTS, Load, chosen_speeds, floor
 
 from .summary import control_gb_per_s
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.profile import Health
+from nvme_offload.planning.traffic import STEP_BYTES_7B
 
 UNIT_BYTES = 512_000  # in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health Information
-STEP_BYTES_7B = 7e9 * 16  # what a step of a 7B model's optimizer writes
 WORN = 0.8
 TELLING_WEAR = 0.03  # below, whole percents tell too little of a life's length
 

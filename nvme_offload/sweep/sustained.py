@@ -15,6 +15,7 @@ import numpy as np
 from nvme_offload.errors import OffloadError
 from nvme_offload.hardware.profile import Setting, Sustained
 from nvme_offload.io.engine import Engine, Ticket, allocate
+from nvme_offload.planning.traffic import STEP_BYTES_7B
 from nvme_offload.units import format_bytes
 
 from . import steady
@@ -23,7 +24,6 @@ from .trial import REQUEST_BYTES
 ROUNDS = 32  # that the bytes asked for are divided into
 MOST = 2  # times the bytes asked for, while the drive is not steady
 FALL = 0.75  # of the speed before: what counts as the end of a cache
-STEP_BYTES_7B = 7e9 * 16  # what a step of a 7B model's optimizer writes
 
 
 def write_on(

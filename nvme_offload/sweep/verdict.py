@@ -9,14 +9,14 @@ import statistics
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import PHASES, Best, Setting, Trial
+from nvme_offload.planning.traffic import GRADIENTS, PARAMETERS
 from nvme_offload.units import format_bytes
 
 from . import steady
 from .space import cost
 
-# Bytes of a training step for each parameter, by the load that moves them: ZeRO-Infinity's optimizer step reads 16 and writes 16 at the same
-# time (fp32 master, two moments, gradient); the 16-bit parameter is read for the forward and the backward pass and written once.
-STEP_BYTES = {"read": 4, "write": 2, "mixed": 32}
+# Bytes of a training step for each parameter, by the load that moves them: the optimizer reads and writes at the same time, the passes before it read.
+STEP_BYTES = {"read": PARAMETERS.passes_read, "write": PARAMETERS.step_write - GRADIENTS.step_write, "mixed": GRADIENTS.step_read + GRADIENTS.step_write}
 
 ALIKE = 0.02  # a difference that nobody would notice, however sure it is
 DOUBTFUL = 0.03  # the largest difference that may be put down to noise

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Trial
+from nvme_offload.planning import traffic
 from nvme_offload.report import compare, summary, tables, training, wording, write
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -50,11 +51,11 @@ def test_the_markdown_has_the_figures(made_up):
 def test_a_step_takes_as_long_as_its_tightest_bound():
     speeds = {"read": 4.0, "write": 1.0, "mixed": 3.0}
     # Writing alone: 16 bytes at 1 GB/s, more than 32 at 3.
-    assert training.floor(training.GRADIENTS, 1e9, speeds) == (16.0, "write")
-    assert training.floor(training.GRADIENTS, 1e9, {**speeds, "write": 4.0}) == (pytest.approx(32 / 3), "mixed")
-    assert training.floor(training.STATES, 1e9, {**speeds, "write": 4.0}) == (8.0, "mixed")
+    assert traffic.floor(traffic.GRADIENTS, 1e9, speeds) == (16.0, "write")
+    assert traffic.floor(traffic.GRADIENTS, 1e9, {**speeds, "write": 4.0}) == (pytest.approx(32 / 3), "mixed")
+    assert traffic.floor(traffic.STATES, 1e9, {**speeds, "write": 4.0}) == (8.0, "mixed")
     # Parameters: 2 bytes more are written, and 4 read before the step.
-    assert training.floor(training.PARAMETERS, 1e9, speeds) == (18.0 + 4 / 4.0, "write")
+    assert traffic.floor(traffic.PARAMETERS, 1e9, speeds) == (18.0 + 4 / 4.0, "write")
 
 
 def test_steps_are_for_one_and_eight_gpus(made_up):
@@ -81,7 +82,7 @@ def test_the_page_has_the_steps(made_up):
 def test_several_paths_share_a_step(made_up):
     profile = made_up.shapes["several paths"]()
     together = {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
-    assert training.stripe_speeds(profile) == together
+    assert traffic.stripe_speeds(profile) == together
     rows = {plain(row)[0]: plain(row) for row in tables.steps(profile).rows}
     assert rows["7 B, 8 GPUs, these 2 paths"][1] == wording.duration(7e9 * 32 / together["mixed"] / 1e9).replace("\xa0", " ")
     assert plain(tables.stripe(profile).rows[-1])[-3:] == [f"{together[phase]:#.3g}" for phase in PHASES]
@@ -90,10 +91,10 @@ def test_several_paths_share_a_step(made_up):
 def test_wear_is_bytes_over_bytes(made_up):
     assert [(each.written_bytes, round(each.steps, 1)) for each in training.wear()] == [(112e9, 892.9), (208e9, 480.8), (1120e9, 89.3)]
     worn = made_up.shapes["worn"]()
-    assert training.rated_bytes(worn) == pytest.approx(1.2e15)
+    assert traffic.rated_bytes(worn) == pytest.approx(1.2e15)
     assert [row[-1] for row in tables.wear(worn).rows] == ["10,714", "5,769", "1,071"]
-    assert training.rated_bytes(made_up.shapes["hardly worn"]()) is None  # whole per cents say nothing there
-    assert training.rated_bytes(made_up.profile()) is None
+    assert traffic.rated_bytes(made_up.shapes["hardly worn"]()) is None  # whole per cents say nothing there
+    assert traffic.rated_bytes(made_up.profile()) is None
     mixed = made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9
     assert training.life_seconds(made_up.profile()) == pytest.approx(2 * 100e12 / mixed)
 

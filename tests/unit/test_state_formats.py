@@ -8,6 +8,7 @@ import torch
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.optimizer_states import FORMATS, state_format
 from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, encode
+from nvme_offload.planning import traffic
 from sweeps.formats.stress import BOUND, CASES, stress
 from sweeps.formats.text import read_text
 from sweeps.formats.trainer import PackedAdamW, Recipe, train
@@ -447,3 +448,9 @@ def test_a_transformer_learns_with_compact_states_as_it_does_with_exact_ones():
     # That much lies between "exact" and "split" too, which only ties tell apart.
     assert compact.validation == pytest.approx(exact.validation, abs=0.08)
     assert compact == again
+
+
+def test_the_table_of_a_steps_bytes_is_that_of_the_formats():
+    moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    kept = {name: format.element_bytes(moments, torch.bfloat16, "AdamW") for name, format in FORMATS.items()}
+    assert kept == traffic.STATE_BYTES

@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.planning import traffic
 
 from .. import summary, training, wording
 from ..palette import Palette
@@ -88,7 +89,7 @@ def sustained(profile: Profile) -> Chart | None:
         return None
     samples = sorted({(0.0, 0), *run.samples})
     written = [_written(samples, seconds) / 1e9 for seconds, _ in points]
-    step_bytes = training.MODELS[0] * training.GRADIENTS.step_write
+    step_bytes = training.MODELS[0] * traffic.GRADIENTS.step_write
 
     def draw(palette: Palette) -> Figure:
         figure, axes = plot(236, top=22, bottom=42, left=34)
