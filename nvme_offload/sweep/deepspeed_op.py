@@ -153,7 +153,7 @@ def load() -> DeepSpeedOp:
         raise UnsupportedError(f"DeepSpeed's op ends the process when it may not lock its memory: raise the limit (ulimit -l {_MEMORY_BYTES >> 10})")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        with _standard_output_to_error():
+        with standard_output_to_error():
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
             module = AsyncIOBuilder().load(verbose=False)
@@ -166,7 +166,7 @@ def load() -> DeepSpeedOp:
 
 
 @contextlib.contextmanager
-def _standard_output_to_error() -> Iterator[None]:
+def standard_output_to_error() -> Iterator[None]:
     """Compilers and DeepSpeed talk on standard output, where results go."""
     if sys.stdout is not None:
         sys.stdout.flush()

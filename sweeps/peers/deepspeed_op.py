@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import resource
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.sweep.deepspeed_op import standard_output_to_error
 
 from .plan import Job
 from .rig import Bytes, Place, require_read, spoil
@@ -39,7 +37,7 @@ class DeepSpeedOp:
         self._offsets, self._sync = "offsets" in options, "sync" in options
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
-            with _standard_output_to_error():
+            with standard_output_to_error():
                 import torch
                 from deepspeed.accelerator import get_accelerator
                 from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -129,17 +127,3 @@ def _allow_open_files(count: int) -> None:
     needed = count + _SPARE_DESCRIPTORS
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
-
-
-@contextlib.contextmanager
-def _standard_output_to_error() -> Iterator[None]:
-    """Compilers and DeepSpeed talk on standard output, where the report goes."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
