@@ -22,7 +22,8 @@ def main(directory: str, steps: int = 4) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch, target = torch.randn(2, 2, 512, 256, device=device)
 
-    offload = save_on_nvme(directory, host_memory="16 MiB")  # once; the more memory, the less goes to the drive
+    # once; the more memory, the less goes to the drive
+    offload = save_on_nvme(directory, host_memory="16 MiB")
     for step in range(steps):
         with offload:
             loss = nn.functional.mse_loss(model(batch), target)
@@ -32,8 +33,12 @@ def main(directory: str, steps: int = 4) -> None:
         print(f"step {step}: loss {loss.item():.4f}")
 
     stats = offload.stats()
-    print(f"saved {stats.saved_bytes / 1e6:.0f} MB; to the drive went {stats.bytes_written / 1e6:.0f} MB, from it came {stats.bytes_read / 1e6:.0f} MB")
-    print(f"waited {stats.forward_wait_seconds:.2f} s for room in forward, {stats.backward_wait_seconds:.2f} s for tensors in backward")
+    print(
+        f"saved {stats.saved_bytes / 1e6:.0f} MB; to the drive went {stats.bytes_written / 1e6:.0f} MB, from it came {stats.bytes_read / 1e6:.0f} MB"
+    )
+    print(
+        f"waited {stats.forward_wait_seconds:.2f} s for room in forward, {stats.backward_wait_seconds:.2f} s for tensors in backward"
+    )
     offload.close()
 
 

@@ -1,4 +1,5 @@
-"""Accelerate with parameters and optimizer states on a drive, by a YAML file that names a DeepSpeed configuration:
+"""Accelerate with parameters and optimizer states on a drive, by a YAML file that names a DeepSpeed
+configuration:
 
 accelerate launch --config_file accelerate.yaml train_accelerate.py
 """
@@ -26,7 +27,17 @@ def main() -> None:
     nvme_offload.zero3.enable()  # the one line that makes the difference
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=100, n_positions=32, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
+    model = AutoModelForCausalLM.from_config(
+        GPT2Config(
+            vocab_size=100,
+            n_positions=32,
+            n_embd=128,
+            n_layer=4,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
     sentences = DataLoader([(index + torch.arange(32)) % 100 for index in range(64)], batch_size=4)
     optimizer = DummyOptim(model.parameters(), lr=1e-3)  # the one of the DeepSpeed configuration
     model, optimizer, sentences = accelerator.prepare(model, optimizer, sentences)
@@ -41,7 +52,10 @@ def main() -> None:
         print(nvme_offload.zero3.stats(model), flush=True)
     if arguments.out:
         accelerator.unwrap_model(model).save_pretrained(
-            arguments.out, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=accelerator.get_state_dict(model)
+            arguments.out,
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(model),
         )
     accelerator.end_training()
 

@@ -1,12 +1,14 @@
-"""DeepSpeed ZeRO-3 with parameters and optimizer states on a drive, under every launcher that DeepSpeed works with.
+"""DeepSpeed ZeRO-3 with parameters and optimizer states on a drive, under every launcher that
+DeepSpeed works with.
 
 On one machine, with two GPUs:
 
     deepspeed --num_gpus=2 train_deepspeed.py --deepspeed ds_config.json
     torchrun --nproc-per-node=2 train_deepspeed.py --deepspeed ds_config.json
 
-On several machines, each of whose ranks uses the drive of its own machine under the same path. With a hostfile of lines such as "node1 slots=8", and
-pdsh and ssh without a password from the first machine to all:
+On several machines, each of whose ranks uses the drive of its own machine under the same path. With
+a hostfile of lines such as "node1 slots=8", and pdsh and ssh without a password from the first
+machine to all:
 
     deepspeed --hostfile=hostfile train_deepspeed.py --deepspeed ds_config.json
 
@@ -15,7 +17,8 @@ Without ssh, on the machine number N (0, 1, ...) of the hostfile; or with torchr
     deepspeed --hostfile=hostfile --no_ssh --node_rank=N --master_addr=node1 train_deepspeed.py --deepspeed ds_config.json
     torchrun --nnodes=2 --node-rank=N --nproc-per-node=8 --master-addr=node1 train_deepspeed.py --deepspeed ds_config.json
 
-With --checkpoint DIRECTORY the run is saved there at its end; where one is saved already, it goes on.
+With --checkpoint DIRECTORY the run is saved there at its end; where one is saved already, it goes
+on.
 """
 
 import argparse
@@ -32,7 +35,9 @@ WIDTH = 512
 
 def model() -> nn.Module:
     """Eight layers."""
-    layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)]
+    layers = [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)
+    ]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 
@@ -44,9 +49,15 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--deepspeed", metavar="FILE", default="ds_config.json", help="the DeepSpeed configuration")
+    parser.add_argument(
+        "--deepspeed", metavar="FILE", default="ds_config.json", help="the DeepSpeed configuration"
+    )
     parser.add_argument("--steps", type=int, default=10, help="train up to this step")
-    parser.add_argument("--checkpoint", metavar="DIRECTORY", help="go on from the checkpoint there, if there is one, and save one at the end")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIRECTORY",
+        help="go on from the checkpoint there, if there is one, and save one at the end",
+    )
     parser.add_argument("--local_rank", type=int, help="given by the deepspeed launcher")
     arguments = parser.parse_args()
 
@@ -54,9 +65,12 @@ def main() -> None:
 
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=arguments.deepspeed):  # every layer goes to the drive as soon as it is made
+    # every layer goes to the drive as soon as it is made
+    with deepspeed.zero.Init(config_dict_or_path=arguments.deepspeed):
         network = model()
-    engine, *_ = deepspeed.initialize(model=network, model_parameters=network.parameters(), config=arguments.deepspeed)
+    engine, *_ = deepspeed.initialize(
+        model=network, model_parameters=network.parameters(), config=arguments.deepspeed
+    )
     if arguments.checkpoint and Path(arguments.checkpoint, "latest").exists():
         engine.load_checkpoint(arguments.checkpoint)
     for step in range(engine.global_steps + 1, arguments.steps + 1):

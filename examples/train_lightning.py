@@ -1,4 +1,5 @@
-"""Lightning's DeepSpeedStrategy with parameters and optimizer states on a drive: fit, test, predict, checkpoint, resume, and one file of weights at the end.
+"""Lightning's DeepSpeedStrategy with parameters and optimizer states on a drive: fit, test,
+predict, checkpoint, resume, and one file of weights at the end.
 
 In each of the three ways in which the strategy can be configured:
 
@@ -31,9 +32,17 @@ class Model(pl.LightningModule):
     """Learns to give back what it is given."""
 
     def configure_model(self) -> None:
-        """Make the layers, here and not in the constructor, so that each goes to the drive as soon as it is made."""
+        """Make the layers, here and not in the constructor, so that each goes to the drive as soon
+        as it is made.
+        """
         if not hasattr(self, "layers"):
-            self.layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)), nn.Linear(WIDTH, WIDTH))
+            self.layers = nn.Sequential(
+                *(
+                    nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+                    for _ in range(6)
+                ),
+                nn.Linear(WIDTH, WIDTH),
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All layers."""
@@ -57,14 +66,17 @@ class Model(pl.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """DeepSpeed's: with another one it wants "zero_force_ds_cpu_optimizer": false in a configuration."""
+        """DeepSpeed's: with another one it wants "zero_force_ds_cpu_optimizer": false in a
+        configuration.
+        """
         return DeepSpeedCPUAdam(self.parameters(), lr=1e-3)
 
 
 def strategy(arguments: argparse.Namespace) -> DeepSpeedStrategy:
     """The strategy in the way that was asked for."""
     if arguments.nvme_path is None:
-        return DeepSpeedStrategy(config=arguments.config)  # without one, that of PL_DEEPSPEED_CONFIG_PATH
+        # without one, that of PL_DEEPSPEED_CONFIG_PATH
+        return DeepSpeedStrategy(config=arguments.config)
     made = DeepSpeedStrategy(
         stage=3,
         offload_optimizer=True,
@@ -74,7 +86,8 @@ def strategy(arguments: argparse.Namespace) -> DeepSpeedStrategy:
         offload_optimizer_device="nvme",
         nvme_path=arguments.nvme_path,
     )
-    made.config["nvme_offload"] = {"host_memory": arguments.host_memory}  # which the strategy has no argument for
+    # which the strategy has no argument for
+    made.config["nvme_offload"] = {"host_memory": arguments.host_memory}
     return made
 
 
@@ -82,23 +95,46 @@ def main(argv: list[str] | None = None, **options: Any) -> None:
     """Train, with *options* of the Trainer; go on from the checkpoint, then test and predict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nvme_path", metavar="DIRECTORY", help="a directory on the drive")
-    parser.add_argument("--host_memory", default="auto", help='with --nvme_path: the most host memory for what is offloaded, such as "8GB"')
+    parser.add_argument(
+        "--host_memory",
+        default="auto",
+        help='with --nvme_path: the most host memory for what is offloaded, such as "8GB"',
+    )
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed configuration")
-    parser.add_argument("--out", metavar="DIRECTORY", type=Path, default=Path("lightning"), help="for checkpoints and logs")
+    parser.add_argument(
+        "--out",
+        metavar="DIRECTORY",
+        type=Path,
+        default=Path("lightning"),
+        help="for checkpoints and logs",
+    )
     arguments = parser.parse_args(argv)
 
     nvme_offload.zero3.enable()  # the one line that makes the difference
 
-    data = DataLoader(TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))), batch_size=4)
-    settings = {"accelerator": "gpu", "precision": "bf16-true", "default_root_dir": arguments.out, "log_every_n_steps": 1, **options}
+    data = DataLoader(
+        TensorDataset(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))),
+        batch_size=4,
+    )
+    settings = {
+        "accelerator": "gpu",
+        "precision": "bf16-true",
+        "default_root_dir": arguments.out,
+        "log_every_n_steps": 1,
+        **options,
+    }
 
     def trainer_of(**more: Any) -> pl.Trainer:
-        return pl.Trainer(strategy=strategy(arguments), logger=CSVLogger(arguments.out), **settings, **more)
+        return pl.Trainer(
+            strategy=strategy(arguments), logger=CSVLogger(arguments.out), **settings, **more
+        )
 
     half, whole = (arguments.out / f"step={steps}.ckpt" for steps in (4, 8))
     for max_steps, resumed in ((4, None), (8, half)):  # on two days, say
         pl.seed_everything(0)
-        checkpoint = ModelCheckpoint(arguments.out, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        checkpoint = ModelCheckpoint(
+            arguments.out, filename="{step}", every_n_train_steps=4, save_top_k=-1
+        )
         trainer = trainer_of(max_steps=max_steps, callbacks=[checkpoint, LightningProgress()])
         trainer.fit(Model(), data, ckpt_path=resumed)
     trainer.test(trainer.lightning_module, data)

@@ -1,4 +1,6 @@
-"""NVMe offload for PyTorch training: an asynchronous I/O engine, a swapper of tensors behind DeepSpeed ZeRO-3, and the sweep that tunes a drive."""
+"""NVMe offload for PyTorch training: an asynchronous I/O engine, a swapper of tensors behind
+DeepSpeed ZeRO-3, and the sweep that tunes a drive.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ __all__ = [
     "save_on_nvme",
 ]
 
-# On first use: they need numpy or torch, which the engine and the sweep's command line start without.
+# On first use: they need numpy or torch, which the engine and the sweep's command line start
+# without.
 _LAZY = {
     "NVMeOptimizer": "optim",
     "PinnedPool": "io.pool",

@@ -63,11 +63,34 @@ _Direction = tuple[int, int, int, int, float]
 
 class Engine:
     def __init__(
-        self, backend: str, block_size: int, queue_depth: int, thread_count: int, single_submit: bool, overlap_events: bool, faults: list[Fault]
+        self,
+        backend: str,
+        block_size: int,
+        queue_depth: int,
+        thread_count: int,
+        single_submit: bool,
+        overlap_events: bool,
+        faults: list[Fault],
     ) -> None: ...
-    def submit(self, write: bool, exporter: ReadableBuffer, file: File, offset: int, checksum: bool | int | Request, after: list[Request]) -> Request: ...
+    def submit(
+        self,
+        write: bool,
+        exporter: ReadableBuffer,
+        file: File,
+        offset: int,
+        checksum: bool | int | Request,
+        after: list[Request],
+    ) -> Request: ...
     def submit_at(
-        self, write: bool, address: int, nbytes: int, owner: object, file: File, offset: int, checksum: bool | int | Request, after: list[Request]
+        self,
+        write: bool,
+        address: int,
+        nbytes: int,
+        owner: object,
+        file: File,
+        offset: int,
+        checksum: bool | int | Request,
+        after: list[Request],
     ) -> Request: ...
     def require_live(self) -> None: ...
     def release_buffers(self) -> None: ...
@@ -76,9 +99,23 @@ class Engine:
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
-    def stats(self) -> tuple[_Direction, _Direction, int, tuple[str, str, int, int, float] | None]: ...
+    def stats(
+        self,
+    ) -> tuple[_Direction, _Direction, int, tuple[str, str, int, int, float] | None]: ...
 
 def split(master: int, working: int, low: int, count: int, threads: int) -> None: ...
 def join(working: int, low: int, master: int, count: int, threads: int) -> None: ...
-def encode(values: int, codes: int, exponents: int, count: int, signed: bool, table: int, factors: int, summands: int, threads: int) -> None: ...
-def decode(codes: int, exponents: int, values: int, count: int, signed: bool, threads: int) -> None: ...
+def encode(
+    values: int,
+    codes: int,
+    exponents: int,
+    count: int,
+    signed: bool,
+    table: int,
+    factors: int,
+    summands: int,
+    threads: int,
+) -> None: ...
+def decode(
+    codes: int, exponents: int, values: int, count: int, signed: bool, threads: int
+) -> None: ...

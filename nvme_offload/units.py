@@ -20,19 +20,26 @@ def parse_bytes(text: str | int) -> int:
     """
     match = _SIZE.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+        raise ValueError(
+            f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+        )
     prefix = match["prefix"]
     prefix = prefix[:1].upper() + prefix[1:].lower()
-    value = Decimal(match["number"]) * _FACTORS[prefix]  # not float: 4.1GB is a whole number of bytes
+    # not float: 4.1GB is a whole number of bytes
+    value = Decimal(match["number"]) * _FACTORS[prefix]
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(value)
 
 
 def format_bytes(count: int) -> str:
-    """*count* for people, in binary units: "4 MiB", "1.5 GiB", "1000 bytes"; rounded to three digits where it does not divide."""
+    """*count* for people, in binary units: "4 MiB", "1.5 GiB", "1000 bytes"; rounded to three
+    digits where it does not divide.
+    """
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
             scaled = count / (1 << (10 * power))
-            return f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
+            return (
+                f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
+            )
     return f"{count} byte{'' if count == 1 else 's'}"

@@ -1,4 +1,6 @@
-"""The block of the transformers that benchmarks train: pre-norm, causal attention, and a GELU network four times as wide."""
+"""The block of the transformers that benchmarks train: pre-norm, causal attention, and a GELU
+network four times as wide.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the benchmarks' commands have in common: SIGTERM ends one as Ctrl-C does, and an error is one line and an exit status."""
+"""What the benchmarks' commands have in common: SIGTERM ends one as Ctrl-C does, and an error is
+one line and an exit status.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def stop_at_sigterm() -> None:
 
 
 def run(command: click.Command, module: str) -> None:
-    """Run *command* as `python -m` *module*: errors of the drive and of the package exit with 1, wrong usage as click has it."""
+    """Run *command* as `python -m` *module*: errors of the drive and of the package exit with 1,
+    wrong usage as click has it.
+    """
     try:
         command.main(prog_name=f"python -m {module}", standalone_mode=False)
     except click.ClickException as error:

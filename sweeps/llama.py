@@ -1,11 +1,15 @@
-"""Llama-2's real shapes on one GPU: `python3 -m sweeps.llama DIR`, from the root of the repository. Wants no network, no transformers and no fio.
+"""Llama-2's real shapes on one GPU: `python3 -m sweeps.llama DIR`, from the root of the repository.
+Wants no network, no transformers and no fio.
 
-ZeRO-3 with parameters and states on the drive of DIR, with states alone, and `NVMeOptimizer`: each a process of its own that makes a few steps. For every
-phase the report has the drive's busy share and speed (/proc/diskstats), the CPU that the swapper's calls took, and the time beside the floor: what the engine
-by itself needs to move the same bytes, both ways at once, before and after. On a machine without a GPU, `--width 64` is the same model with all of its
-tensors, narrow enough for two cores.
+ZeRO-3 with parameters and states on the drive of DIR, with states alone, and `NVMeOptimizer`: each
+a process of its own that makes a few steps. For every phase the report has the drive's busy share
+and speed (/proc/diskstats), the CPU that the swapper's calls took, and the time beside the floor:
+what the engine by itself needs to move the same bytes, both ways at once, before and after. On a
+machine without a GPU, `--width 64` is the same model with all of its tensors, narrow enough for two
+cores.
 
-On a GPU machine without a network: an interpreter with torch and CUDA, and DeepSpeed's wheel with what it needs unpacked to /tmp/site:
+On a GPU machine without a network: an interpreter with torch and CUDA, and DeepSpeed's wheel with
+what it needs unpacked to /tmp/site:
 
     export PYTHONPATH=/tmp/site && python3 setup.py build_ext --inplace
     python3 -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
@@ -51,7 +55,8 @@ _WAYS = {
     "states": "ZeRO-3, states on the drive",
     "optimizer": 'NVMeOptimizer, "compact"',
 }
-_SIZES = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40)}  # width, of the MLP, layers, heads
+# width, of the MLP, layers, heads
+_SIZES = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40)}
 _VOCABULARY = 32000
 _SETTLING = 4  # steps: by these the order is learned, and those are in memory that stay there
 _PROBE_SECONDS = 10
@@ -69,11 +74,19 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, name: str, width: int | None) -> Sizes:
-        """Of the model called *name*, or of its form with that *width*, which has as many layers and tensors."""
+        """Of the model called *name*, or of its form with that *width*, which has as many layers
+        and tensors.
+        """
         whole, inner, layers, heads = _SIZES[name]
         if width is None:
             return cls(whole, inner, layers, heads, _VOCABULARY)
-        return cls(width, inner * width // whole // 8 * 8, layers, max(width // 16, 1), max(_VOCABULARY * width // whole, 64))
+        return cls(
+            width,
+            inner * width // whole // 8 * 8,
+            layers,
+            max(width // 16, 1),
+            max(_VOCABULARY * width // whole, 64),
+        )
 
 
 class _Norm(nn.Module):
@@ -83,7 +96,9 @@ class _Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(
+            x.dtype
+        )
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -94,20 +109,29 @@ class _Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.heads = sizes.heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (_linear(sizes.width, sizes.width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            _linear(sizes.width, sizes.width) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
-        query, key, value = (one(x).view(batch, tokens, self.heads, -1).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            one(x).view(batch, tokens, self.heads, -1).transpose(1, 2)
+            for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
         half = width // self.heads // 2
-        angles = torch.arange(tokens, device=x.device)[:, None] * 1e4 ** (-torch.arange(half, device=x.device) / half)
+        angles = torch.arange(tokens, device=x.device)[:, None] * 1e4 ** (
+            -torch.arange(half, device=x.device) / half
+        )
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
         def turned(one: torch.Tensor) -> torch.Tensor:
             first, second = one[..., :half], one[..., half:]
             return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
-        mixed = functional.scaled_dot_product_attention(turned(query), turned(key), value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            turned(query), turned(key), value, is_causal=True
+        )
         attended: torch.Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
         return attended
 
@@ -115,7 +139,10 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = _linear(sizes.width, sizes.inner), _linear(sizes.width, sizes.inner)
+        self.gate_proj, self.up_proj = (
+            _linear(sizes.width, sizes.inner),
+            _linear(sizes.width, sizes.inner),
+        )
         self.down_proj = _linear(sizes.inner, sizes.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +163,9 @@ class _Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Every tensor of Llama-2, by its own name but for the prefix. Returns the loss of predicting each token from those before it."""
+    """Every tensor of Llama-2, by its own name but for the prefix. Returns the loss of predicting
+    each token from those before it.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -151,21 +180,29 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         logits = self.lm_head(self.norm(x))[:, :-1]
-        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1))
+        return functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]).float(), tokens[:, 1:].reshape(-1)
+        )
 
 
 # What is measured
 
 
 def mixed_speed(directory: Path, config: AioConfig, nbytes: int) -> float:
-    """Bytes a second that the engine reads and writes at once, in files of *nbytes* each, through as much memory, with nothing else to do.
+    """Bytes a second that the engine reads and writes at once, in files of *nbytes* each, through
+    as much memory, with nothing else to do.
 
-    Over and over for `_PROBE_SECONDS`: what a virtual drive gives for the first seconds it does not give for a step.
+    Over and over for `_PROBE_SECONDS`: what a virtual drive gives for the first seconds it does not
+    give for a step.
     """
     piece = max(config.block_size, 16 << 20)
     nbytes = max(nbytes // piece, 1) * piece
     memory = [allocate(nbytes) for _ in range(2)]
-    with Engine(config) as engine, engine.open_anonymous(directory, nbytes) as source, engine.open_anonymous(directory, nbytes) as target:
+    with (
+        Engine(config) as engine,
+        engine.open_anonymous(directory, nbytes) as source,
+        engine.open_anonymous(directory, nbytes) as target,
+    ):
         for buffer in memory:
             buffer[::4096] = b"\1" * len(buffer[::4096])  # every page is there
         for file in (source, target):
@@ -196,13 +233,21 @@ def _train(job: dict[str, Any]) -> None:
     disk, planning = Disk(Path(job["directory"])), Planning()
     torch.manual_seed(0)
     began = time.monotonic()
-    parts, elements, tensors = (_nvme_optimizer if job["way"] == "optimizer" else _zero3)(job, "cuda" if cuda else "cpu")
+    parts, elements, tensors = (_nvme_optimizer if job["way"] == "optimizer" else _zero3)(
+        job, "cuda" if cuda else "cpu"
+    )
     synchronize()
     made = time.monotonic() - began
     for number in range(job["steps"]):
         phases = {}
         for name, part in parts.items():
-            before, cpu, used, uses, began = disk.read(), _cpu_seconds(), planning.seconds, planning.uses, time.monotonic()
+            before, cpu, used, uses, began = (
+                disk.read(),
+                _cpu_seconds(),
+                planning.seconds,
+                planning.uses,
+                time.monotonic(),
+            )
             part()
             synchronize()
             seconds, after = time.monotonic() - began, disk.read()
@@ -219,7 +264,12 @@ def _train(job: dict[str, Any]) -> None:
             }
         print(json.dumps({"event": "step", "number": number, "phases": phases}), file=events)
     memory = process.memory_of("self")
-    done = {"set_up_seconds": made, "elements": elements, "tensors": tensors, "host_peak_bytes": memory.peak if memory else 0}
+    done = {
+        "set_up_seconds": made,
+        "elements": elements,
+        "tensors": tensors,
+        "host_peak_bytes": memory.peak if memory else 0,
+    }
     done["gpu_peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     done["accelerator"] = torch.cuda.get_device_name(0) if cuda else "none"
     print(json.dumps({"event": "done", **done}), file=events)
@@ -241,9 +291,21 @@ def _zero3(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], obj
         "steps_per_print": 1000,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": device == "cpu"}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": nvme, **({"offload_param": nvme} if job["way"] == "both" else {})},
-        "aio": {"block_size": aio["block_size"], "queue_depth": aio["queue_depth"], "intra_op_parallelism": aio["thread_count"]},
-        "nvme_offload": {"host_memory": job["host_memory"], "state_format": "compact", "backend": aio["backend"]},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": nvme,
+            **({"offload_param": nvme} if job["way"] == "both" else {}),
+        },
+        "aio": {
+            "block_size": aio["block_size"],
+            "queue_depth": aio["queue_depth"],
+            "intra_op_parallelism": aio["thread_count"],
+        },
+        "nvme_offload": {
+            "host_memory": job["host_memory"],
+            "state_format": "compact",
+            "backend": aio["backend"],
+        },
     }
     if job["narrow"]:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # type: ignore[index]
@@ -263,18 +325,34 @@ def _zero3(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], obj
     return parts, sum(parameter.ds_numel for parameter in parameters), len(parameters)
 
 
-def _nvme_optimizer(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], object]], int, int]:
+def _nvme_optimizer(
+    job: dict[str, Any], device: str
+) -> tuple[dict[str, Callable[[], object]], int, int]:
     from nvme_offload.optim import NVMeOptimizer
 
     with torch.device("meta"):
         shapes = [parameter.shape for parameter in Llama(Sizes(*job["sizes"])).parameters()]
-    parameters = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02) for shape in shapes]
+    parameters = [
+        nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02)
+        for shape in shapes
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
     options: dict[str, Any] = {"lr": 1e-4, "fused": True}
     aio = AioConfig(**job["aio"])
-    optimizer = NVMeOptimizer(parameters, paths=job["directory"], host_memory=job["host_memory"], state_format="compact", aio=aio, **options)
-    return {"update": optimizer.step}, sum(parameter.numel() for parameter in parameters), len(parameters)
+    optimizer = NVMeOptimizer(
+        parameters,
+        paths=job["directory"],
+        host_memory=job["host_memory"],
+        state_format="compact",
+        aio=aio,
+        **options,
+    )
+    return (
+        {"update": optimizer.step},
+        sum(parameter.numel() for parameter in parameters),
+        len(parameters),
+    )
 
 
 def _cpu_seconds() -> float:
@@ -288,65 +366,161 @@ def _cpu_seconds() -> float:
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--model", type=click.Choice(list(_SIZES)), default="7b", show_default=True)
-@click.option("--width", type=click.IntRange(min=16), help="Of a model with as many tensors, a multiple of 16, instead of its own.")
+@click.option(
+    "--width",
+    type=click.IntRange(min=16),
+    help="Of a model with as many tensors, a multiple of 16, instead of its own.",
+)
 @click.option("--ways", default=",".join(_WAYS), show_default=True, help="With commas between.")
 @click.option("--host-memory", default="16GB", show_default=True, help="Of each way.")
 @click.option("--batch", type=int, default=4, show_default=True)
 @click.option("--sequence", type=int, default=2048, show_default=True)
-@click.option("--steps", type=click.IntRange(min=_SETTLING + 1), default=6, show_default=True, help=f"The first {_SETTLING} do not count.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=_SETTLING + 1),
+    default=6,
+    show_default=True,
+    help=f"The first {_SETTLING} do not count.",
+)
 @click.option("--block-size", default="4MiB", show_default=True)
 @click.option("--queue-depth", type=int, default=16, show_default=True)
 @click.option("--thread-count", type=int, default=4, show_default=True)
 @click.option("--backend", default="libaio", show_default=True)
-@click.option("--probe-size", default="2GB", show_default=True, help="Of each of the two files with which the engine's own speed is measured.")
-@click.option("--timeout", type=float, default=560, show_default=True, help="Of a process, in seconds; what it told by then is reported.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, after every way.")
+@click.option(
+    "--probe-size",
+    default="2GB",
+    show_default=True,
+    help="Of each of the two files with which the engine's own speed is measured.",
+)
+@click.option(
+    "--timeout",
+    type=float,
+    default=560,
+    show_default=True,
+    help="Of a process, in seconds; what it told by then is reported.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md and OUTPUT.json, after every way.",
+)
 @click.option("--job", hidden=True, help="What one process is to do.")
-def main(directory: Path, model: str, width: int | None, ways: str, output: Path | None, job: str | None, **options: Any) -> None:
-    """Train Llama-2's shapes with offload to the drive of DIRECTORY, and print a report in Markdown."""
+def main(
+    directory: Path,
+    model: str,
+    width: int | None,
+    ways: str,
+    output: Path | None,
+    job: str | None,
+    **options: Any,
+) -> None:
+    """Train Llama-2's shapes with offload to the drive of DIRECTORY, and print a report in
+    Markdown.
+    """
     if job is not None:
         _train(json.loads(job))
         return
     stop_at_sigterm()
     chosen = ways.split(",")
     if unknown := sorted(set(chosen) - set(_WAYS)):
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(_WAYS)}", param_hint="--ways")
+        raise click.BadParameter(
+            f"{unknown[0]!r} is none of {', '.join(_WAYS)}", param_hint="--ways"
+        )
     sizes = Sizes.of(model, width)
     with torch.device("meta"):
         elements = sum(parameter.numel() for parameter in Llama(sizes).parameters())
-    aio = {"block_size": parse_bytes(options["block_size"]), **{key: options[key] for key in ("queue_depth", "thread_count", "backend")}}
-    described = facts(directory, "sweeps.llama") | {"versions": f"{commit()}, torch {torch.__version__}"}
-    described["model"] = f"Llama-2 {model}{'' if width is None else f', width {width}'}: {elements / 1e6:,.0f} million parameters"
+    aio = {
+        "block_size": parse_bytes(options["block_size"]),
+        **{key: options[key] for key in ("queue_depth", "thread_count", "backend")},
+    }
+    described = facts(directory, "sweeps.llama") | {
+        "versions": f"{commit()}, torch {torch.__version__}"
+    }
+    described["model"] = (
+        f"Llama-2 {model}{'' if width is None else f', width {width}'}: {elements / 1e6:,.0f} million parameters"
+    )
     found: list[dict[str, Any]] = []
-    speeds = [mixed_speed(directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"]))]
+    speeds = [
+        mixed_speed(directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"]))
+    ]
     for way in chosen:
         cap = parse_bytes(options["host_memory"])
         with tempfile.TemporaryDirectory(prefix="sweeps-llama-", dir=directory) as place:
-            asked = {"way": way, "directory": place, "sizes": sizes, "narrow": width is not None, "host_memory": cap, "aio": {**aio, "direct": "auto"}}
-            told, error = _run(directory, {**asked, **{key: options[key] for key in ("batch", "sequence", "steps")}}, options["timeout"])
-        speeds.append(mixed_speed(directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"])))
+            asked = {
+                "way": way,
+                "directory": place,
+                "sizes": sizes,
+                "narrow": width is not None,
+                "host_memory": cap,
+                "aio": {**aio, "direct": "auto"},
+            }
+            told, error = _run(
+                directory,
+                {**asked, **{key: options[key] for key in ("batch", "sequence", "steps")}},
+                options["timeout"],
+            )
+        speeds.append(
+            mixed_speed(
+                directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"])
+            )
+        )
         done = next((event for event in told if event["event"] == "done"), {})
-        settled = [event["phases"] for event in told if event["event"] == "step" and event["number"] >= _SETTLING]
-        found.append({"way": way, "error": error, "done": done, "steps": settled, "mixed": statistics.fmean(speeds[-2:]), "host_memory": cap})
+        settled = [
+            event["phases"]
+            for event in told
+            if event["event"] == "step" and event["number"] >= _SETTLING
+        ]
+        found.append(
+            {
+                "way": way,
+                "error": error,
+                "done": done,
+                "steps": settled,
+                "mixed": statistics.fmean(speeds[-2:]),
+                "host_memory": cap,
+            }
+        )
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.with_name(output.name + ".md").write_text(render(described, found))
-            output.with_name(output.name + ".json").write_text(json.dumps({"facts": described, "ways": found, "told": told}, indent=1))
+            output.with_name(output.name + ".json").write_text(
+                json.dumps({"facts": described, "ways": found, "told": told}, indent=1)
+            )
     click.echo(render(described, found))
 
 
-def _run(directory: Path, job: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], str | None]:
+def _run(
+    directory: Path, job: dict[str, Any], timeout: float
+) -> tuple[list[dict[str, Any]], str | None]:
     """What the process of *job* told, and why it did not come to its end, if so."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **ranks, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    environment = {
+        **os.environ,
+        **ranks,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
     command = [sys.executable, "-m", "sweeps.llama", str(directory), "--job", json.dumps(job)]
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as told:
         error = None
         try:
-            status = subprocess.run(command, cwd=_ROOT, env=environment, stdout=told, stderr=log, stdin=subprocess.DEVNULL, timeout=timeout).returncode
+            status = subprocess.run(
+                command,
+                cwd=_ROOT,
+                env=environment,
+                stdout=told,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                timeout=timeout,
+            ).returncode
         except subprocess.TimeoutExpired:
             status, error = 1, f"not done after {timeout:g} s"
         log.seek(0)
@@ -366,7 +540,10 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
 
 def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
     """The report in Markdown."""
-    parts = ["# Llama-2's shapes on one GPU", "\n".join(f"- {name}: {value}" for name, value in described.items())]
+    parts = [
+        "# Llama-2's shapes on one GPU",
+        "\n".join(f"- {name}: {value}" for name, value in described.items()),
+    ]
     head = (
         "",
         "phase",
@@ -395,8 +572,21 @@ def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
             )
         names = [name for name in _PHASES if one["steps"] and name in one["steps"][0]]
         for name in [*names, *(["step"] if len(names) > 1 else [])]:
-            lines.append((title, name, *_cells([_sum(step, names if name == "step" else [name]) for step in one["steps"]], one["mixed"])))
-    parts += ["\n".join(notes), "Medians over the steps past the first ones.", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            lines.append(
+                (
+                    title,
+                    name,
+                    *_cells(
+                        [_sum(step, names if name == "step" else [name]) for step in one["steps"]],
+                        one["mixed"],
+                    ),
+                )
+            )
+    parts += [
+        "\n".join(notes),
+        "Medians over the steps past the first ones.",
+        "\n".join(f"| {' | '.join(line)} |" for line in lines),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -43,6 +43,8 @@ def commit() -> str:
     """The commit that this was run from."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         asked = ["git", "describe", "--always", "--dirty"]
-        described = subprocess.run(asked, check=True, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+        described = subprocess.run(
+            asked, check=True, capture_output=True, text=True, cwd=Path(__file__).parent
+        ).stdout.strip()
         return f"commit {described}"
     return "commit unknown"

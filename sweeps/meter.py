@@ -1,4 +1,6 @@
-"""What a stretch of a run does to the drive, and what planning it takes: counters that are read before and after."""
+"""What a stretch of a run does to the drive, and what planning it takes: counters that are read
+before and after.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "st
 
 
 class Traffic(NamedTuple):
-    """Bytes read and written, of all drives, and seconds in which anything was in flight, of the busiest; and the seconds that all requests took, summed, so
-    that over a second they are how many are in flight.
+    """Bytes read and written, of all drives, and seconds in which anything was in flight, of the
+    busiest; and the seconds that all requests took, summed, so that over a second they are how many
+    are in flight.
     """
 
     read: int
@@ -28,11 +31,15 @@ class Traffic(NamedTuple):
 
 
 class Disk:
-    """The drives under a directory, as the kernel counts them, whoever uses them. Source: Documentation/admin-guide/iostats.rst of the kernel."""
+    """The drives under a directory, as the kernel counts them, whoever uses them. Source:
+    Documentation/admin-guide/iostats.rst of the kernel.
+    """
 
     def __init__(self, directory: Path) -> None:
         drive = describe(directory)
-        self._names = {Path(name).name for name in drive.physical_devices} or {Path(drive.device).name}
+        self._names = {Path(name).name for name in drive.physical_devices} or {
+            Path(drive.device).name
+        }
 
     def read(self) -> Traffic:
         """Since the machine started."""
@@ -45,7 +52,9 @@ def parse_diskstats(text: str, names: set[str]) -> Traffic:
     for line in text.splitlines():
         fields = line.split()
         if fields[2] in names:
-            read, written, reading, writing, busy = (int(fields[number]) for number in (5, 9, 6, 10, 12))
+            read, written, reading, writing, busy = (
+                int(fields[number]) for number in (5, 9, 6, 10, 12)
+            )
             found = Traffic(
                 found.read + read * _SECTOR_BYTES,
                 found.written + written * _SECTOR_BYTES,
@@ -57,12 +66,18 @@ def parse_diskstats(text: str, names: set[str]) -> Traffic:
 
 
 class Planning:
-    """CPU seconds of the calling thread in the calls of every `TensorSwapper`, and how often a value was asked for. A call within a call counts once."""
+    """CPU seconds of the calling thread in the calls of every `TensorSwapper`, and how often a
+    value was asked for. A call within a call counts once.
+    """
 
     def __init__(self) -> None:
         self.seconds, self.uses, self._depth = 0.0, 0, 0
         for name in _CALLS:
-            setattr(TensorSwapper, name, self._counted(getattr(TensorSwapper, name), name in ("create", "swap_in")))
+            setattr(
+                TensorSwapper,
+                name,
+                self._counted(getattr(TensorSwapper, name), name in ("create", "swap_in")),
+            )
 
     def _counted(self, method: Callable[..., Any], is_use: bool) -> Callable[..., Any]:
         @functools.wraps(method)

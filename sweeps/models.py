@@ -1,7 +1,8 @@
-"""Models by name, or by a Hugging Face config.json: all of their tensors, in their own order, and modules that train. Nothing is downloaded.
+"""Models by name, or by a Hugging Face config.json: all of their tensors, in their own order, and
+modules that train. Nothing is downloaded.
 
-A small-width form of a model has every tensor of it, under the same name, and is narrow enough for two cores: what grows with the number of tensors is
-the same in both.
+A small-width form of a model has every tensor of it, under the same name, and is narrow enough for
+two cores: what grows with the number of tensors is the same in both.
 """
 
 from __future__ import annotations
@@ -20,9 +21,30 @@ from nvme_offload.errors import UsageError
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 # What the models' own config.json say, as far as it has to do with tensors.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
-    "llama2-7b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000},
-    "llama2-13b": {**_LLAMA, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 32000},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "llama2-7b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+    "llama2-13b": {
+        **_LLAMA,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "vocab_size": 32000,
+    },
     "llama3-8b": {
         **_LLAMA,
         "hidden_size": 4096,
@@ -60,13 +82,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head")
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "ffn_dim")
+_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "n_inner",
+    "ffn_dim",
+)
 _HEAD_WIDTH = 8  # of a small-width form, at least
 _SMALLEST_VOCABULARY = 64
 
 
 class Tensor(NamedTuple):
-    """A parameter. *layer* is the module that uses it as one: ZeRO-3 gathers what belongs to a module itself, and a pass goes from layer to layer."""
+    """A parameter. *layer* is the module that uses it as one: ZeRO-3 gathers what belongs to a
+    module itself, and a pass goes from layer to layer.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -81,7 +111,8 @@ class Expert(NamedTuple):
 
 
 def config_of(name: str, width: int | None = None) -> dict[str, Any]:
-    """The configuration of the model called *name*, or of the config.json, or directory with one, at that path; of its small-width form with *width*.
+    """The configuration of the model called *name*, or of the config.json, or directory with one,
+    at that path; of its small-width form with *width*.
 
     Raises: UsageError for what is neither, and where the model has no such form.
     """
@@ -92,28 +123,44 @@ def config_of(name: str, width: int | None = None) -> dict[str, Any]:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"{name!r} is none of {', '.join(CONFIGS)}, and no config.json: {error}") from None
+            raise UsageError(
+                f"{name!r} is none of {', '.join(CONFIGS)}, and no config.json: {error}"
+            ) from None
         if not isinstance(config, dict) or "model_type" not in config:
             raise UsageError(f'{path} has no "model_type": it is not a Hugging Face model config')
     return dict(config) if width is None else narrowed(config, width)
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """The small-width form of *config*: as many layers, experts and tensors, with *width* for its hidden size and all else in proportion.
+    """The small-width form of *config*: as many layers, experts and tensors, with *width* for its
+    hidden size and all else in proportion.
 
-    Raises: UsageError where there is nothing to narrow, or *width* is no multiple of the heads' least width.
+    Raises: UsageError where there is nothing to narrow, or *width* is no multiple of the heads'
+    least width.
     """
     hidden = next((key for key in _HIDDEN if key in config), None)
     if hidden is None or width < _HEAD_WIDTH or width % _HEAD_WIDTH or width > config[hidden]:
-        raise UsageError(f"a width of {width} is none that this model can be narrowed to: give a multiple of {_HEAD_WIDTH}, up to its own")
+        raise UsageError(
+            f"a width of {width} is none that this model can be narrowed to: give a multiple of {_HEAD_WIDTH}, up to its own"
+        )
     share = width / config[hidden]
-    small = {**config, hidden: width, "vocab_size": max(int(config["vocab_size"] * share), _SMALLEST_VOCABULARY)}
+    small = {
+        **config,
+        hidden: width,
+        "vocab_size": max(int(config["vocab_size"] * share), _SMALLEST_VOCABULARY),
+    }
     heads_key = next(key for key in _HEADS if key in config)
-    heads = next(count for count in range(min(config[heads_key], width // _HEAD_WIDTH), 0, -1) if width % (count * 2) == 0)
+    heads = next(
+        count
+        for count in range(min(config[heads_key], width // _HEAD_WIDTH), 0, -1)
+        if width % (count * 2) == 0
+    )
     small[heads_key] = heads
     if "num_key_value_heads" in config:
         groups = max(config[heads_key] // config["num_key_value_heads"], 1)
-        small["num_key_value_heads"] = next(count for count in range(max(heads // groups, 1), 0, -1) if heads % count == 0)
+        small["num_key_value_heads"] = next(
+            count for count in range(max(heads // groups, 1), 0, -1) if heads % count == 0
+        )
     if "head_dim" in config:
         small["head_dim"] = width // heads
     for key in _WIDTHS:
@@ -123,38 +170,64 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """The causal language model of *config*, with random weights, wherever torch makes tensors now."""
+    """The causal language model of *config*, with random weights, wherever torch makes
+    tensors now.
+    """
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     described = {
-        key: value for key, value in config.items() if key not in ("model_type", "architectures", "auto_map", "torch_dtype", "dtype", "quantization_config")
+        key: value
+        for key, value in config.items()
+        if key
+        not in (
+            "model_type",
+            "architectures",
+            "auto_map",
+            "torch_dtype",
+            "dtype",
+            "quantization_config",
+        )
     }
     try:
         made = transformers.AutoConfig.for_model(config["model_type"], **described)
         made.use_cache = False
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"this transformers has no causal language model of the family {config['model_type']!r}: {error}") from None
+        raise UsageError(
+            f"this transformers has no causal language model of the family {config['model_type']!r}: {error}"
+        ) from None
     return model
 
 
 def tensors(config: dict[str, Any]) -> list[Tensor]:
-    """Every parameter of the model, those that are shared once, in the model's order: made on the meta device, where they take no memory."""
+    """Every parameter of the model, those that are shared once, in the model's order: made on the
+    meta device, where they take no memory.
+    """
     with torch.device("meta"):
         model = build(config)
-    return [Tensor(name, tuple(parameter.shape), parameter.numel()) for name, parameter in model.named_parameters()]
+    return [
+        Tensor(name, tuple(parameter.shape), parameter.numel())
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def split_experts(found: list[Tensor], experts: int) -> Iterator[tuple[Tensor, Expert | None]]:
-    """*found*, with a tensor that holds all *experts* of a layer cut into one for each; and which expert's it is.
+    """*found*, with a tensor that holds all *experts* of a layer cut into one for each; and which
+    expert's it is.
 
-    A layer that uses eight of 128 experts need not read the others, where each is a value of its own.
+    A layer that uses eight of 128 experts need not read the others, where each is a value of its
+    own.
     """
     for tensor in found:
         if experts > 1 and ".experts." in tensor.name and tensor.shape[0] == experts:
             layer = tensor.name.partition(".experts.")[0]
             for number in range(experts):
-                yield Tensor(f"{tensor.name}[{number}]", tensor.shape[1:], tensor.elements // experts), Expert(layer, number)
+                yield (
+                    Tensor(
+                        f"{tensor.name}[{number}]", tensor.shape[1:], tensor.elements // experts
+                    ),
+                    Expert(layer, number),
+                )
         else:
             yield tensor, None

@@ -1,6 +1,8 @@
-"""A store whose transfers take the time that a drive's would, and move no byte; and a pool of memory that nobody touches.
+"""A store whose transfers take the time that a drive's would, and move no byte; and a pool of
+memory that nobody touches.
 
-With these a planner is measured on the shapes of a model that neither the drive nor the memory of the machine could hold.
+With these a planner is measured on the shapes of a model that neither the drive nor the memory of
+the machine could hold.
 """
 
 from __future__ import annotations
@@ -24,13 +26,28 @@ _MAP_NORESERVE = 0x4000  # linux/mman.h
 class NullEngine(Engine):
     """An engine that moves no byte, on files of any size that take no room.
 
-    *read_bytes_per_second*, *write_bytes_per_second*: of a drive that serves one block after another, so that both directions at once share it;
-    transfers end at once where these are not given. *faults* are as in the tests of the engine.
+    *read_bytes_per_second*, *write_bytes_per_second*: of a drive that serves one block after
+    another, so that both directions at once share it; transfers end at once where these are not
+    given. *faults* are as in the tests of the engine.
     """
 
-    def __init__(self, read_bytes_per_second: float = 0, write_bytes_per_second: float = 0, *, faults: Any = ()) -> None:
-        speeds = f":{read_bytes_per_second:.0f}:{write_bytes_per_second:.0f}" if read_bytes_per_second else ""
-        super().__init__(AioConfig(block_size=1 << 20, queue_depth=32, direct=False), _backend=f"null{speeds}", _faults=faults)
+    def __init__(
+        self,
+        read_bytes_per_second: float = 0,
+        write_bytes_per_second: float = 0,
+        *,
+        faults: Any = (),
+    ) -> None:
+        speeds = (
+            f":{read_bytes_per_second:.0f}:{write_bytes_per_second:.0f}"
+            if read_bytes_per_second
+            else ""
+        )
+        super().__init__(
+            AioConfig(block_size=1 << 20, queue_depth=32, direct=False),
+            _backend=f"null{speeds}",
+            _faults=faults,
+        )
 
     def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
         """A file in *directory* that has no blocks, and no name from now on."""
@@ -48,12 +65,23 @@ class _EndlessSlabs(Slabs):
 
 
 class NullStore(TensorStore):
-    """A store on a `NullEngine` of those speeds, which it closes. What it gives back is what its reader's memory held before."""
+    """A store on a `NullEngine` of those speeds, which it closes. What it gives back is what its
+    reader's memory held before.
+    """
 
-    def __init__(self, read_bytes_per_second: float = 0, write_bytes_per_second: float = 0, *, faults: Any = ()) -> None:
+    def __init__(
+        self,
+        read_bytes_per_second: float = 0,
+        write_bytes_per_second: float = 0,
+        *,
+        faults: Any = (),
+    ) -> None:
         self._null_engine = NullEngine(read_bytes_per_second, write_bytes_per_second, faults=faults)
         super().__init__(tempfile.gettempdir(), engine=self._null_engine)
-        self._room.drives[:] = [_EndlessSlabs(self._null_engine, drive.path, drive.weight) for drive in self._room.drives]
+        self._room.drives[:] = [
+            _EndlessSlabs(self._null_engine, drive.path, drive.weight)
+            for drive in self._room.drives
+        ]
 
     def close(self) -> None:
         """As `TensorStore.close`, and the engine with it."""
@@ -64,13 +92,19 @@ class NullStore(TensorStore):
 
 
 class UntouchedPool(PinnedPool):
-    """A pool of any size, of addresses alone: a page costs memory once it is touched, which nothing that moves no byte does."""
+    """A pool of any size, of addresses alone: a page costs memory once it is touched, which nothing
+    that moves no byte does.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(1, pin=False)
         self.nbytes = nbytes
-        self._addresses = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        self._addresses = mmap.mmap(
+            -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        )
 
     def empty(self, numel: int, dtype: torch.dtype, timeout: float | None = None) -> torch.Tensor:
         """All of it, which is what a swapper asks for."""
-        return torch.from_numpy(np.frombuffer(self._addresses, np.uint8))[: numel * dtype.itemsize].view(dtype)
+        return torch.from_numpy(np.frombuffer(self._addresses, np.uint8))[
+            : numel * dtype.itemsize
+        ].view(dtype)

@@ -1,8 +1,11 @@
-"""`python -m sweeps.optimizers_of_others DIR --packages P --output FILE`: optimizers of other packages under `NVMeOptimizer`, beside themselves in memory.
+"""`python -m sweeps.optimizers_of_others DIR --packages P --output FILE`: optimizers of other
+packages under `NVMeOptimizer`, beside themselves in memory.
 
-Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with all the memory that it wants, and with the least that it does not
-refuse. The table says where the bits are the same, which are refused with which words, and which fail without this package as well. The packages are imported
-from P, as `pip install --no-deps --target P` leaves them, so that none of them has to be in the environment. Each class has a process and a time of its own.
+Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with all the
+memory that it wants, and with the least that it does not refuse. The table says where the bits are
+the same, which are refused with which words, and which fail without this package as well. The
+packages are imported from P, as `pip install --no-deps --target P` leaves them, so that none of
+them has to be in the environment. Each class has a process and a time of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +39,37 @@ from nvme_offload.optim import bucketing
 from .machine import commit, facts
 
 PACKAGES = (
-    *("acfgm", "adabelief_pytorch", "adabound", "adam_mini", "adamod", "adamp", "adan_pytorch", "adams", "came_pytorch", "dadaptation", "galore_torch"),
-    *("lion_pytorch", "muon", "prodigyopt", "prodigyplus", "pytorch_optimizer", "pytorch_ranger", "schedulefree", "sophia_opt", "timm.optim"),
-    *("torch_optimizer", "torchao.optim", "bitsandbytes.optim", "heavyball", "transformers.optimization"),
+    *(
+        "acfgm",
+        "adabelief_pytorch",
+        "adabound",
+        "adam_mini",
+        "adamod",
+        "adamp",
+        "adan_pytorch",
+        "adams",
+        "came_pytorch",
+        "dadaptation",
+        "galore_torch",
+    ),
+    *(
+        "lion_pytorch",
+        "muon",
+        "prodigyopt",
+        "prodigyplus",
+        "pytorch_optimizer",
+        "pytorch_ranger",
+        "schedulefree",
+        "sophia_opt",
+        "timm.optim",
+    ),
+    *(
+        "torch_optimizer",
+        "torchao.optim",
+        "bitsandbytes.optim",
+        "heavyball",
+        "transformers.optimization",
+    ),
 )
 SHAPES = ((200, 150), (40, 30), (77,), (300, 100), (16, 8, 3, 3))
 STEPS = 12
@@ -54,13 +85,23 @@ OF_CLASSES: dict[str, dict[str, Any]] = {  # which have a default that they refu
     r"bitsandbytes\.optim\.(LARS|SGD|PytorchLARS)": {"momentum": 0.9},
     r"came_pytorch\.": {"lr": 1e-3},
 }
-VERDICTS = ("bit-equal", "refused", "fails in memory", "not the same twice in memory", "not judged", "DIFFERS", "FAILS")
+VERDICTS = (
+    "bit-equal",
+    "refused",
+    "fails in memory",
+    "not the same twice in memory",
+    "not judged",
+    "DIFFERS",
+    "FAILS",
+)
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Way(NamedTuple):
-    """How an optimizer is used: *matrices* alone; *groups* of these and of others; a *closure* for `step`; gradients with a *graph*; *ranks*, of one."""
+    """How an optimizer is used: *matrices* alone; *groups* of these and of others; a *closure* for
+    `step`; gradients with a *graph*; *ranks*, of one.
+    """
 
     name: str
     matrices: bool = False
@@ -100,35 +141,56 @@ def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
             continue
         seen = set()
         for name, kind in sorted(vars(module).items()):
-            own = inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and not kind.__module__.startswith("torch.")
+            own = (
+                inspect.isclass(kind)
+                and issubclass(kind, torch.optim.Optimizer)
+                and not kind.__module__.startswith("torch.")
+            )
             if own and kind not in seen and kind.__name__ not in ("Optimizer", "BaseOptimizer"):
                 seen.add(kind)
-                more = [given for pattern, given in OF_CLASSES.items() if re.match(pattern, f"{package}.{name}")]
+                more = [
+                    given
+                    for pattern, given in OF_CLASSES.items()
+                    if re.match(pattern, f"{package}.{name}")
+                ]
                 yield f"{package}.{name}", made(kind, *more)
 
 
 def _imported(package: str) -> Any:
-    if package == "timm.optim":  # for which timm itself would import its models, and they torchvision
+    # for which timm itself would import its models, and they torchvision
+    if package == "timm.optim":
         outer, models = types.ModuleType("timm"), types.ModuleType("timm.models")
-        outer.__path__ = [str(Path(folder) / "timm") for folder in sys.path if (Path(folder) / "timm" / "optim").is_dir()]
+        outer.__path__ = [
+            str(Path(folder) / "timm")
+            for folder in sys.path
+            if (Path(folder) / "timm" / "optim").is_dir()
+        ]
         models.group_parameters = models.group_with_matcher = None  # type: ignore[attr-defined]
         sys.modules.update({"timm": outer, "timm.models": models})
     return importlib.import_module(package)
 
 
 def made(kind: Any, more: Mapping[str, Any] | None = None) -> Make:
-    """The class with its own defaults and *more*; where it has none, with those of `ARGUMENTS`, an optimizer inside of it, or names of parameters."""
+    """The class with its own defaults and *more*; where it has none, with those of `ARGUMENTS`, an
+    optimizer inside of it, or names of parameters.
+    """
     wanted = inspect.signature(kind).parameters
     given = {
         name: ARGUMENTS[name]
         for name, parameter in wanted.items()
-        if name in ARGUMENTS and (parameter.default is inspect.Parameter.empty or type(parameter.default).__name__ == "_RequiredParameter")
+        if name in ARGUMENTS
+        and (
+            parameter.default is inspect.Parameter.empty
+            or type(parameter.default).__name__ == "_RequiredParameter"
+        )
     }
     if "optimizer" in wanted or next(iter(wanted)) == "base_optimizer":
         given.pop("base_optimizer", None)
         make = lambda params: kind(torch.optim.AdamW(params), **given)  # noqa: E731 -- which is given a name at once
     elif "named_parameters" in wanted:
-        make = lambda params: kind([(str(index), one) for index, one in enumerate(_flat(params))], **given)  # noqa: E731
+        make = lambda params: kind(  # noqa: E731
+            [(str(index), one) for index, one in enumerate(_flat(params))], **given
+        )
     else:
         make = lambda params: kind(params, **given, **(more or {}))  # noqa: E731
     make.__name__ = kind.__name__
@@ -136,14 +198,19 @@ def made(kind: Any, more: Mapping[str, Any] | None = None) -> Make:
 
 
 def _flat(params: Sequence[Any]) -> list[torch.Tensor]:
-    return [one for entry in params for one in (entry["params"] if isinstance(entry, dict) else [entry])]
+    return [
+        one for entry in params for one in (entry["params"] if isinstance(entry, dict) else [entry])
+    ]
 
 
 def weights(way: Way) -> list[torch.nn.Parameter]:
     """The same at each call."""
     generator = torch.Generator().manual_seed(0)
     shapes = [shape for shape in SHAPES if len(shape) == 2 or not way.matrices]
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator) / shape[-1] ** 0.5) for shape in shapes]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator) / shape[-1] ** 0.5)
+        for shape in shapes
+    ]
 
 
 def given_to(params: Sequence[torch.nn.Parameter], way: Way) -> Any:
@@ -179,24 +246,35 @@ def train(params: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
 
 def same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether all bits are."""
-    return all(torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32)) for one, other in zip(ones, others, strict=True))
+    return all(
+        torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
     """Parameters that were trained in memory."""
     if way.ranks and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     params = weights(way)
     train(params, make(given_to(params, way)), way)
     return params
 
 
-def trained(make: Make, directory: str, cap: int | str, way: Way) -> tuple[list[torch.nn.Parameter], int]:
-    """Parameters that were trained with this *cap*, or the least above it that is named where it is refused; and the buckets that they were in."""
+def trained(
+    make: Make, directory: str, cap: int | str, way: Way
+) -> tuple[list[torch.nn.Parameter], int]:
+    """Parameters that were trained with this *cap*, or the least above it that is named where it is
+    refused; and the buckets that they were in.
+    """
     for _ in range(5):
         params = weights(way)
         try:
-            with NVMeOptimizer(given_to(params, way), make, paths=directory, host_memory=cap) as optimizer:
+            with NVMeOptimizer(
+                given_to(params, way), make, paths=directory, host_memory=cap
+            ) as optimizer:
                 train(params, optimizer, way)
                 return params, len(optimizer._buckets)
         except OffloadError as refusal:
@@ -250,7 +328,9 @@ def _way_of(make: Make) -> Way | str:
 
 
 def _once(examine: Any) -> Any:
-    """*examine*, that is not asked again what it has said: of one class, with one set of options."""
+    """*examine*, that is not asked again what it has said: of one class, with one set of
+    options.
+    """
     found: dict[Any, Any] = {}
 
     @functools.wraps(examine)
@@ -280,7 +360,9 @@ def apart(name: str, make: Make, directory: str) -> Outcome:
     process.start()
     its.close()
     try:
-        return ours.recv() if ours.poll(SECONDS) else Outcome(name, f"not judged within {SECONDS} s")
+        return (
+            ours.recv() if ours.poll(SECONDS) else Outcome(name, f"not judged within {SECONDS} s")
+        )
     except EOFError:
         process.join(5)
         return Outcome(name, f"FAILS: its process ended with status {process.exitcode}")
@@ -292,7 +374,10 @@ def apart(name: str, make: Make, directory: str) -> Outcome:
 def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
     """The table, as Markdown."""
     counts = {kind: sum(one.verdict.startswith(kind) for one in outcomes) for kind in VERDICTS}
-    rows = [f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.buckets or ''} |" for one in outcomes]
+    rows = [
+        f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.buckets or ''} |"
+        for one in outcomes
+    ]
     return "\n".join(
         [
             "# Optimizers of other packages under NVMeOptimizer",
@@ -303,7 +388,9 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
             f"{len(outcomes)} classes, {STEPS} steps each over parameters of {', '.join(map(str, SHAPES))}: "
             + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
             + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
-            "memory: without this package, whichever of these ways it is used: " + ", ".join(way.name or "parameters alone" for way in WAYS) + ".",
+            "memory: without this package, whichever of these ways it is used: "
+            + ", ".join(way.name or "parameters alone" for way in WAYS)
+            + ".",
             "",
             "| optimizer | verdict | updates, as judged | buckets |",
             "|---|---|---|---|",
@@ -329,10 +416,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     sys.path.append(arguments.packages)
     torch.set_num_threads(1)
-    found = sorted((one.name, one.version) for one in importlib.metadata.distributions(path=[arguments.packages]))
+    found = sorted(
+        (one.name, one.version)
+        for one in importlib.metadata.distributions(path=[arguments.packages])
+    )
     about = {**facts(Path(arguments.directory), "sweeps.optimizers_of_others"), "commit": commit()}
     about["packages"] = ", ".join(f"{name} {version}" for name, version in found)
-    chosen = [(name, make) for name, make in optimizers(PACKAGES) if re.search(arguments.only, name)]
+    chosen = [
+        (name, make) for name, make in optimizers(PACKAGES) if re.search(arguments.only, name)
+    ]
     began, outcomes = time.monotonic(), []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for outcome in pool.map(lambda one: apart(*one, arguments.directory), chosen):

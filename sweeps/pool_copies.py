@@ -1,8 +1,10 @@
-"""What pool memory is worth on a machine with a GPU: copies, resident bytes, time to create, and reading a drive while copying.
+"""What pool memory is worth on a machine with a GPU: copies, resident bytes, time to create, and
+reading a drive while copying.
 
     python sweeps/pool_copies.py --directory /local_nvme --output reports/pool-copies.md
 
-Everything is compared in one run, interleaved (A B C, B C A, ...), and told as the median of the rounds' ratios with the lowest and the highest.
+Everything is compared in one run, interleaved (A B C, B C A, ...), and told as the median of the
+rounds' ratios with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def main() -> int:
     torch.ones(1, device=GPU)  # CUDA's own memory is there before anything is measured
     torch.empty(1, pin_memory=True)
     parts = [
-        ("Resident bytes of one allocation", resident_table(arguments.resident_size, arguments.resident_rounds)),
+        (
+            "Resident bytes of one allocation",
+            resident_table(arguments.resident_size, arguments.resident_rounds),
+        ),
         ("Time to create", creation_table(arguments.create_size, arguments.create_rounds)),
         ("Copies", copies_table(arguments.copy_size, arguments.copy_rounds)),
     ]
@@ -65,9 +70,15 @@ def main() -> int:
 def parsed_arguments() -> argparse.Namespace:
     """The command line; the defaults are what a committed report is made with."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="on the drive to read from; without it the drive is left out")
+    parser.add_argument(
+        "--directory", type=Path, help="on the drive to read from; without it the drive is left out"
+    )
     parser.add_argument("--output", type=Path, help="write the tables to this file as well")
-    parser.add_argument("--date", default=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"), help="to put on the report (default: now)")
+    parser.add_argument(
+        "--date",
+        default=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        help="to put on the report (default: now)",
+    )
     parser.add_argument("--copy-size", type=parse_bytes, default=1 << 30)
     parser.add_argument("--copy-rounds", type=int, default=15)
     parser.add_argument("--create-size", type=parse_bytes, default=4 << 30)
@@ -87,7 +98,9 @@ def parsed_arguments() -> argparse.Namespace:
 
 
 def resident_table(nbytes: int, rounds: int) -> list[Row]:
-    """The machine is asked as well as the process: what the driver allocates is not counted among the process's resident bytes."""
+    """The machine is asked as well as the process: what the driver allocates is not counted among
+    the process's resident bytes.
+    """
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in PINNED}
     for name in turns(list(PINNED), rounds):
         empty_torch_cache()
@@ -95,15 +108,39 @@ def resident_table(nbytes: int, rounds: int) -> list[Row]:
         tensor = PINNED[name](nbytes).fill_(1)
         used[name].append((machine_used_bytes() - machine, process_resident_bytes() - process))
         del tensor
-    rows = [[f"{format_bytes(nbytes)} of", "used of the machine over asked for", "resident in the process over asked for"]]
-    return rows + [[name, *(spread([one / nbytes for one in column]) for column in zip(*pairs, strict=True))] for name, pairs in used.items()]
+    rows = [
+        [
+            f"{format_bytes(nbytes)} of",
+            "used of the machine over asked for",
+            "resident in the process over asked for",
+        ]
+    ]
+    return rows + [
+        [name, *(spread([one / nbytes for one in column]) for column in zip(*pairs, strict=True))]
+        for name, pairs in used.items()
+    ]
 
 
 def machine_used_bytes() -> int:
-    """Bytes of the whole machine in use, but for the page cache and for free pages that each processor keeps at hand, which MemFree leaves out."""
-    kibibytes = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())}
-    in_use = (kibibytes["MemTotal"] - kibibytes["MemFree"] - kibibytes["Buffers"] - kibibytes["Cached"] - kibibytes.get("SReclaimable", 0)) * 1024
-    pages_at_hand = sum(map(int, re.findall(r"\bcount: +(\d+)", Path("/proc/zoneinfo").read_text())))
+    """Bytes of the whole machine in use, but for the page cache and for free pages that each
+    processor keeps at hand, which MemFree leaves out.
+    """
+    kibibytes = {
+        name: int(rest.split()[0])
+        for name, rest in (
+            line.split(":") for line in Path("/proc/meminfo").read_text().splitlines()
+        )
+    }
+    in_use = (
+        kibibytes["MemTotal"]
+        - kibibytes["MemFree"]
+        - kibibytes["Buffers"]
+        - kibibytes["Cached"]
+        - kibibytes.get("SReclaimable", 0)
+    ) * 1024
+    pages_at_hand = sum(
+        map(int, re.findall(r"\bcount: +(\d+)", Path("/proc/zoneinfo").read_text()))
+    )
     return in_use - pages_at_hand * mmap.PAGESIZE
 
 
@@ -128,7 +165,9 @@ def creation_table(nbytes: int, rounds: int) -> list[Row]:
     empty_torch_cache()
     reference = seconds[TORCH]
     rows = [[f"{format_bytes(nbytes)} of", "seconds", "torch's seconds over these"]]
-    return rows + [[name, spread(taken), spread(ratios(reference, taken))] for name, taken in seconds.items()]
+    return rows + [
+        [name, spread(taken), spread(ratios(reference, taken))] for name, taken in seconds.items()
+    ]
 
 
 # Copies
@@ -136,9 +175,14 @@ def creation_table(nbytes: int, rounds: int) -> list[Row]:
 
 def copies_table(nbytes: int, rounds: int) -> list[Row]:
     """Copies of the whole of each memory, both ways."""
-    memories = {name: make(nbytes) for name, make in (PINNED | {"pool that is only mlocked": locked_pool_tensor}).items()}
+    memories = {
+        name: make(nbytes)
+        for name, make in (PINNED | {"pool that is only mlocked": locked_pool_tensor}).items()
+    }
     on_gpu = torch.empty(nbytes, dtype=torch.uint8, device=GPU)
-    seconds: dict[tuple[str, str], list[float]] = {(direction, name): [] for direction in ("host to GPU", "GPU to host") for name in memories}
+    seconds: dict[tuple[str, str], list[float]] = {
+        (direction, name): [] for direction in ("host to GPU", "GPU to host") for name in memories
+    }
 
     def copy_both_ways(name: str, number: int) -> tuple[float, float]:
         memories[name].fill_(number)
@@ -159,7 +203,14 @@ def copies_table(nbytes: int, rounds: int) -> list[Row]:
     rows = [[f"{format_bytes(nbytes)}, {rounds} rounds", "memory", "GB/s", "speed over torch's"]]
     for (direction, name), taken in seconds.items():
         reference = seconds[direction, TORCH]
-        rows.append([direction, name, spread([nbytes / one / 1e9 for one in taken]), spread(ratios(reference, taken))])
+        rows.append(
+            [
+                direction,
+                name,
+                spread([nbytes / one / 1e9 for one in taken]),
+                spread(ratios(reference, taken)),
+            ]
+        )
     return rows
 
 
@@ -176,7 +227,9 @@ def timed_copy(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def overlap_table(arguments: argparse.Namespace) -> list[Row]:
-    """The three ways, interleaved: the drive's speed drifts, so that each round is held against its own."""
+    """The three ways, interleaved: the drive's speed drifts, so that each round is held against its
+    own.
+    """
     size = max(1, arguments.drive_size // PIECE_BYTES) * PIECE_BYTES
     config = AioConfig(
         block_size=arguments.block_size,
@@ -186,7 +239,11 @@ def overlap_table(arguments: argparse.Namespace) -> list[Row]:
         direct="auto",
     )
     seconds: dict[str, list[float]] = {"reading alone": [], "copying alone": [], "both": []}
-    with PinnedPool(PIECES_HELD * PIECE_BYTES) as pool, Engine(config) as engine, engine.open_anonymous(arguments.directory, size) as file:
+    with (
+        PinnedPool(PIECES_HELD * PIECE_BYTES) as pool,
+        Engine(config) as engine,
+        engine.open_anonymous(arguments.directory, size) as file,
+    ):
         engine.register(pool.memory)
         pattern = write_pattern(engine, file, pool, size)
         target = torch.zeros(size, dtype=torch.uint8, device=GPU)
@@ -204,18 +261,24 @@ def overlap_table(arguments: argparse.Namespace) -> list[Row]:
             if name == "both":
                 check_pattern(target, pattern)
         direct = file.direct
-    slower = [max(pair) for pair in zip(seconds["reading alone"], seconds["copying alone"], strict=True)]
-    how = (
-        f"{format_bytes(size)} in pieces of {format_bytes(PIECE_BYTES)}, {arguments.drive_rounds} rounds, {'O_DIRECT' if direct else 'through the page cache'}"
-    )
+    slower = [
+        max(pair) for pair in zip(seconds["reading alone"], seconds["copying alone"], strict=True)
+    ]
+    way = "O_DIRECT" if direct else "through the page cache"
+    how = f"{format_bytes(size)} in pieces of {format_bytes(PIECE_BYTES)}, {arguments.drive_rounds} rounds, {way}"
     rows = [[how, "seconds", "GB/s"]]
-    rows += [[name, spread(taken), spread([size / one / 1e9 for one in taken])] for name, taken in seconds.items()]
+    rows += [
+        [name, spread(taken), spread([size / one / 1e9 for one in taken])]
+        for name, taken in seconds.items()
+    ]
     rows.append(["both over the slower of the two", spread(ratios(seconds["both"], slower)), ""])
     return rows
 
 
 def write_pattern(engine: Engine, file: File, pool: PinnedPool, size: int) -> torch.Tensor:
-    """Fill *file*: piece number n is the pattern, which this returns on the GPU, with n added to each of its words."""
+    """Fill *file*: piece number n is the pattern, which this returns on the GPU, with n added to
+    each of its words.
+    """
     pattern = pool.empty(PIECE_BYTES // 8, torch.int64)
     pattern.random_(generator=torch.Generator().manual_seed(1))
     for number in range(size // PIECE_BYTES):
@@ -232,8 +295,12 @@ def check_pattern(target: torch.Tensor, pattern: torch.Tensor) -> None:
     target.zero_()
 
 
-def pass_through(engine: Engine, file: File, pool: PinnedPool, size: int, target: torch.Tensor | None) -> None:
-    """Read all of *file* through the pool, and copy each piece to *target* as soon as it is there."""
+def pass_through(
+    engine: Engine, file: File, pool: PinnedPool, size: int, target: torch.Tensor | None
+) -> None:
+    """Read all of *file* through the pool, and copy each piece to *target* as soon as it is
+    there.
+    """
     reading: deque[tuple[Ticket, torch.Tensor, int]] = deque()
     copying: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
     cuda: Any = torch.cuda  # its Event is untyped
@@ -279,7 +346,10 @@ def cuda_pool_tensor(nbytes: int) -> torch.Tensor:
 
 def locked_pool_tensor(nbytes: int) -> torch.Tensor:
     """All of a pool as it would be without a GPU."""
-    with mock.patch("torch.cuda.is_available", return_value=False), PinnedPool(nbytes, pin=True) as pool:
+    with (
+        mock.patch("torch.cuda.is_available", return_value=False),
+        PinnedPool(nbytes, pin=True) as pool,
+    ):
         return pool.empty(nbytes, torch.uint8)
 
 
@@ -297,9 +367,13 @@ def empty_torch_cache() -> None:
     gc.collect()
     torch.cuda.synchronize()
     accelerator = getattr(torch, "accelerator", None)
-    empty = getattr(accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    empty = getattr(accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
     if empty is None:
-        sys.exit(f"pool_copies: torch {torch.__version__} cannot be made to give pinned memory back; use a newer one")
+        sys.exit(
+            f"pool_copies: torch {torch.__version__} cannot be made to give pinned memory back; use a newer one"
+        )
     empty()
 
 
@@ -307,7 +381,9 @@ def empty_torch_cache() -> None:
 
 
 def turns(names: list[str], rounds: int) -> Iterator[str]:
-    """Every name once in each round, and each of them first in its turn, so that none always follows the same other."""
+    """Every name once in each round, and each of them first in its turn, so that none always
+    follows the same other.
+    """
     for number in range(rounds):
         first = number % len(names)
         yield from names[first:] + names[:first]
@@ -327,7 +403,11 @@ def report(arguments: argparse.Namespace, parts: list[tuple[str, list[Row]]]) ->
     """Everything as Markdown, with what it takes to do it again."""
     lines = ["# Pool memory and the GPU", "", f"- date: {arguments.date}"]
     lines += [f"- {name}: {value}" for name, value in machine(arguments).items()]
-    lines += [f"- command: `python {shlex.join(sys.argv)}`", "", "Numbers are medians over the rounds, with the lowest and the highest in brackets."]
+    lines += [
+        f"- command: `python {shlex.join(sys.argv)}`",
+        "",
+        "Numbers are medians over the rounds, with the lowest and the highest in brackets.",
+    ]
     for title, (head, *rows) in parts:
         lines += ["", f"## {title}", "", *markdown(head), f"|{' --- |' * len(head)}"]
         for row in rows:
@@ -343,7 +423,11 @@ def markdown(cells: Row) -> list[str]:
 def machine(arguments: argparse.Namespace) -> dict[str, str]:
     """What the numbers hold for."""
     cpu_info = Path("/proc/cpuinfo").read_text()
-    models = [line.split(":", 1)[1].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in cpu_info.splitlines()
+        if line.startswith("model name")
+    ]
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     found = {
         "GPU": torch.cuda.get_device_name(),
@@ -353,7 +437,9 @@ def machine(arguments: argparse.Namespace) -> dict[str, str]:
     }
     if arguments.directory is not None:
         drive = describe(arguments.directory)
-        found["drive"] = ", ".join(filter(None, (drive.model, drive.filesystem, drive.device, *drive.layers)))
+        found["drive"] = ", ".join(
+            filter(None, (drive.model, drive.filesystem, drive.device, *drive.layers))
+        )
         settings = ("backend", "block_size", "queue_depth", "thread_count")
         found["engine"] = ", ".join(f"{name} {getattr(arguments, name)}" for name in settings)
     return found

@@ -1,7 +1,9 @@
-"""`python -m sweeps.scheduling`: what a use of a value costs in planning, and how many bytes move beside the least that could.
+"""`python -m sweeps.scheduling`: what a use of a value costs in planning, and how many bytes move
+beside the least that could.
 
 Transfers end at once and move nothing, so what is timed is `Schedule` alone, in CPU seconds of the
-thread, after the order is learned. `python -m sweeps.planning` measures `TensorSwapper` on real shapes.
+thread, after the order is learned. `python -m sweeps.planning` measures `TensorSwapper` on real
+shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def there_and_back(count: int, size: int) -> Iterator[Call]:
 
 
 def zero3(count: int, size: int) -> Iterator[Call]:
-    """Of every 7 values 4 are parameters, 1 their gradients and 2 their states; forward, backward and update."""
+    """Of every 7 values 4 are parameters, 1 their gradients and 2 their states; forward, backward
+    and update.
+    """
     groups = max(count // 7, 1)
     parameters = [[f"p{group}.{number}" for number in range(4)] for group in range(groups)]
     for group in [*parameters, *(group[::-1] for group in parameters[::-1])]:
@@ -67,7 +71,11 @@ def zero3(count: int, size: int) -> Iterator[Call]:
             yield Call("release", name, 6 * size, True)
 
 
-ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {"cyclic": cyclic, "there and back": there_and_back, "ZeRO-3": zero3}
+ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {
+    "cyclic": cyclic,
+    "there and back": there_and_back,
+    "ZeRO-3": zero3,
+}
 
 
 class Drive:
@@ -79,7 +87,9 @@ class Drive:
         self.under_way: list[Transfer] = []
 
     def pump(self) -> None:
-        """End what is under way, as a swapper notes it at its next call, and start what comes next."""
+        """End what is under way, as a swapper notes it at its next call, and start what
+        comes next.
+        """
         ended, self.under_way = self.under_way, []
         for transfer in ended:
             self.bytes_moved += transfer.nbytes
@@ -119,7 +129,13 @@ class Planned(NamedTuple):
     uses: int
 
 
-def plan(order: Callable[[int, int], Iterator[Call]], count: int, size: int, share: float, periods: int = 4) -> Planned:
+def plan(
+    order: Callable[[int, int], Iterator[Call]],
+    count: int,
+    size: int,
+    share: float,
+    periods: int = 4,
+) -> Planned:
     """Walk *order* with memory for *share* of its bytes; the last period of *periods*."""
     calls = list(order(count, size))
     total = sum({call.name: call.nbytes for call in calls}.values())
@@ -133,7 +149,12 @@ def plan(order: Callable[[int, int], Iterator[Call]], count: int, size: int, sha
             drive.do(call)
         seconds = time.thread_time() - began
         schedule.step()
-    return Planned(seconds / uses * 1e6, (schedule.operations - operations) / uses, drive.bytes_moved - moved, uses)
+    return Planned(
+        seconds / uses * 1e6,
+        (schedule.operations - operations) / uses,
+        drive.bytes_moved - moved,
+        uses,
+    )
 
 
 @click.command()
@@ -141,15 +162,21 @@ def plan(order: Callable[[int, int], Iterator[Call]], count: int, size: int, sha
 @click.option("--rounds", default=3, show_default=True, help="The median of so many runs is shown.")
 def main(counts: str, rounds: int) -> None:
     """Print a Markdown table of planning costs."""
-    click.echo("| order | memory | values | uses | CPU us a use | operations a use | bytes moved, of all |")
+    click.echo(
+        "| order | memory | values | uses | CPU us a use | operations a use | bytes moved, of all |"
+    )
     click.echo("|---|---|---|---|---|---|---|")
-    for (name, order), share, count in itertools.product(ORDERS.items(), (0.5, 0.2), map(int, counts.split(","))):
+    for (name, order), share, count in itertools.product(
+        ORDERS.items(), (0.5, 0.2), map(int, counts.split(","))
+    ):
         size = 256 * KIB
         runs = [plan(order, count, size, share) for _ in range(rounds)]
         middle = statistics.median(run.microseconds for run in runs)
         total = sum({call.name: call.nbytes for call in order(count, size)}.values())
         last = runs[-1]
-        click.echo(f"| {name} | {share:.0%} | {count} | {last.uses} | {middle:.1f} | {last.operations:.1f} | {last.bytes_moved / total:.2f} |")
+        click.echo(
+            f"| {name} | {share:.0%} | {count} | {last.uses} | {middle:.1f} | {last.operations:.1f} | {last.bytes_moved / total:.2f} |"
+        )
 
 
 if __name__ == "__main__":

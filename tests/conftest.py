@@ -1,4 +1,6 @@
-"""Fixtures of the whole suite: every backend, every filesystem at hand, requests that surely are in flight, and seeded bytes to move."""
+"""Fixtures of the whole suite: every backend, every filesystem at hand, requests that surely are in
+flight, and seeded bytes to move.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,22 @@ FITHAW = 0xC0045878
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker that this file reads."""
-    # A job in the background of a shell, or under nohup, ignores signals, and so would every interpreter that a test starts and sends them to.
+    # A job in the background of a shell, or under nohup, ignores signals, and so would every
+    # interpreter that a test starts and sends them to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # As where the environment is activated: its ninja, and nobody's of another version, which would compile DeepSpeed's ops anew.
+    # As where the environment is activated: its ninja, and nobody's of another version, which would
+    # compile DeepSpeed's ops anew.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # Python 3.12 and later warn of every fork beside threads, which an engine has: in the interpreters that tests start, forks are what is tried.
+    # Python 3.12 and later warn of every fork beside threads, which an engine has: in the
+    # interpreters that tests start, forks are what is tried.
     os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
-    config.addinivalue_line("markers", f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only")
+    config.addinivalue_line(
+        "markers",
+        f"every_filesystem: run the test on {', '.join(FILESYSTEMS)}; without it on the plain one only",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -71,7 +79,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def mount_namespace() -> None:
-    """Mounts of this process's own: they go with the last process in the namespace, so nothing stays behind when this one is killed."""
+    """Mounts of this process's own: they go with the last process in the namespace, so nothing
+    stays behind when this one is killed.
+    """
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
         pytest.skip(f"mounting needs root: {os.strerror(ctypes.get_errno())}")
     _command("mount", "--make-rprivate", "/")
@@ -79,7 +89,9 @@ def mount_namespace() -> None:
 
 @pytest.fixture(scope="session")
 def filesystems(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
-    """A function from a name of `IMAGES` to where that filesystem is mounted: made when first asked for, unmounted when the session ends."""
+    """A function from a name of `IMAGES` to where that filesystem is mounted: made when first asked
+    for, unmounted when the session ends.
+    """
     root = tmp_path_factory.mktemp("filesystems")
     made: dict[str, Path | str] = {}
     with contextlib.ExitStack() as stack:
@@ -102,7 +114,9 @@ def filesystems(mount_namespace: None, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def mounted(filesystems: Mount) -> Iterator[Mount]:
-    """As `filesystems`, for one test: what it leaves there goes with it, so that none finds what another has left."""
+    """As `filesystems`, for one test: what it leaves there goes with it, so that none finds what
+    another has left.
+    """
     found: dict[Path, set[Path]] = {}
 
     def mount(name: str) -> Path:
@@ -131,17 +145,21 @@ def _mounted(kind: str, sector_bytes: int, mebibytes: int, root: Path, name: str
     else:
         with tempfile.NamedTemporaryFile(dir=root) as image:
             image.truncate(mebibytes << 20)
-            device = _command("losetup", "--show", "--find", "--sector-size", str(sector_bytes), image.name).strip()
+            device = _command(
+                "losetup", "--show", "--find", "--sector-size", str(sector_bytes), image.name
+            ).strip()
             try:
                 _command(f"mkfs.{kind}", "-q", device)
                 _command("mount", device, str(point))
             finally:
-                # The kernel puts this off until the filesystem is unmounted; the device and the image's space then go with the mount.
+                # The kernel puts this off until the filesystem is unmounted; the device and the
+                # image's space then go with the mount.
                 _command("losetup", "--detach", device)
     try:
         yield point
     finally:
-        # Lazily: the traceback of a failed test may hold a file open, and must not leave the mount behind.
+        # Lazily: the traceback of a failed test may hold a file open, and must not leave the mount
+        # behind.
         _command("umount", "--lazy", str(point))
 
 
@@ -151,11 +169,19 @@ def _command(*arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def deepspeeds_op() -> Path:
-    """The folder with DeepSpeed's own op in it, compiled, though perhaps for another environment: then the first to load it takes minutes once more."""
+    """The folder with DeepSpeed's own op in it, compiled, though perhaps for another environment:
+    then the first to load it takes minutes once more.
+    """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
-    found = [path.parents[1] for path in root.glob("**/async_io/async_io.so") if (path.parents[1] / "pin_memory" / "pin_memory.so").exists()]
+    found = [
+        path.parents[1]
+        for path in root.glob("**/async_io/async_io.so")
+        if (path.parents[1] / "pin_memory" / "pin_memory.so").exists()
+    ]
     if not found or importlib.util.find_spec("deepspeed") is None:
-        pytest.skip(f"DeepSpeed's op is not built under {root}: AsyncIOBuilder().load() does that, in minutes")
+        pytest.skip(
+            f"DeepSpeed's op is not built under {root}: AsyncIOBuilder().load() does that, in minutes"
+        )
     if (lock := found[0] / "async_io" / "lock").exists():
         pytest.skip(f"DeepSpeed's op is being built, or its build was killed: then remove {lock}")
     return found[0]
@@ -167,7 +193,9 @@ def directory(filesystem: str, request: pytest.FixtureRequest) -> Iterator[Path]
     if filesystem == "plain":
         yield request.getfixturevalue("tmp_path")
     else:
-        with tempfile.TemporaryDirectory(dir=request.getfixturevalue("mounted")(filesystem)) as place:
+        with tempfile.TemporaryDirectory(
+            dir=request.getfixturevalue("mounted")(filesystem)
+        ) as place:
             yield Path(place)
 
 
@@ -193,7 +221,9 @@ def _what_lacks(backend: str) -> str:
 
 @pytest.fixture
 def configure(backend: str, directory: Path) -> Callable[..., AioConfig]:
-    """A function from settings to an `AioConfig` of *backend*, with direct I/O demanded wherever *directory* can do it."""
+    """A function from settings to an `AioConfig` of *backend*, with direct I/O demanded wherever
+    *directory* can do it.
+    """
     direct = True if _takes_direct_io(directory) else "auto"
 
     def config(**settings: object) -> AioConfig:
@@ -203,7 +233,8 @@ def configure(backend: str, directory: Path) -> Callable[..., AioConfig]:
 
 
 def _takes_direct_io(directory: Path) -> bool:
-    # tmpfs takes the flag since Linux 6.6 and goes through the page cache all the same; the engine counts it as a filesystem without.
+    # tmpfs takes the flag since Linux 6.6 and goes through the page cache all the same; the engine
+    # counts it as a filesystem without.
     if _command("stat", "--file-system", "--format=%T", str(directory)).strip() == "tmpfs":
         return False
     try:
@@ -215,7 +246,9 @@ def _takes_direct_io(directory: Path) -> bool:
 
 @pytest.fixture
 def engine(configure: Callable[..., AioConfig]) -> Iterator[Engine]:
-    """An engine of two workers with small blocks; closed after the test, which fails on an error that it did not wait for."""
+    """An engine of two workers with small blocks; closed after the test, which fails on an error
+    that it did not wait for.
+    """
     from nvme_offload.io.engine import Engine
 
     with Engine(configure(block_size=64 << 10, queue_depth=8, thread_count=2)) as made:
@@ -231,10 +264,12 @@ def stalling_directory(mounted: Mount) -> Iterator[Path]:
 
 @pytest.fixture
 def stall(stalling_directory: Path) -> Callable[[], AbstractContextManager[Callable[[], None]]]:
-    """A context in which writes into *stalling_directory* stall, so that a request is in flight for certain and for as long as a test needs it.
+    """A context in which writes into *stalling_directory* stall, so that a request is in flight for
+    certain and for as long as a test needs it.
 
-    Its value is a function that lets them go, as the end of the context does. Open files before and close engines after it: creating a file
-    stalls as well, and a stalled request that is waited for inside never ends.
+    Its value is a function that lets them go, as the end of the context does. Open files before and
+    close engines after it: creating a file stalls as well, and a stalled request that is waited for
+    inside never ends.
     """
 
     @contextlib.contextmanager
@@ -262,14 +297,18 @@ def stall(stalling_directory: Path) -> Callable[[], AbstractContextManager[Calla
 
 @pytest.fixture
 def random_bytes() -> Callable[[int], npt.NDArray[np.uint8]]:
-    """A function from a count to that many bytes, other ones at each call and the same ones at each run."""
+    """A function from a count to that many bytes, other ones at each call and the same ones at each
+    run.
+    """
     generator = np.random.default_rng(20)
     return lambda count: generator.integers(0, 256, count, dtype=np.uint8)
 
 
 @pytest.fixture
 def limit() -> Callable[[int, int], AbstractContextManager[None]]:
-    """A context that lowers this process's soft limit *kind* (a `resource.RLIMIT_...`) to *value*."""
+    """A context that lowers this process's soft limit *kind* (a `resource.RLIMIT_...`) to
+    *value*.
+    """
     import resource
 
     @contextlib.contextmanager
@@ -290,21 +329,39 @@ def kill_points_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc to compile tests/kill_points.c with")
     library = tmp_path_factory.mktemp("kill_points") / "kill_points.so"
-    _command("gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(Path(__file__).with_name("kill_points.c")), "-ldl")
+    _command(
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(library),
+        str(Path(__file__).with_name("kill_points.c")),
+        "-ldl",
+    )
     return library
 
 
 @pytest.fixture
-def kill_points(kill_points_library: Path, tmp_path: Path) -> Callable[[Path], tuple[dict[str, str], Path]]:
-    """A function from a directory to the environment of a program, and to where the copies come that it makes of the directory.
+def kill_points(
+    kill_points_library: Path, tmp_path: Path
+) -> Callable[[Path], tuple[dict[str, str], Path]]:
+    """A function from a directory to the environment of a program, and to where the copies come
+    that it makes of the directory.
 
-    There is one, in order, of what a kill of the program would leave before each of its calls that change something in the directory.
+    There is one, in order, of what a kill of the program would leave before each of its calls that
+    change something in the directory.
     """
 
     def of(directory: Path) -> tuple[dict[str, str], Path]:
         images = Path(tempfile.mkdtemp(prefix="images-", dir=tmp_path))
-        libraries = f"{os.environ.get('LD_PRELOAD', '')}:{kill_points_library}".lstrip(":")  # a sanitizer's comes first
-        preload = {"LD_PRELOAD": libraries, "KILL_POINTS_ROOT": str(directory), "KILL_POINTS_IMAGES": str(images)}
+        # a sanitizer's comes first
+        libraries = f"{os.environ.get('LD_PRELOAD', '')}:{kill_points_library}".lstrip(":")
+        preload = {
+            "LD_PRELOAD": libraries,
+            "KILL_POINTS_ROOT": str(directory),
+            "KILL_POINTS_IMAGES": str(images),
+        }
         return preload, images
 
     return of

@@ -50,11 +50,17 @@ def public_names(module: types.ModuleType) -> list[str]:
     names: list[str] | None = getattr(module, "__all__", None)
     if names is not None:
         return names
-    return [name for name, found in vars(module).items() if not name.startswith("_") and getattr(found, "__module__", None) == module.__name__]
+    return [
+        name
+        for name, found in vars(module).items()
+        if not name.startswith("_") and getattr(found, "__module__", None) == module.__name__
+    ]
 
 
 def undocumented(module: types.ModuleType) -> Iterator[str]:
-    """The public functions, classes and members of classes in *module* that have no docstring, and *module* itself."""
+    """The public functions, classes and members of classes in *module* that have no docstring, and
+    *module* itself.
+    """
     if not module.__doc__:
         yield module.__name__
     for name in public_names(module):
@@ -66,13 +72,23 @@ def undocumented(module: types.ModuleType) -> Iterator[str]:
             yield where
         for member, value in vars(found).items() if inspect.isclass(found) else ():
             described = inspect.isfunction(value) or isinstance(value, DOCSTRING_KINDS)
-            if described and not member.startswith("_") and not inspect.getdoc(getattr(found, member)):
+            if (
+                described
+                and not member.startswith("_")
+                and not inspect.getdoc(getattr(found, member))
+            ):
                 yield f"{where}.{member}"
 
 
 def spaced(text: str) -> str:
-    """*text* with a paragraph for each line that begins with what it is about: "Raises: ...", "queue_depth: ..."."""
-    return re.sub(r"(?<=[^\n])\n(?=(?:Shapes|Units|Lifetime|Raises|Source|Attributes|[a-z_]+(?:, [a-z_]+)*): )", "\n\n", text)
+    """*text* with a paragraph for each line that begins with what it is about: "Raises: ...",
+    "queue_depth: ...".
+    """
+    return re.sub(
+        r"(?<=[^\n])\n(?=(?:Shapes|Units|Lifetime|Raises|Source|Attributes|[a-z_]+(?:, [a-z_]+)*): )",
+        "\n\n",
+        text,
+    )
 
 
 def main(directory: str) -> int:
@@ -84,24 +100,33 @@ def main(directory: str) -> int:
     sys.modules["_typeshed"] = typeshed
     package = importlib.import_module("nvme_offload")
     for name in package.__all__:
-        setattr(package, name, getattr(package, name))  # what it imports on first use alone, pdoc would not see
+        # what it imports on first use alone, pdoc would not see
+        setattr(package, name, getattr(package, name))
     modules = [importlib.import_module(name) for name in PUBLIC]
     missing = [name for module in modules for name in undocumented(module)]
     for name in missing:
         print(f"{name} has no docstring", file=sys.stderr)
     if missing:
         return 1
-    pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"nvme-offload {package.__version__}")
+    pdoc.render.configure(
+        docformat="markdown", show_source=False, footer_text=f"nvme-offload {package.__version__}"
+    )
     to_html = pdoc.render.env.filters["to_html"]
     pdoc.render.env.filters["to_html"] = lambda text: to_html(spaced(text))
     for module in modules:
         if hasattr(module, "__path__"):
             # Or pdoc would load all that is inside, which may want what is not installed.
-            inside = [name.rpartition(".")[2] for name in PUBLIC if name.rpartition(".")[0] == module.__name__]
+            inside = [
+                name.rpartition(".")[2]
+                for name in PUBLIC
+                if name.rpartition(".")[0] == module.__name__
+            ]
             module.__all__ = [*public_names(module), *inside]
     warnings.filterwarnings("error", module="pdoc")
-    warnings.filterwarnings("ignore", "Error parsing type annotation", module="pdoc")  # in the __init__ of a dataclass it looks in the wrong module
-    warnings.filterwarnings("ignore", "'nvme_offload' may refer to", module="pdoc")  # where another one is installed than lies here, that is meant
+    # in the __init__ of a dataclass it looks in the wrong module
+    warnings.filterwarnings("ignore", "Error parsing type annotation", module="pdoc")
+    # where another one is installed than lies here, that is meant
+    warnings.filterwarnings("ignore", "'nvme_offload' may refer to", module="pdoc")
     pdoc.pdoc(PUBLIC[0], output_directory=Path(directory))
     print(f"{directory}/index.html")
     return 0

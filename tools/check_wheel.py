@@ -1,6 +1,8 @@
-"""Says whether the portable wheel that is installed here works: every backend moves bytes, on libraries that the wheel carries.
+"""Says whether the portable wheel that is installed here works: every backend moves bytes, on
+libraries that the wheel carries.
 
-Needs no other package. Run it where neither this directory nor the repository's root is searched for modules, without compilers and without libaio.
+Needs no other package. Run it where neither this directory nor the repository's root is searched
+for modules, without compilers and without libaio.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ CARRIED = ("libaio", "liburing")
 
 
 def moves_bytes(backend: str, directory: str) -> str:
-    """What came of a write and a read with *backend*, summed on their way: "works", or why the kernel refuses it."""
+    """What came of a write and a read with *backend*, summed on their way: "works", or why the
+    kernel refuses it.
+    """
     written = bytes(range(256)) * (1 << 14)
     back = bytearray(len(written))
     try:
@@ -37,12 +41,20 @@ def main() -> None:
     place = Path(nvme_offload.__file__).parent.parent
     with tempfile.TemporaryDirectory(dir=".") as directory:
         for backend in ("libaio", "io_uring", "posix"):
-            print(f"Python {sys.version_info[0]}.{sys.version_info[1]}: {backend} {moves_bytes(backend, directory)}")
-    mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+            print(
+                f"Python {sys.version_info[0]}.{sys.version_info[1]}: {backend} {moves_bytes(backend, directory)}"
+            )
+    mapped = {
+        Path(line.split()[-1])
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if ".so" in line
+    }
     for name in CARRIED:
         found = [path for path in mapped if path.name.startswith(name)]
         if [path.parent for path in found] != [place / "nvme_offload.libs"]:
-            raise SystemExit(f"{name} is not the wheel's own: {', '.join(map(str, found)) or 'none is loaded'}")
+            raise SystemExit(
+                f"{name} is not the wheel's own: {', '.join(map(str, found)) or 'none is loaded'}"
+            )
 
 
 main()

@@ -1,11 +1,15 @@
-"""Runs DeepSpeed's own tests, on DeepSpeed as it is and after `nvme_offload.zero3.enable()`: python tools/deepspeed_own_tests.py CHECKOUT.
+"""Runs DeepSpeed's own tests, on DeepSpeed as it is and after `nvme_offload.zero3.enable()`: python
+tools/deepspeed_own_tests.py CHECKOUT.
 
-CHECKOUT is a directory with DeepSpeed's `tests` in it; they are copied, and what they test is the DeepSpeed that is installed. Prints a table of files
-and how many of their tests passed, each way. The exit status is 1 when a test that passes on DeepSpeed as it is does not pass on this package.
+CHECKOUT is a directory with DeepSpeed's `tests` in it; they are copied, and what they test is the
+DeepSpeed that is installed. Prints a table of files and how many of their tests passed, each way.
+The exit status is 1 when a test that passes on DeepSpeed as it is does not pass on this package.
 
-Few of these tests offload. With --offloaded every stage-3 engine in them does, parameters and states: DeepSpeed as it is to "cpu", this package to "nvme".
+Few of these tests offload. With --offloaded every stage-3 engine in them does, parameters and
+states: DeepSpeed as it is to "cpu", this package to "nvme".
 
-The same file is the plugin of pytest that enables this package, there and in the server that the ranks of a test are forked from.
+The same file is the plugin of pytest that enables this package, there and in the server that the
+ranks of a test are forked from.
 """
 
 from __future__ import annotations
@@ -53,20 +57,26 @@ FILES = (
     "unit/v1/compile/test_z3_eager_fallback.py",
 )
 WAYS = ("stock", "ours")
-WAY, TOLD = "DEEPSPEED_OWN_TESTS", "DEEPSPEED_OWN_TESTS_TOLD"  # variables of the environment: which way, and where to tell of each test
-DRIVE = "DEEPSPEED_OWN_TESTS_DRIVE"  # the same where everything is offloaded: a directory on the drive
+# variables of the environment: which way, and where to tell of each test
+WAY, TOLD = "DEEPSPEED_OWN_TESTS", "DEEPSPEED_OWN_TESTS_TOLD"
+# the same where everything is offloaded: a directory on the drive
+DRIVE = "DEEPSPEED_OWN_TESTS_DRIVE"
 
 
 def prepare() -> None:
     """DeepSpeed in this process as the tests are to find it, which way the environment says."""
     import cpuinfo
     import deepspeed
-    import deepspeed.runtime.zero.muon.muon_optimizer  # imports torch's compiler: once here, and not in each rank of each test
+
+    # imports torch's compiler: once here, and not in each rank of each test
+    import deepspeed.runtime.zero.muon.muon_optimizer
     from deepspeed.accelerator import get_accelerator
 
-    known = cpuinfo.get_cpu_info()  # a process of its own, of seconds, for each rank that loads an op
+    # a process of its own, of seconds, for each rank that loads an op
+    known = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: dict(known)
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes it everywhere; without instructions for it their tests of it are skipped
+    # torch computes it everywhere; without instructions for it their tests of it are skipped
+    get_accelerator().is_fp16_supported = lambda: True
     # Its own op between ranks spins, which ranks that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if os.environ[WAY] == "ours":
@@ -77,12 +87,19 @@ def prepare() -> None:
         check = tier._check_directory
 
         def make_and_check(path: Any) -> None:
-            Path(path).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does; here a directory that is missing is refused: its drive may not be mounted
+            # as DeepSpeed does; here a directory that is missing is refused: its drive may not be
+            # mounted
+            Path(path).mkdir(parents=True, exist_ok=True)
             check(path)
 
         tier._check_directory = make_and_check
     if os.environ.get(DRIVE):
-        offload_everything({"stock": {"device": "cpu"}, "ours": {"device": "nvme", "nvme_path": os.environ[DRIVE]}}[os.environ[WAY]])
+        offload_everything(
+            {
+                "stock": {"device": "cpu"},
+                "ours": {"device": "nvme", "nvme_path": os.environ[DRIVE]},
+            }[os.environ[WAY]]
+        )
 
 
 def offload_everything(to: dict[str, str]) -> None:
@@ -95,8 +112,10 @@ def offload_everything(to: dict[str, str]) -> None:
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         # What works with states in memory only is as it was, and what is on a drive already.
         if isinstance(zero, dict) and zero.get("stage") == 3 and not zero.get("zenflow"):
-            config.setdefault("zero_force_ds_cpu_optimizer", False)  # or it refuses optimizers that it takes where nothing is offloaded
-            for deprecated in [key for key in zero if key.startswith("cpu_offload")]:  # refused beside what has replaced them
+            # or it refuses optimizers that it takes where nothing is offloaded
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+            # refused beside what has replaced them
+            for deprecated in [key for key in zero if key.startswith("cpu_offload")]:
                 del zero[deprecated]
             for key in ("offload_param", "offload_optimizer"):
                 device = zero.get(key) or {}
@@ -141,14 +160,18 @@ def results(told: Path) -> dict[str, str]:
     return dict(map(json.loads, told.read_text().splitlines())) if told.exists() else {}
 
 
-def run(tests: Path, files: Iterable[str], way: str, told: Path, log: Path, patience: int, drive: str) -> dict[str, str]:
+def run(
+    tests: Path, files: Iterable[str], way: str, told: Path, log: Path, patience: int, drive: str
+) -> dict[str, str]:
     """What the tests of *files* come to; pytest is started again where a test ends it."""
     environment = {
         **os.environ,
         WAY: way,
         TOLD: str(told),
         DRIVE: drive,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # for its ninja
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": str(patience),
@@ -156,14 +179,25 @@ def run(tests: Path, files: Iterable[str], way: str, told: Path, log: Path, pati
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # All of their markers: what drives do is marked as to be run one after the other, and so everything is.
-    plugins = ["-p", Path(__file__).stem, *(word for name in ("cacheprovider", "xdist", "timeout") for word in ("-p", f"no:{name}"))]
+    # All of their markers: what drives do is marked as to be run one after the other, and so
+    # everything is.
+    plugins = [
+        "-p",
+        Path(__file__).stem,
+        *(word for name in ("cacheprovider", "xdist", "timeout") for word in ("-p", f"no:{name}")),
+    ]
     options = ["-o", "addopts=", *plugins, "-q", "--tb=short", "--continue-on-collection-errors"]
     before = -1
     while len(results(told)) > before:
         before = len(results(told))
         with log.open("a") as output:
-            subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=tests, env=environment, stdout=output, stderr=output)
+            subprocess.run(
+                [sys.executable, "-m", "pytest", *options, *files],
+                cwd=tests,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
         if list(results(told).values())[-1:] != ["ended pytest"]:
             break
     return results(told)
@@ -176,8 +210,15 @@ def table(found: dict[str, dict[str, str]]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for file in dict.fromkeys(name.partition("::")[0] for way in WAYS for name in found[way]):
-        counts = [collections.Counter(outcome for name, outcome in found[way].items() if name.partition("::")[0] == file) for way in WAYS]
-        numbers = [max(counts[0].total(), counts[1].total())] + [count[outcome] for outcome in ("passed", "skipped") for count in counts]
+        counts = [
+            collections.Counter(
+                outcome for name, outcome in found[way].items() if name.partition("::")[0] == file
+            )
+            for way in WAYS
+        ]
+        numbers = [max(counts[0].total(), counts[1].total())] + [
+            count[outcome] for outcome in ("passed", "skipped") for count in counts
+        ]
         lines.append(f"| {file.removeprefix('unit/')} | {' | '.join(map(str, numbers))} |")
     return lines
 
@@ -193,10 +234,22 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkout", type=Path, help="a directory with DeepSpeed's tests in it")
-    parser.add_argument("--files", nargs="+", default=FILES, help="files of its tests, or directories of them")
-    parser.add_argument("--offloaded", action="store_true", help="have every stage-3 engine offload: parameters and states")
-    parser.add_argument("--patience", type=int, default=300, help="seconds after which a test hangs")
-    parser.add_argument("--logs", type=Path, help="a directory for pytest's output, and for what each test came to; what is there is not run again")
+    parser.add_argument(
+        "--files", nargs="+", default=FILES, help="files of its tests, or directories of them"
+    )
+    parser.add_argument(
+        "--offloaded",
+        action="store_true",
+        help="have every stage-3 engine offload: parameters and states",
+    )
+    parser.add_argument(
+        "--patience", type=int, default=300, help="seconds after which a test hangs"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="a directory for pytest's output, and for what each test came to; what is there is not run again",
+    )
     parser.add_argument("--output", type=Path, help="write the table there, too")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -206,13 +259,29 @@ def main() -> None:
         logs = arguments.logs or Path(place)
         logs.mkdir(parents=True, exist_ok=True)
         drive = str(Path(place) / "drive") if arguments.offloaded else ""
-        found = {way: run(tests, arguments.files, way, logs / f"{way}.jsonl", logs / f"{way}.log", arguments.patience, drive) for way in WAYS}
+        found = {
+            way: run(
+                tests,
+                arguments.files,
+                way,
+                logs / f"{way}.jsonl",
+                logs / f"{way}.log",
+                arguments.patience,
+                drive,
+            )
+            for way in WAYS
+        }
     differ = differences(found)
     lost = [name for name, (stock, _) in differ.items() if stock == "passed"]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed", "pytest"))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed", "pytest")
+    )
     totals = {way: collections.Counter(found[way].values()) for way in WAYS}
     lines = [
-        *(f"{way}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(totals[way].items()))}." for way in WAYS),
+        *(
+            f"{way}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(totals[way].items()))}."
+            for way in WAYS
+        ),
         f"{time.monotonic() - began:.0f} s on {os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}, {versions}.",
         "",
         *table(found),

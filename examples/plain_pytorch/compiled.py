@@ -17,7 +17,9 @@ def main(directory: str, steps: int = 4, backend: str = "inductor") -> None:
     """Train a stack of layers, with a rate of its own for the last."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 8)).to(device, torch.bfloat16)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, 8)).to(
+        device, torch.bfloat16
+    )
     batch = torch.randn(16, 256, device=device, dtype=torch.bfloat16)
     compiled = torch.compile(model, backend=backend)
     optimizer = NVMeOptimizer(
@@ -26,7 +28,9 @@ def main(directory: str, steps: int = 4, backend: str = "inductor") -> None:
         paths=directory,
         host_memory="2MB",
         state_format="compact",
-        step_in_backward=True,  # the gradients are gone as soon as they are complete, so nothing may look at them afterwards
+        # the gradients are gone as soon as they are complete, so nothing may look at them
+        # afterwards
+        step_in_backward=True,
     )
     for _ in range(steps):
         with optimizer.no_sync():  # gradients accumulate

@@ -18,12 +18,18 @@ from nvme_offload import NVMeOptimizer
 
 def main(directory: str, steps: int = 4) -> None:
     """Train; the ranks share the directory, and never meet in it."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
+    )
     batch = torch.randn(16, 256, device=device) + dist.get_rank()
     optimizer = NVMeOptimizer(model.parameters(), lr=1e-3, paths=directory, host_memory="1MB")
     for _ in range(steps):

@@ -1,4 +1,5 @@
-"""FSDP2: parameters sharded by `fully_shard`, each rank's part of the optimizer's states on its machine's drive, with a sharded checkpoint.
+"""FSDP2: parameters sharded by `fully_shard`, each rank's part of the optimizer's states on its
+machine's drive, with a sharded checkpoint.
 
 torchrun --nproc_per_node 2 examples/plain_pytorch/fsdp2.py /local_nvme
 """
@@ -28,11 +29,21 @@ def train(directory: str, device: torch.device, checkpoint: Path, steps: int, re
     for layer in model:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    with NVMeOptimizer(model.parameters(), lr=1e-3, paths=directory, host_memory="1MB") as optimizer:  # after fully_shard, as any optimizer
+    # after fully_shard, as any optimizer
+    with NVMeOptimizer(
+        model.parameters(), lr=1e-3, paths=directory, host_memory="1MB"
+    ) as optimizer:
         if resume:
-            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            states = dict(
+                zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+            )
             dcp.load(states, checkpoint_id=checkpoint)
-            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=states["model"],
+                optim_state_dict=states["optimizer"],
+            )
         batch = torch.randn(16, 256, device=device)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -43,12 +54,19 @@ def train(directory: str, device: torch.device, checkpoint: Path, steps: int, re
             if dist.get_rank() == 0:
                 print(f"loss {loss.item():.4f}; {optimizer.stats()}")
         if not resume:
-            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=checkpoint)
+            dcp.save(
+                dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
+                checkpoint_id=checkpoint,
+            )
 
 
 def main(directory: str) -> None:
     """Train, and go on from the checkpoint."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

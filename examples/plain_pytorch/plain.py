@@ -18,14 +18,20 @@ def train(directory: str, steps: int, checkpoint: Path, resume: bool) -> float:
     """Fit a line's worth of noise; the loss of the last step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to(device, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to(
+        device, torch.bfloat16
+    )
     batch = torch.randn(16, 256, device=device, dtype=torch.bfloat16)
 
-    # Was: torch.optim.AdamW(model.parameters(), lr=1e-3). The fp32 weights that bfloat16 needs are its business, too.
-    with NVMeOptimizer(model.parameters(), lr=1e-3, paths=directory, host_memory="4MB") as optimizer:
+    # Was: torch.optim.AdamW(model.parameters(), lr=1e-3). The fp32 weights that bfloat16 needs are
+    # its business, too.
+    with NVMeOptimizer(
+        model.parameters(), lr=1e-3, paths=directory, host_memory="4MB"
+    ) as optimizer:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         if resume:
-            saved = torch.load(checkpoint, mmap=True)  # mapped, so that the states need not fit into memory
+            # mapped, so that the states need not fit into memory
+            saved = torch.load(checkpoint, mmap=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
@@ -37,7 +43,14 @@ def train(directory: str, steps: int, checkpoint: Path, resume: bool) -> float:
             optimizer.step()
             scheduler.step()
             print(f"loss {loss.item():.4f}; {optimizer.stats()}")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, checkpoint)
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+            },
+            checkpoint,
+        )
         return loss.item()
 
 

@@ -1,4 +1,5 @@
-"""Tensor parallelism, by torch's DTensor and by hand as TorchShard does it, with the optimizer's states on a drive.
+"""Tensor parallelism, by torch's DTensor and by hand as TorchShard does it, with the optimizer's
+states on a drive.
 
 torchrun --nproc_per_node 2 examples/plain_pytorch/tensor_parallel.py /local_nvme
 """
@@ -33,7 +34,9 @@ class _Sum(torch.autograd.Function):
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer of which every rank has some of the input's columns: plain parameters that happen to differ between ranks."""
+    """A linear layer of which every rank has some of the input's columns: plain parameters that
+    happen to differ between ranks.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -49,8 +52,11 @@ class ShardedLinear(nn.Module):
 
 def train(name: str, model: nn.Module, batch: torch.Tensor, directory: str, steps: int = 4) -> None:
     """Some steps over the same batch on every rank."""
-    # foreach=False where some parameters are DTensors and others are not, as for every optimizer of torch's.
-    with NVMeOptimizer(model.parameters(), lr=1e-3, foreach=False, paths=directory, host_memory="1MB") as optimizer:
+    # foreach=False where some parameters are DTensors and others are not, as for every optimizer of
+    # torch's.
+    with NVMeOptimizer(
+        model.parameters(), lr=1e-3, foreach=False, paths=directory, host_memory="1MB"
+    ) as optimizer:
         for _ in range(steps):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(batch), batch)
@@ -62,7 +68,11 @@ def train(name: str, model: nn.Module, batch: torch.Tensor, directory: str, step
 
 def main(directory: str) -> None:
     """Both ways."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -70,7 +80,12 @@ def main(directory: str) -> None:
     batch = torch.randn(16, 256, device=device)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    train("DTensor", parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), batch, directory)
+    train(
+        "DTensor",
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        batch,
+        directory,
+    )
     torch.manual_seed(dist.get_rank())
     train("by hand", ShardedLinear(256, 256).to(device), batch, directory)
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""`ZeroRedundancyOptimizer`: each rank updates its share of the parameters, with the states of that share on its machine's drive.
+"""`ZeroRedundancyOptimizer`: each rank updates its share of the parameters, with the states of that
+share on its machine's drive.
 
 torchrun --nproc_per_node 2 examples/plain_pytorch/zero_redundancy.py /local_nvme
 """
@@ -19,14 +20,22 @@ from nvme_offload import NVMeOptimizer
 
 def main(directory: str, steps: int = 4) -> None:
     """Train; functools.partial(NVMeOptimizer, optimizer_class=...) is for another than AdamW."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device))
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
+    )
     batch = torch.randn(16, 256, device=device) + dist.get_rank()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), NVMeOptimizer, lr=1e-3, paths=directory, host_memory="1MB")
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), NVMeOptimizer, lr=1e-3, paths=directory, host_memory="1MB"
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(batch), batch)

@@ -1,4 +1,6 @@
-"""Saved activations on a drive: `save_on_nvme`, a context manager beside `torch.autograd.graph.save_on_cpu`."""
+"""Saved activations on a drive: `save_on_nvme`, a context manager beside
+`torch.autograd.graph.save_on_cpu`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ActivationCache`: what the graphs of a training step have saved, on its way to a swapper and back ahead of need."""
+"""`ActivationCache`: what the graphs of a training step have saved, on its way to a swapper and
+back ahead of need.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from ..units import format_bytes
 from .chunks import Chunk, Chunks
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
-from .saved import Moved, Packed, Parts, Stayed, counter_of, is_distributed, is_plain, is_weight, span
+from .saved import (
+    Moved,
+    Packed,
+    Parts,
+    Stayed,
+    counter_of,
+    is_distributed,
+    is_plain,
+    is_weight,
+    span,
+)
 from .storages import Storages, Value, bytes_of, weak_reference
 
 if TYPE_CHECKING:
@@ -25,20 +37,25 @@ if TYPE_CHECKING:
     from ..swap.tier import Tier
 
 _HELD = 2  # tensors that computing need not wait for while they are copied away
-_AHEAD = 2  # tensors that are copied to a GPU before they are asked for, if the next operation does not want more
+# tensors that are copied to a GPU before they are asked for, if the next operation does not want
+# more
+_AHEAD = 2
 _HINTED = 8  # chunks that the swapper is told of
 _NEAR = 32  # saved tensors among which one that is needed again stays on its device
-_FAR = 8192  # and those among which the next chunks are looked for, once for each chunk that is brought
+# and those among which the next chunks are looked for, once for each chunk that is brought
+_FAR = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationStats:
     """What became of saved tensors since their context was made.
 
-    saved_bytes: that left their device. shared_bytes: of tensors whose memory had been saved already. kept_bytes: of those that stayed on it for their
-    size, too small or too large. bytes_written, bytes_read: to and from the drive. forward_wait_seconds, backward_wait_seconds: that saving waited for
-    room, and backward for a tensor: where they are long, the drive is what a step waits for. alive_bytes: that graphs have here now.
-    host_bytes, peak_host_bytes: of host memory, now and at most.
+    saved_bytes: that left their device. shared_bytes: of tensors whose memory had been saved
+    already. kept_bytes: of those that stayed on it for their size, too small or too large.
+    bytes_written, bytes_read: to and from the drive. forward_wait_seconds, backward_wait_seconds:
+    that saving waited for room, and backward for a tensor: where they are long, the drive is what a
+    step waits for. alive_bytes: that graphs have here now. host_bytes, peak_host_bytes: of host
+    memory, now and at most.
     """
 
     saved_bytes: int = 0
@@ -54,11 +71,13 @@ class ActivationStats:
 
 
 class ActivationCache:
-    """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All methods may be called from any thread.
+    """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All
+    methods may be called from any thread.
 
-    A tensor is copied away beside the computation, which waits for that `_HELD` tensors later, so that the memory is free then without anybody having
-    to look. As backward goes back through the saves, it is known at each which come next: the swapper is told of them, and the first are copied to
-    their device already.
+    A tensor is copied away beside the computation, which waits for that `_HELD` tensors later, so
+    that the memory is free then without anybody having to look. As backward goes back through the
+    saves, it is known at each which come next: the swapper is told of them, and the first are
+    copied to their device already.
     """
 
     def __init__(self, tier: Tier, least_bytes: int, copier: Copier | None = None) -> None:
@@ -68,24 +87,32 @@ class ActivationCache:
         self._copier = copier or Copier()
         self._saving: deque[tuple[Value, Copy]] = deque()  # under way, the first started first
         self._bringing: deque[tuple[Value, Copy]] = deque()
-        self._gone: deque[int] = deque()  # numbers of saved tensors that no graph has any more; appended to without the lock
+        # numbers of saved tensors that no graph has any more; appended to without the lock
+        self._gone: deque[int] = deque()
         self._values: dict[int, Value] = {}  # by the number of each saved tensor
         self._order = BackwardOrder()
         self._storages = Storages()
         self._on_device: set[Value] = set()  # those with memory
         self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
-        self._hinted_at = 0  # chunks that had been brought when the swapper was last told what comes next
+        # chunks that had been brought when the swapper was last told what comes next
+        self._hinted_at = 0
         self._told_too_large = False
         self._closed = False
         self._process_id = os.getpid()
-        # Counted apart, and made `ActivationStats` when asked for: a new object for every tensor costs more than to count.
-        self._counts = dict.fromkeys(("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0)
+        # Counted apart, and made `ActivationStats` when asked for: a new object for every tensor
+        # costs more than to count.
+        self._counts = dict.fromkeys(
+            ("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0
+        )
         self._moved: dict[str, int] = {}
-        # A copy under way must not lose its place; the tier, which is older than this, is closed after it.
+        # A copy under way must not lose its place; the tier, which is older than this, is closed
+        # after it.
         self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
 
     def begin(self) -> None:
-        """A forward pass begins. Raises: UsageError when closed, and in a process forked since this was made."""
+        """A forward pass begins. Raises: UsageError when closed, and in a process forked since this
+        was made.
+        """
         self._check_process()
         with self._lock:
             self._check_open()
@@ -94,15 +121,21 @@ class ActivationCache:
                 self._storages.begin_step()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError; UsageError when closed."""
-        if is_weight(tensor) or os.getpid() != self._process_id:  # the worker of a DataLoader has neither the memory nor the engine
+        """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError;
+        UsageError when closed.
+        """
+        # the worker of a DataLoader has neither the memory nor the engine
+        if is_weight(tensor) or os.getpid() != self._process_id:
             return Stayed(tensor)
         if is_distributed(tensor):
-            return Parts(tensor, lambda part: self._pack(part, counter_of(tensor)))  # its parts do not count how often it was modified
+            # its parts do not count how often it was modified
+            return Parts(tensor, lambda part: self._pack(part, counter_of(tensor)))
         return self._pack(tensor, counter_of(tensor))
 
     def unpack(self, saved: Packed) -> torch.Tensor:
-        """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's errors; UsageError when closed."""
+        """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's
+        errors; UsageError when closed.
+        """
         if isinstance(saved, Stayed):
             return saved.restore()
         if isinstance(saved, Parts):
@@ -185,14 +218,26 @@ class ActivationCache:
             else:
                 self._counts["shared_bytes"] += end - begin
             value.users += 1
-            # All that a node saves is saved before the next one has its number. Source: at::sequence_number.
+            # All that a node saves is saved before the next one has its number. Source:
+            # at::sequence_number.
             number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
             self._values[number] = value
             return Moved(tensor, number, self._gone)
 
-    def _save(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value:
+    def _save(
+        self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
+    ) -> Value:
         chunk, place = self._chunks.reserve(end - begin)
-        value = Value(chunk, place, begin, end, counter._version, storage.device, weak_reference(storage), weakref.ref(counter))
+        value = Value(
+            chunk,
+            place,
+            begin,
+            end,
+            counter._version,
+            storage.device,
+            weak_reference(storage),
+            weakref.ref(counter),
+        )
         try:
             copy = self._copier.save(bytes_of(storage, begin, end), self._room_of(value))
         except BaseException:
@@ -212,7 +257,9 @@ class ActivationCache:
         return value
 
     def _bring(self, value: Value) -> tuple[torch.UntypedStorage, int]:
-        """Bring *value* to its device, where it stays until `_look_ahead` finds that it is not needed soon."""
+        """Bring *value* to its device, where it stays until `_look_ahead` finds that it is not
+        needed soon.
+        """
         if value.copy is not None:
             with self._chunks.read_waits:
                 self._finish(value, value.copy)
@@ -238,7 +285,9 @@ class ActivationCache:
         return value.chunk.place[value.place : value.place + value.nbytes]
 
     def _look_ahead(self, asked: Value, number: int) -> None:
-        """Backward is at *number*: see that what it wants next is on its way, and that nothing else stays on a device."""
+        """Backward is at *number*: see that what it wants next is on its way, and that nothing else
+        stays on a device.
+        """
         self._order.ask(number)
         if self._hinted_at != self._chunks.brought:
             self._hinted_at = self._chunks.brought
@@ -248,8 +297,11 @@ class ActivationCache:
             for value in self._on_device.difference(near):
                 self._drop(value)
         if self._copier.overlaps(asked.device):
-            # A node asks for all of its own before it computes: what the next one wants can only come beside this one's computing.
-            for value in dict.fromkeys(self._values[one] for one in self._order.next_node(number, _AHEAD)):
+            # A node asks for all of its own before it computes: what the next one wants can only
+            # come beside this one's computing.
+            for value in dict.fromkeys(
+                self._values[one] for one in self._order.next_node(number, _AHEAD)
+            ):
                 if value.on_device() is None and self._copier.overlaps(value.device):
                     self._bring(value)
 
@@ -314,11 +366,15 @@ class ActivationCache:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
-            raise UsageError("save_on_nvme belongs to the process that this one was forked from: make one here")
+            raise UsageError(
+                "save_on_nvme belongs to the process that this one was forked from: make one here"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("save_on_nvme is closed: make another, and close it after the last backward")
+            raise UsageError(
+                "save_on_nvme is closed: make another, and close it after the last backward"
+            )
 
 
 def _wait_for_all(*under_way: deque[tuple[Value, Copy]]) -> None:

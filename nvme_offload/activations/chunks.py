@@ -1,4 +1,6 @@
-"""`Chunks`: room in a swapper for what is saved. Small tensors share a value of it, so that its calls are few however many tensors there are."""
+"""`Chunks`: room in a swapper for what is saved. Small tensors share a value of it, so that its
+calls are few however many tensors there are.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ _CHUNK_BYTES = 4 << 20  # a drive reads that much at full speed
 _LARGE = 4  # what takes more than this part of a chunk has one of its own
 _PARTS = 8  # of the host memory, of which a chunk takes one at most
 _ALIGNED = 64
-_READING = 2  # chunks that stay in use while their tensors are asked for: those of a node may lie in two
+# chunks that stay in use while their tensors are asked for: those of a node may lie in two
+_READING = 2
 
 
 class Chunk:
-    """A value of the swapper. place: its memory while it is in use. filled: bytes given out. saved: tensors in it. pins: copies of them under way."""
+    """A value of the swapper. place: its memory while it is in use. filled: bytes given out. saved:
+    tensors in it. pins: copies of them under way.
+    """
 
     __slots__ = ("changed", "filled", "name", "nbytes", "number", "pins", "place", "saved")
 
@@ -40,7 +45,9 @@ class Chunk:
 
 
 class Waiting:
-    """A context that adds to *seconds* how long its thread stands still: what it computes itself is no waiting."""
+    """A context that adds to *seconds* how long its thread stands still: what it computes itself is
+    no waiting.
+    """
 
     __slots__ = ("_began", "seconds")
 
@@ -55,12 +62,14 @@ class Waiting:
 
 
 class Chunks:
-    """Gives out room in the swapper of *tier*. *end_copy* waits for a copy to or from a chunk and unpins it, or is False where none is under way.
+    """Gives out room in the swapper of *tier*. *end_copy* waits for a copy to or from a chunk and
+    unpins it, or is False where none is under way.
 
     It is a weak reference: its owner holds this.
 
-    A chunk is in use, in the swapper's sense, while it is pinned, filled or read; then it may leave for the drive; it goes with the last tensor in it.
-    Which names are used in which order is the same in every step that saves the same. Not thread-safe.
+    A chunk is in use, in the swapper's sense, while it is pinned, filled or read; then it may leave
+    for the drive; it goes with the last tensor in it. Which names are used in which order is the
+    same in every step that saves the same. Not thread-safe.
     """
 
     def __init__(self, tier: Tier, end_copy: weakref.WeakMethod[Callable[[], bool]]) -> None:
@@ -78,7 +87,9 @@ class Chunks:
         self.read_waits = Waiting()
 
     def reserve(self, nbytes: int) -> tuple[Chunk, int]:
-        """Room for a tensor of *nbytes*: a chunk, pinned, and where in it. Waits for the drive. Raises: as `TensorSwapper.create`."""
+        """Room for a tensor of *nbytes*: a chunk, pinned, and where in it. Waits for the drive.
+        Raises: as `TensorSwapper.create`.
+        """
         if nbytes * _LARGE > self._chunk_bytes:
             chunk = self._create(nbytes)
         elif self._filling is not None and self._filling.filled + nbytes <= self._chunk_bytes:
@@ -95,7 +106,9 @@ class Chunks:
         return chunk, begin
 
     def bring(self, chunk: Chunk) -> torch.Tensor:
-        """The memory of *chunk*, which is pinned. Waits for the drive. Raises: as `TensorSwapper.swap_in`."""
+        """The memory of *chunk*, which is pinned. Waits for the drive. Raises: as
+        `TensorSwapper.swap_in`.
+        """
         if chunk.place is None:
             with self.read_waits:
                 chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
@@ -147,7 +160,11 @@ class Chunks:
             heapq.heappush(self._free_numbers, chunk.number)
         elif chunk.place is not None and chunk is not self._filling and chunk not in self._reading:
             chunk.place = None
-            self._tier.swapper.release(chunk.name, changed=chunk.changed, nbytes=min(chunk.filled, chunk.nbytes) if chunk.changed else None)
+            self._tier.swapper.release(
+                chunk.name,
+                changed=chunk.changed,
+                nbytes=min(chunk.filled, chunk.nbytes) if chunk.changed else None,
+            )
 
     def _create(self, nbytes: int) -> Chunk:
         with self.room_waits:
@@ -156,11 +173,14 @@ class Chunks:
                 self._tier.require(more)
                 self._asked_bytes += more
             if self._free_numbers:
-                number = heapq.heappop(self._free_numbers)  # the lowest: so a step has the names of the one before
+                # the lowest: so a step has the names of the one before
+                number = heapq.heappop(self._free_numbers)
             else:
                 number, self._numbers = self._numbers, self._numbers + 1
             try:
-                place = self._with_room(lambda: self._tier.swapper.create(f"activation/{number}", nbytes))
+                place = self._with_room(
+                    lambda: self._tier.swapper.create(f"activation/{number}", nbytes)
+                )
             except BaseException:
                 heapq.heappush(self._free_numbers, number)
                 raise

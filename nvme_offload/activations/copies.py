@@ -1,4 +1,6 @@
-"""Copies between a device and places in host memory: at once where the device is the CPU, beside the computation on a GPU."""
+"""Copies between a device and places in host memory: at once where the device is the CPU, beside
+the computation on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ if TYPE_CHECKING:
 
 
 class Copy:
-    """A copy that a GPU makes. Lifetime: it holds the GPU's memory until `let_go` or `wait`, and the place in host memory until `wait`."""
+    """A copy that a GPU makes. Lifetime: it holds the GPU's memory until `let_go` or `wait`, and
+    the place in host memory until `wait`.
+    """
 
-    def __init__(self, target: torch.Tensor, source: torch.Tensor, computing: Any, copying: Any) -> None:
+    def __init__(
+        self, target: torch.Tensor, source: torch.Tensor, computing: Any, copying: Any
+    ) -> None:
         import torch
 
         cuda: Any = torch.cuda  # untyped there
@@ -38,7 +44,9 @@ class Copy:
         self._memory = self._place = None
 
     def let_go(self) -> None:
-        """Let the GPU's memory go at once: it is what is computed from here on that waits for the copy, and not the caller."""
+        """Let the GPU's memory go at once: it is what is computed from here on that waits for the
+        copy, and not the caller.
+        """
         if self._memory is not None:
             self._computing.wait_event(self._ended)
             self._memory = None
@@ -61,7 +69,9 @@ class Copier:
         self._streams: dict[tuple[torch.device, bool], Any] = {}
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether copies to and from *device* are made beside its computing, so that it is worth starting them early."""
+        """Whether copies to and from *device* are made beside its computing, so that it is worth
+        starting them early.
+        """
         return device.type == "cuda"
 
     def save(self, source: torch.Tensor, place: torch.Tensor) -> Copy | None:
@@ -72,7 +82,9 @@ class Copier:
         return self._start(place, source, saving=True)
 
     def bring(self, place: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Copy | None]:
-        """*place* as new memory of *device*, and the copy that fills it, None when that is done already."""
+        """*place* as new memory of *device*, and the copy that fills it, None when that is done
+        already.
+        """
         import torch
 
         target = torch.empty(place.numel(), dtype=torch.uint8, device=device)
@@ -92,8 +104,12 @@ class Copier:
 
 
 def check_no_capture(tensor: torch.Tensor) -> None:
-    """Raises: UnsupportedError when *tensor* is made for a CUDA graph, whose replays would not save it again."""
+    """Raises: UnsupportedError when *tensor* is made for a CUDA graph, whose replays would not save
+    it again.
+    """
     import torch
 
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError("a CUDA graph that is being captured cannot keep its tensors on a drive: capture it outside of save_on_nvme")
+        raise UnsupportedError(
+            "a CUDA graph that is being captured cannot keep its tensors on a drive: capture it outside of save_on_nvme"
+        )

@@ -11,9 +11,11 @@ _MOST_OF_A_NODE = 1 << 20
 class BackwardOrder:
     """Numbers saved tensors, and predicts which of them backward will ask for next.
 
-    Backward visits the nodes in the reverse of the order in which they saved; within a node, tensors come in the order in which they were saved. A node is
-    an operation, or a compiled block, which may save many tensors. The prediction starts from the tensor that was asked for last, so it also holds where
-    there are several graphs, and in a graph that a checkpoint has just recomputed. A wrong prediction costs time, never bits. Moves nothing itself.
+    Backward visits the nodes in the reverse of the order in which they saved; within a node,
+    tensors come in the order in which they were saved. A node is an operation, or a compiled block,
+    which may save many tensors. The prediction starts from the tensor that was asked for last, so
+    it also holds where there are several graphs, and in a graph that a checkpoint has just
+    recomputed. A wrong prediction costs time, never bits. Moves nothing itself.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,9 @@ class BackwardOrder:
         _remove(self._waiting, number)
 
     def ask(self, number: int) -> None:
-        """Backward asks for it; for the second time where it goes through a graph that was retained once more, and all of it waits again."""
+        """Backward asks for it; for the second time where it goes through a graph that was retained
+        once more, and all of it waits again.
+        """
         if not _remove(self._waiting, number):
             self._waiting = self._alive.copy()
             _remove(self._waiting, number)
@@ -49,7 +53,9 @@ class BackwardOrder:
         return self._waiting[max(place - count, 0) : place][::-1]
 
     def next_node(self, number: int, count: int) -> list[int]:
-        """The tensors, of `after`, that the node of *number* still asks for, and those of the next node; or the first *count*, where that is more."""
+        """The tensors, of `after`, that the node of *number* still asks for, and those of the next
+        node; or the first *count*, where that is more.
+        """
         found: list[int] = []
         nodes = {number // _MOST_OF_A_NODE}
         for place in range(bisect_left(self._waiting, number) - 1, -1, -1):

@@ -1,4 +1,6 @@
-"""`Storages`: which bytes of which storages are saved already, and which storages are not worth saving."""
+"""`Storages`: which bytes of which storages are saved already, and which storages are not worth
+saving.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """The bytes from *begin* to *end* of the storage *source*, as they were at the *version* of the tensor *counter*; *users* saved tensors are on them.
+    """The bytes from *begin* to *end* of the storage *source*, as they were at the *version* of the
+    tensor *counter*; *users* saved tensors are on them.
 
     They are in *chunk*, from its byte *place* on.
 
-    copy: between the device and the chunk, which is pinned as long. memory: with the bytes that came back, where they are to stay on
-    the device, and *filled* the copy that fills it. source, restored: weak references to the storages of the original and of *memory*. counter: one to
-    the tensor that counts modifications, which others on the storage may not be counted by.
+    copy: between the device and the chunk, which is pinned as long. memory: with the bytes that
+    came back, where they are to stay on the device, and *filled* the copy that fills it. source,
+    restored: weak references to the storages of the original and of *memory*. counter: one to the
+    tensor that counts modifications, which others on the storage may not be counted by.
     """
 
     chunk: Chunk
@@ -44,7 +48,9 @@ class Value:
         return self.end - self.begin
 
     def on_device(self) -> tuple[torch.UntypedStorage, int] | None:
-        """A storage that has the bytes, as long as anybody has it, and where in the original one it begins."""
+        """A storage that has the bytes, as long as anybody has it, and where in the original one it
+        begins.
+        """
         whole = _locked(self.source)
         if whole is not None and whole.nbytes() >= self.end:
             return whole, 0
@@ -53,7 +59,9 @@ class Value:
 
 
 class Storages:
-    """The values by what they are of, and the storages that outlived the graphs that saved them: buffers, tables, frozen weights."""
+    """The values by what they are of, and the storages that outlived the graphs that saved them:
+    buffers, tables, frozen weights.
+    """
 
     def __init__(self) -> None:
         # A weak reference keeps a storage's address from being another's.
@@ -74,25 +82,40 @@ class Storages:
         if not value.source.expired():
             self._outliving[address] = value.source
 
-    def find(self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int) -> Value | None:
+    def find(
+        self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
+    ) -> Value | None:
         """The value that has these bytes, as far as *counter* can tell."""
         for value in self._values.get(storage._cdata, ()):
-            if value.counter() is counter and value.version == counter._version and value.begin <= begin and end <= value.end:
+            if (
+                value.counter() is counter
+                and value.version == counter._version
+                and value.begin <= begin
+                and end <= value.end
+            ):
                 return value
         return None
 
     def lasts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether *storage* was still there when the next step began, so that saving it frees nothing."""
+        """Whether *storage* was still there when the next step began, so that saving it frees
+        nothing.
+        """
         return storage._cdata in self._lasting
 
     def begin_step(self) -> None:
         """A step begins; nothing is left of the one before."""
-        self._lasting = {address: storage for address, storage in {**self._lasting, **self._outliving}.items() if not storage.expired()}
+        self._lasting = {
+            address: storage
+            for address, storage in {**self._lasting, **self._outliving}.items()
+            if not storage.expired()
+        }
         self._outliving = {}
 
 
 def weak_reference(storage: torch.UntypedStorage) -> Any:
-    """A reference that does not keep *storage*. Source: torch.multiprocessing.reductions, which shares storages among processes by it."""
+    """A reference that does not keep *storage*. Source: torch.multiprocessing.reductions, which
+    shares storages among processes by it.
+    """
     import torch
 
     reductions: Any = torch.multiprocessing.reductions  # untyped there

@@ -1,4 +1,6 @@
-"""What `nvme-offload doctor` looks at: each check is a function that says what it found and what to do about it."""
+"""What `nvme-offload doctor` looks at: each check is a function that says what it found and what to
+do about it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _MARKS = {"ok": "ok     ", "note": "note   ", "warning": "warning", "problem": "
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one check found: "ok"; "note", which is nobody's fault; "warning", it works and could be better; "problem", it does not.
+    """What one check found: "ok"; "note", which is nobody's fault; "warning", it works and could be
+    better; "problem", it does not.
 
     remedy: what to do, "" where nothing is to be done.
     """
@@ -45,7 +48,9 @@ class Finding:
 
 
 class Precisions(NamedTuple):
-    """What the processor computes by instructions of its own; *vectors* are the widest that torch uses, such as "AVX2"."""
+    """What the processor computes by instructions of its own; *vectors* are the widest that torch
+    uses, such as "AVX2".
+    """
 
     vectors: str
     bf16: bool
@@ -54,7 +59,11 @@ class Precisions(NamedTuple):
 
 def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding]:
     """Every check, those of *paths* last; *config* is the DeepSpeed configuration to train with."""
-    yield Finding("nvme_offload", "ok", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
+    yield Finding(
+        "nvme_offload",
+        "ok",
+        f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}",
+    )
     yield backend("libaio")
     yield aio_requests(_number("/proc/sys/fs/aio-max-nr"), _number("/proc/sys/fs/aio-nr"))
     yield backend("io_uring")
@@ -63,13 +72,22 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
     yield gpu_registration()
     yield torch_version(_version("torch"))
-    yield processor(precisions(), gpu_count() > 0, "" if config is None else precision_of(ds_config.read(config)))
+    yield processor(
+        precisions(),
+        gpu_count() > 0,
+        "" if config is None else precision_of(ds_config.read(config)),
+    )
     yield deepspeed_version(_version("deepspeed"))
     yield compilers(gpu_count() > 0)
     for path in paths:
         yield from drive(path)
     if not paths:
-        yield Finding("drive", "note", "not looked at", "give --path DIR, a directory on the drive to offload to")
+        yield Finding(
+            "drive",
+            "note",
+            "not looked at",
+            "give --path DIR, a directory on the drive to offload to",
+        )
 
 
 def text(found: Sequence[Finding]) -> str:
@@ -78,8 +96,15 @@ def text(found: Sequence[Finding]) -> str:
     lines = []
     for each in found:
         lines.append(f"{_MARKS[each.status]}  {each.name.ljust(width)}  {each.found}")
-        lines += textwrap.wrap(each.remedy, 140, initial_indent=" " * (width + 11) + "-> ", subsequent_indent=" " * (width + 14))
-    problems, warnings = (sum(each.status == status for each in found) for status in ("problem", "warning"))
+        lines += textwrap.wrap(
+            each.remedy,
+            140,
+            initial_indent=" " * (width + 11) + "-> ",
+            subsequent_indent=" " * (width + 14),
+        )
+    problems, warnings = (
+        sum(each.status == status for each in found) for status in ("problem", "warning")
+    )
     if problems:
         lines += ["", f"{problems} of these must be put right before anything can be offloaded."]
     else:
@@ -95,13 +120,19 @@ def backend(name: str) -> Finding:
         Engine(AioConfig(backend=name)).close()
     except UnsupportedError as error:
         needed = name == "libaio"
-        otherwise = "nothing works without it, but for the slow posix backend" if needed else 'libaio does as well; leave "backend" as it is'
+        otherwise = (
+            "nothing works without it, but for the slow posix backend"
+            if needed
+            else 'libaio does as well; leave "backend" as it is'
+        )
         return Finding(name, "problem" if needed else "note", str(error), otherwise)
     return Finding(name, "ok", "works")
 
 
 def aio_requests(most: int | None, in_use: int | None) -> Finding:
-    """Whether the kernel has room for the queues of the ranks: fs.aio-max-nr is of the whole machine."""
+    """Whether the kernel has room for the queues of the ranks: fs.aio-max-nr is of the whole
+    machine.
+    """
     if most is None or in_use is None:
         return Finding("aio-max-nr", "note", "the kernel does not tell")
     free = most - in_use
@@ -109,7 +140,11 @@ def aio_requests(most: int | None, in_use: int | None) -> Finding:
     remedy = "sudo sysctl fs.aio-max-nr=1048576, and the same line in /etc/sysctl.d to keep it"
     if free < 256:
         return Finding("aio-max-nr", "problem", found, remedy)
-    return Finding("aio-max-nr", "warning", found, remedy) if free < 16384 else Finding("aio-max-nr", "ok", found)
+    return (
+        Finding("aio-max-nr", "warning", found, remedy)
+        if free < 16384
+        else Finding("aio-max-nr", "ok", found)
+    )
 
 
 def locked_memory(locked_bytes: int, limit: int) -> Finding:
@@ -128,7 +163,9 @@ def locked_memory(locked_bytes: int, limit: int) -> Finding:
 
 
 def huge_pages(enabled: str | None) -> Finding:
-    """Whether the kernel grants huge pages to who asks for them; *enabled* is its setting, "always [madvise] never"."""
+    """Whether the kernel grants huge pages to who asks for them; *enabled* is its setting, "always
+    [madvise] never".
+    """
     if enabled is None:
         return Finding("huge pages", "note", "this kernel has none that it grants by itself")
     if "[never]" in enabled:
@@ -142,10 +179,14 @@ def huge_pages(enabled: str | None) -> Finding:
 
 
 def gpu_registration() -> Finding:
-    """Whether host memory can be registered with CUDA, without which copies have a fifth of the speed."""
+    """Whether host memory can be registered with CUDA, without which copies have a fifth of the
+    speed.
+    """
     count = gpu_count()
     if not count:
-        return Finding("GPU", "note", "none, or its driver does not show it here", "in a container: --gpus all")
+        return Finding(
+            "GPU", "note", "none, or its driver does not show it here", "in a container: --gpus all"
+        )
     names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus())) or "NVIDIA"
     try:
         from nvme_offload.io.pool import PinnedPool
@@ -155,48 +196,86 @@ def gpu_registration() -> Finding:
         pool.close()
     except (OffloadError, ImportError, MemoryError) as error:
         return Finding(
-            "GPU", "warning", f"{count}x {names}; memory cannot be registered with it: {error}", "see that torch is a CUDA build that suits the driver"
+            "GPU",
+            "warning",
+            f"{count}x {names}; memory cannot be registered with it: {error}",
+            "see that torch is a CUDA build that suits the driver",
         )
     if pinned != "cuda":
-        return Finding("GPU", "warning", f"{count}x {names}, which torch does not see", "see that torch is a CUDA build that suits the driver")
+        return Finding(
+            "GPU",
+            "warning",
+            f"{count}x {names}, which torch does not see",
+            "see that torch is a CUDA build that suits the driver",
+        )
     return Finding("GPU", "ok", f"{count}x {names}; host memory registers with it")
 
 
 def torch_version(version: str | None) -> Finding:
     """Whether torch is there."""
-    return Finding("torch", "ok", version) if version else Finding("torch", "warning", "not installed; nvme-sweep works without", "pip install torch")
+    return (
+        Finding("torch", "ok", version)
+        if version
+        else Finding(
+            "torch", "warning", "not installed; nvme-sweep works without", "pip install torch"
+        )
+    )
 
 
 def precisions() -> Precisions | None:
     """What torch finds of the processor, as DeepSpeed asks it; None without torch.
 
-    Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA lower the answer.
+    Source: deepspeed/accelerator/cpu_accelerator.py (`is_fp16_supported`). ATEN_CPU_CAPABILITY and
+    ONEDNN_MAX_CPU_ISA lower the answer.
     """
     try:
         import torch
     except ImportError:
         return None
     mkldnn = torch.ops.mkldnn
-    return Precisions(torch.backends.cpu.get_cpu_capability(), mkldnn._is_mkldnn_bf16_supported(), mkldnn._is_mkldnn_fp16_supported())
+    return Precisions(
+        torch.backends.cpu.get_cpu_capability(),
+        mkldnn._is_mkldnn_bf16_supported(),
+        mkldnn._is_mkldnn_fp16_supported(),
+    )
 
 
 def processor(native: Precisions | None, has_gpu: bool, wanted: str) -> Finding:
-    """What the processor lacks for training without a GPU; *native* is what torch finds of it, *wanted* the precision of a configuration, or ""."""
+    """What the processor lacks for training without a GPU; *native* is what torch finds of it,
+    *wanted* the precision of a configuration, or "".
+    """
     if native is None:
-        return Finding("processor", "note", "not looked at: torch does that, which is not installed")
+        return Finding(
+            "processor", "note", "not looked at: torch does that, which is not installed"
+        )
     lacking = [name for name, there in (("bf16", native.bf16), ("fp16", native.fp16)) if not there]
     found = f"{native.vectors}, {'without' if lacking else 'with'} instructions for {' and '.join(lacking or ('bf16', 'fp16'))}"
     meant = {"bf16": "bf16 is many times slower than fp32", "fp16": "DeepSpeed refuses fp16"}
     costs = [meant[name] for name in lacking if wanted in ("", name)]
     if has_gpu or not costs:
         return Finding("processor", "ok", found)
-    remedy = 'enable "bf16" in place of "fp16", or train on a GPU' if wanted == "fp16" else "train on a GPU, or in fp32"
-    return Finding("processor", "problem" if wanted == "fp16" else "warning", f"{found}: without a GPU {', and '.join(costs)}", remedy)
+    remedy = (
+        'enable "bf16" in place of "fp16", or train on a GPU'
+        if wanted == "fp16"
+        else "train on a GPU, or in fp32"
+    )
+    return Finding(
+        "processor",
+        "problem" if wanted == "fp16" else "warning",
+        f"{found}: without a GPU {', and '.join(costs)}",
+        remedy,
+    )
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The precision that a DeepSpeed configuration trains in: "bf16", "fp16", or "fp32" where neither is enabled; "" where "auto" leaves it open."""
-    enabled = {name: section.get("enabled", True) for name in ("bf16", "fp16") if isinstance(section := config.get(name), dict)}
+    """The precision that a DeepSpeed configuration trains in: "bf16", "fp16", or "fp32" where
+    neither is enabled; "" where "auto" leaves it open.
+    """
+    enabled = {
+        name: section.get("enabled", True)
+        for name in ("bf16", "fp16")
+        if isinstance(section := config.get(name), dict)
+    }
     named = next((name for name, value in enabled.items() if value is True), "")
     return named or ("" if "auto" in enabled.values() else "fp32")
 
@@ -204,28 +283,52 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def deepspeed_version(version: str | None) -> Finding:
     """Whether DeepSpeed is one that `zero3` is written for."""
     if version is None:
-        return Finding("DeepSpeed", "note", "not installed; everything but zero3 works without", 'pip install "nvme-offload[deepspeed]"')
+        return Finding(
+            "DeepSpeed",
+            "note",
+            "not installed; everything but zero3 works without",
+            'pip install "nvme-offload[deepspeed]"',
+        )
     remedy = f"pip install deepspeed=={NEWEST_DEEPSPEED}"
     if is_too_old(version):
-        return Finding("DeepSpeed", "warning", f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer", remedy)
+        return Finding(
+            "DeepSpeed", "warning", f"{version}; zero3 needs {OLDEST_DEEPSPEED} or newer", remedy
+        )
     if is_too_new(version):
-        return Finding("DeepSpeed", "warning", f"{version}; zero3 was tried up to {NEWEST_DEEPSPEED}, and says at enable() what another lacks", remedy)
+        return Finding(
+            "DeepSpeed",
+            "warning",
+            f"{version}; zero3 was tried up to {NEWEST_DEEPSPEED}, and says at enable() what another lacks",
+            remedy,
+        )
     return Finding("DeepSpeed", "ok", version)
 
 
 def compilers(has_gpu: bool, which: Callable[[str], str | None] = shutil.which) -> Finding:
-    """Whether DeepSpeed can build what it compiles at its first use, of which its CPU Adam is the one that offloading needs."""
-    wanted = {"c++": "g++ (Debian: build-essential)", "ninja": "ninja (pip install ninja, on the PATH)"} | ({"nvcc": "the CUDA toolkit"} if has_gpu else {})
+    """Whether DeepSpeed can build what it compiles at its first use, of which its CPU Adam is the
+    one that offloading needs.
+    """
+    wanted = {
+        "c++": "g++ (Debian: build-essential)",
+        "ninja": "ninja (pip install ninja, on the PATH)",
+    } | ({"nvcc": "the CUDA toolkit"} if has_gpu else {})
     lacking = {name: remedy for name, remedy in wanted.items() if which(name) is None}
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         lacking["Python.h"] = "Python's headers (Debian: python3-dev)"
     if lacking:
-        found = f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
-        return Finding(
-            "compilers", "warning", found, f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)"
+        found = (
+            f"{', '.join(lacking)} not found: DeepSpeed cannot build its CPU Adam at the first step"
         )
-    return Finding("compilers", "ok", f"{', '.join(wanted)} for what DeepSpeed builds at its first use")
+        return Finding(
+            "compilers",
+            "warning",
+            found,
+            f"install {', '.join(lacking.values())}; or use an optimizer of torch, and its ops prebuilt (DS_BUILD_CPU_ADAM=1)",
+        )
+    return Finding(
+        "compilers", "ok", f"{', '.join(wanted)} for what DeepSpeed builds at its first use"
+    )
 
 
 def drive(path: str) -> Iterator[Finding]:
@@ -234,10 +337,17 @@ def drive(path: str) -> Iterator[Finding]:
     try:
         seen = describe(path)
     except OSError as error:
-        yield Finding(name, "problem", f"cannot be looked at: {error.strerror}", "give a directory on the drive")
+        yield Finding(
+            name,
+            "problem",
+            f"cannot be looked at: {error.strerror}",
+            "give a directory on the drive",
+        )
         return
     what = ", ".join(filter(None, (seen.filesystem, seen.device, seen.model, *seen.layers)))
-    yield Finding(name, "problem" if seen.is_memory else "ok", f"{what}; {format_bytes(seen.free_bytes)} free")
+    yield Finding(
+        name, "problem" if seen.is_memory else "ok", f"{what}; {format_bytes(seen.free_bytes)} free"
+    )
     yield direct_io(path, name)
     for warning in drive_warnings(seen):
         found, _, remedy = warning.partition(". ")
@@ -247,12 +357,16 @@ def drive(path: str) -> Iterator[Finding]:
     except (OffloadError, OSError) as error:
         yield Finding(name, "warning", str(error), f"nvme-sweep {path}")
         return
-    speeds = ", ".join(f"{phase} {best.gb_per_s:.3g}" for phase, best in profile.performance.items())
+    speeds = ", ".join(
+        f"{phase} {best.gb_per_s:.3g}" for phase, best in profile.performance.items()
+    )
     yield Finding(name, "ok", f"swept {profile.created[:10]}: {speeds} GB/s")
 
 
 def direct_io(path: str, name: str) -> Finding:
-    """Whether a file in the directory *path* can be made and bypasses the page cache; leaves nothing."""
+    """Whether a file in the directory *path* can be made and bypasses the page cache; leaves
+    nothing.
+    """
     from nvme_offload.io.engine import Engine
 
     try:
@@ -261,9 +375,19 @@ def direct_io(path: str, name: str) -> Finding:
             direct, alignment = file.direct, file.offset_alignment
             file.close()
     except (OffloadError, OSError) as error:
-        return Finding(name, "problem", f"no file can be made: {error}", "make a directory there that you own, and give that")
+        return Finding(
+            name,
+            "problem",
+            f"no file can be made: {error}",
+            "make a directory there that you own, and give that",
+        )
     if not direct:
-        return Finding(name, "warning", "no O_DIRECT: everything passes the page cache", "use ext4, XFS or btrfs on a local drive")
+        return Finding(
+            name,
+            "warning",
+            "no O_DIRECT: everything passes the page cache",
+            "use ext4, XFS or btrfs on a local drive",
+        )
     return Finding(name, "ok", f"O_DIRECT, aligned to {alignment} bytes")
 
 

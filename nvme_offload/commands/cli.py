@@ -1,4 +1,6 @@
-"""`nvme-offload`: the command. What it says is found by `plan` and `doctor`; here are its options, its exit status, and how it ends."""
+"""`nvme-offload`: the command. What it says is found by `plan` and `doctor`; here are its options,
+its exit status, and how it ends.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,17 @@ def _bytes(context: click.Context, option: click.Parameter, value: str | None) -
 
 
 def main() -> int:
-    """Run the command; returns 0 for a good answer, 3 for a bad one, 1 after a failure, 2 for what was asked wrongly, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the command; returns 0 for a good answer, 3 for a bad one, 1 after a failure, 2 for what
+    was asked wrongly, 130 after Ctrl-C, 143 after SIGTERM.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # not at once: what is aside is removed
+            # not at once: what is aside is removed
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        status = command.main(args=sys.argv[1:] or ["--help"], prog_name="nvme-offload", standalone_mode=False)
+        status = command.main(
+            args=sys.argv[1:] or ["--help"], prog_name="nvme-offload", standalone_mode=False
+        )
     except click.Abort:
         _say("nvme-offload: stopped")
         return 130
@@ -48,33 +55,100 @@ def main() -> int:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="nvme-offload")
 def command() -> None:
-    """What to know before a training starts: which way to train fits and is the fastest, and whether this machine can.
+    """What to know before a training starts: which way to train fits and is the fastest, and
+    whether this machine can.
 
     To find the settings for a drive, see nvme-sweep.
     """
 
 
 _paths_option = click.option(
-    "--path", "paths", metavar="DIR", multiple=True, type=click.Path(exists=True, file_okay=False), help="A directory on a drive to offload to. Repeatable."
+    "--path",
+    "paths",
+    metavar="DIR",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="A directory on a drive to offload to. Repeatable.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @command.command()
 @click.option("--params", metavar="COUNT", help="Parameters of the model, such as 7B or 350M.")
-@click.option("--model", "model_path", metavar="FILE", type=Path, help="Or its Hugging Face config.json, or the directory with one.")
+@click.option(
+    "--model",
+    "model_path",
+    metavar="FILE",
+    type=Path,
+    help="Or its Hugging Face config.json, or the directory with one.",
+)
 @_paths_option
-@click.option("--gpus", metavar="N", type=click.IntRange(0, 1024), help="GPUs of a machine; 0 to train without.  [default: those here]")
-@click.option("--gpu", "gpu_name", metavar="NAME", help="What they are, such as H100.  [default: as here]")
-@click.option("--gpu-memory", metavar="SIZE", callback=_bytes, help="Memory of each, such as 80GB.  [default: as here]")
-@click.option("--host-memory", metavar="SIZE", callback=_bytes, help="Memory of a machine that training may take.  [default: available here]")
-@click.option("--ranks", metavar="N", type=click.IntRange(1, 1024), help="Processes on a machine.  [default: one for each GPU, else 1]")
-@click.option("--nodes", metavar="N", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Machines alike.")
-@click.option("--seq", metavar="N", type=click.IntRange(1), help="Tokens of a sequence, to predict compute and activations too.")
-@click.option("--micro-batch", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a rank in a step.")
-@click.option("--budget", metavar="SIZE", callback=_bytes, help='"host_memory" of a rank for what is offloaded.  [default: what there is]')
-@click.option("--no-zero-init", is_flag=True, help="Every rank makes the whole model before it is partitioned (no zero.Init).")
-@click.option("--write", metavar="FILE", type=Path, help="Write the DeepSpeed config of the fastest plan that fits; a file that is there stays.")
+@click.option(
+    "--gpus",
+    metavar="N",
+    type=click.IntRange(0, 1024),
+    help="GPUs of a machine; 0 to train without.  [default: those here]",
+)
+@click.option(
+    "--gpu", "gpu_name", metavar="NAME", help="What they are, such as H100.  [default: as here]"
+)
+@click.option(
+    "--gpu-memory",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Memory of each, such as 80GB.  [default: as here]",
+)
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    callback=_bytes,
+    help="Memory of a machine that training may take.  [default: available here]",
+)
+@click.option(
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(1, 1024),
+    help="Processes on a machine.  [default: one for each GPU, else 1]",
+)
+@click.option(
+    "--nodes",
+    metavar="N",
+    type=click.IntRange(1, 100_000),
+    default=1,
+    show_default=True,
+    help="Machines alike.",
+)
+@click.option(
+    "--seq",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Tokens of a sequence, to predict compute and activations too.",
+)
+@click.option(
+    "--micro-batch",
+    metavar="N",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Sequences of a rank in a step.",
+)
+@click.option(
+    "--budget",
+    metavar="SIZE",
+    callback=_bytes,
+    help='"host_memory" of a rank for what is offloaded.  [default: what there is]',
+)
+@click.option(
+    "--no-zero-init",
+    is_flag=True,
+    help="Every rank makes the whole model before it is partitioned (no zero.Init).",
+)
+@click.option(
+    "--write",
+    metavar="FILE",
+    type=Path,
+    help="Write the DeepSpeed config of the fastest plan that fits; a file that is there stays.",
+)
 @_json_option
 def plan(
     params: str | None,
@@ -93,9 +167,11 @@ def plan(
     write: Path | None,
     as_json: bool,
 ) -> int:
-    """What goes where for a model under ZeRO 1, 2 and 3, on GPU, CPU and NVMe: bytes of a rank, seconds of a step, and which is the fastest that fits.
+    """What goes where for a model under ZeRO 1, 2 and 3, on GPU, CPU and NVMe: bytes of a rank,
+    seconds of a step, and which is the fastest that fits.
 
-    The speed of a drive is that of its profile: run nvme-sweep on it first. What is not given is taken from this machine.
+    The speed of a drive is that of its profile: run nvme-sweep on it first. What is not given is
+    taken from this machine.
 
     Exit status: 0 something fits, 3 nothing does, 1 failed, 2 wrong usage.
     """
@@ -111,19 +187,33 @@ def plan(
         raise click.UsageError("give the model: --params COUNT or --model FILE")
     if write is not None and write.exists():
         raise click.UsageError(f"{write} exists: give another name, or move it away")
-    model = models.of_config(model_path, unknown_family.build) if model_path is not None else models.of_count(params or "")
+    model = (
+        models.of_config(model_path, unknown_family.build)
+        if model_path is not None
+        else models.of_count(params or "")
+    )
     machine, here = planning.this_machine(paths)
     gpu = machine.gpu
     if gpus == 0:
         gpu = None
     elif gpus or gpu_name or gpu_memory:
         known = gpu or Gpu("GPU", 0)
-        gpu = Gpu(gpu_name or known.name, gpu_memory or known.memory_bytes, None if gpu_name else known.link_bytes_per_second)
+        gpu = Gpu(
+            gpu_name or known.name,
+            gpu_memory or known.memory_bytes,
+            None if gpu_name else known.link_bytes_per_second,
+        )
         if not gpu.memory_bytes:
-            raise click.UsageError("how much memory such a GPU has is not known here: give --gpu-memory")
+            raise click.UsageError(
+                "how much memory such a GPU has is not known here: give --gpu-memory"
+            )
     elif gpu is None and gpu_count():
-        raise click.UsageError("there are GPUs, and nvidia-smi does not tell their memory: give --gpus and --gpu-memory")
-    machine = dataclasses.replace(machine, gpu=gpu, host_bytes=machine.host_bytes if host_memory is None else host_memory)
+        raise click.UsageError(
+            "there are GPUs, and nvidia-smi does not tell their memory: give --gpus and --gpu-memory"
+        )
+    machine = dataclasses.replace(
+        machine, gpu=gpu, host_bytes=machine.host_bytes if host_memory is None else host_memory
+    )
     world = World(ranks or (here if gpus is None else max(gpus, 1)), nodes, not no_zero_init)
     work = planning.Work(seq or 0, micro_batch)
     found = planning.plans(model, machine, world, work, budget)
@@ -132,7 +222,9 @@ def plan(
     if write is not None and config is not None:
         commit.write_file(write, json.dumps(config, indent=2) + "\n")
     if as_json:
-        _print(json.dumps(table.as_json(model, machine, world, work, found, chosen, config), indent=2))
+        _print(
+            json.dumps(table.as_json(model, machine, world, work, found, chosen, config), indent=2)
+        )
     else:
         _print(table.text(model, machine, world, work, found, chosen))
         if write is not None and config is not None:
@@ -142,14 +234,21 @@ def plan(
 
 @command.command()
 @_paths_option
-@click.option("--config", metavar="FILE", type=Path, help="The DeepSpeed config to train with: can this machine train in its precision?")
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=Path,
+    help="The DeepSpeed config to train with: can this machine train in its precision?",
+)
 @_json_option
 def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     """What of this package works on this machine, why the rest does not, and what to do about it.
 
-    Looks at kernel interfaces, limits, processor, GPUs, DeepSpeed and its compilers and, with --path, at the drives. Changes nothing.
+    Looks at kernel interfaces, limits, processor, GPUs, DeepSpeed and its compilers and, with
+    --path, at the drives. Changes nothing.
 
-    Exit status: 0 it works, perhaps not as well as it could; 3 something that is needed does not; 1 failed, 2 wrong usage.
+    Exit status: 0 it works, perhaps not as well as it could; 3 something that is needed does not; 1
+    failed, 2 wrong usage.
     """
     from nvme_offload.ds_config import edit as ds_config
 
@@ -158,7 +257,11 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     found = list(checks.all_of(paths, config and ds_config.locate(config)))
     works = not any(each.status == "problem" for each in found)
     if as_json:
-        _print(json.dumps({"works": works, "checks": [dataclasses.asdict(each) for each in found]}, indent=2))
+        _print(
+            json.dumps(
+                {"works": works, "checks": [dataclasses.asdict(each) for each in found]}, indent=2
+            )
+        )
     else:
         _print(checks.text(found))
     return 0 if works else NOT_SO

@@ -1,4 +1,6 @@
-"""A module of a config.json whose family `model.of_config` has no formula for: built by transformers on the meta device, which takes no memory."""
+"""A module of a config.json whose family `model.of_config` has no formula for: built by
+transformers on the meta device, which takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from nvme_offload.errors import UsageError
 
 
 def build(path: Path, family: str) -> Any:
-    """The model that *path* describes, without weights. Raises: UsageError when transformers is not installed, or cannot build it."""
+    """The model that *path* describes, without weights. Raises: UsageError when transformers is not
+    installed, or cannot build it.
+    """
     try:
         import torch
         import transformers  # type: ignore[import-not-found,unused-ignore]
@@ -19,9 +23,13 @@ def build(path: Path, family: str) -> Any:
         ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent)
-        decodes = any("CausalLM" in name or "LMHead" in name for name in config.architectures or ["CausalLM"])
+        decodes = any(
+            "CausalLM" in name or "LMHead" in name for name in config.architectures or ["CausalLM"]
+        )
         kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
         with torch.device("meta"):
             return kind.from_config(config)
     except (ValueError, OSError, AttributeError) as error:
-        raise UsageError(f"transformers cannot build a model from {path}: {error}; give --params") from None
+        raise UsageError(
+            f"transformers cannot build a model from {path}: {error}; give --params"
+        ) from None

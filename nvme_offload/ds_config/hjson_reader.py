@@ -1,4 +1,6 @@
-"""A config's text as nodes that know their places, read by the rules of hjson 3.1.0 (decoder.py), as DeepSpeed reads it."""
+"""A config's text as nodes that know their places, read by the rules of hjson 3.1.0 (decoder.py),
+as DeepSpeed reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ..errors import UsageError
 
 @dataclasses.dataclass
 class Node:
-    """A value and where it stands; *bare* is a string without quotes, which only the end of its line ends."""
+    """A value and where it stands; *bare* is a string without quotes, which only the end of its
+    line ends.
+    """
 
     start: int
     end: int
@@ -38,25 +42,43 @@ class Member:
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*")
 STOP = re.compile(r"[,}\]#\n]|//|/\*|\Z")
 _BARE_KEY = re.compile(r"([^ \t\n:{}\[\],]+)([ \t\n]*)(?=:)")
-_STRING = re.compile(r""" "((?:[^"\\\x00-\x1f]|\\.)*)" | '((?:[^'\\\x00-\x1f]|\\.)*)' """, re.VERBOSE)
+_STRING = re.compile(
+    r""" "((?:[^"\\\x00-\x1f]|\\.)*)" | '((?:[^'\\\x00-\x1f]|\\.)*)' """, re.VERBOSE
+)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
-_ESCAPED = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_ESCAPED = {
+    '"': '"',
+    "'": "'",
+    "\\": "\\",
+    "/": "/",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+}
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 class Reader:
-    """The nodes of a config. Places count in `text`, which is what DeepSpeed sees: no byte order mark, every line end a newline."""
+    """The nodes of a config. Places count in `text`, which is what DeepSpeed sees: no byte order
+    mark, every line end a newline.
+    """
 
     def __init__(self, original: str) -> None:
         self.original = original
         self.mark = original.startswith("\ufeff")
         body = original.removeprefix("\ufeff")
         self.text = body.replace("\r\n", "\n").replace("\r", "\n")
-        self._shrunk = [match.start() - index for index, match in enumerate(re.finditer("\r\n", body))]
+        self._shrunk = [
+            match.start() - index for index, match in enumerate(re.finditer("\r\n", body))
+        ]
         try:
             self.root = self._read_root()
         except RecursionError:
-            raise UsageError("line 1, column 1: brackets are nested too deeply to be read; remove some levels") from None
+            raise UsageError(
+                "line 1, column 1: brackets are nested too deeply to be read; remove some levels"
+            ) from None
 
     def splice(self, edits: list[tuple[int, int, str]]) -> str:
         """The original with each (start, end, new) of *edits* done; none overlap."""
@@ -68,7 +90,9 @@ class Reader:
 
     def fail(self, at: int, message: str) -> NoReturn:
         """Raises: UsageError with the line and column of *at*."""
-        raise UsageError(f"line {self._line(at)}, column {at - self.text.rfind(chr(10), 0, at)}: {message}")
+        raise UsageError(
+            f"line {self._line(at)}, column {at - self.text.rfind(chr(10), 0, at)}: {message}"
+        )
 
     def skip(self, at: int) -> int:
         """The first place from *at* on that is neither blank nor comment."""
@@ -81,7 +105,9 @@ class Reader:
             at = after
 
     def after_comment(self, at: int) -> int | None:
-        """Where the comment that begins at *at* is over, its line end not included; None when none begins there."""
+        """Where the comment that begins at *at* is over, its line end not included; None when none
+        begins there.
+        """
         if self.text.startswith(("#", "//"), at):
             end = self.text.find("\n", at)
             return len(self.text) if end < 0 else end
@@ -105,14 +131,18 @@ class Reader:
 
     def _read_root(self) -> Node | None:
         start = self.skip(0)
-        if start == len(self.text) and not self.mark:  # hjson reads an empty file as an empty object, unless it has a byte order mark
+        # hjson reads an empty file as an empty object, unless it has a byte order mark
+        if start == len(self.text) and not self.mark:
             return None
         if self.text.startswith("[", start):
             self.fail(start, "the config is a list; DeepSpeed needs an object, { ... }")
         root = self._read_object(start, braces=self.text.startswith("{", start))
         rest = self.skip(root.end)
         if rest != len(self.text):
-            self.fail(rest, "there is more text after the end of the config; remove it, or the bracket that closes too early")
+            self.fail(
+                rest,
+                "there is more text after the end of the config; remove it, or the bracket that closes too early",
+            )
         return root
 
     def _read_value(self, at: int) -> Node:
@@ -139,18 +169,32 @@ class Reader:
             if braces and self.text.startswith("}", at):
                 break
             if at == len(self.text):
-                self.fail(start, "this '{' is never closed; add the missing '}'" if braces else "there is no 'key: value' here")
+                self.fail(
+                    start,
+                    "this '{' is never closed; add the missing '}'"
+                    if braces
+                    else "there is no 'key: value' here",
+                )
             member = self._read_member(at)
             if member.key in places:
                 line = self._line(places[member.key])
-                self.fail(at, f"key {json.dumps(member.key)} is at line {line} already; DeepSpeed refuses that: remove one of the two")
+                self.fail(
+                    at,
+                    f"key {json.dumps(member.key)} is at line {line} already; DeepSpeed refuses that: remove one of the two",
+                )
             places[member.key] = at
             members.append(member)
             at = self.skip(member.node.end)
             if self.text.startswith(",", at):
                 member.comma = at
                 at = self.skip(at + 1)
-        return Node(start, at + braces, {member.key: member.node.value for member in members}, members=members, inside=(inside, at))
+        return Node(
+            start,
+            at + braces,
+            {member.key: member.node.value for member in members},
+            members=members,
+            inside=(inside, at),
+        )
 
     def _read_member(self, start: int) -> Member:
         if self.text[start] in "\"'":
@@ -158,7 +202,10 @@ class Reader:
         else:
             match = _BARE_KEY.match(self.text, start)
             if match is None:
-                self.fail(start, "a key and ':' should be here; remove what is here, or put the key in quotes")
+                self.fail(
+                    start,
+                    "a key and ':' should be here; remove what is here, or put the key in quotes",
+                )
             key, key_end = match[1].rstrip() if match[2] else match[1], match.end(1)
         colon = self.skip(key_end)
         if not self.text.startswith(":", colon):
@@ -181,32 +228,51 @@ class Reader:
     def _read_string(self, start: int) -> tuple[str, int]:
         match = _STRING.match(self.text, start)
         if match is None:
-            self.fail(start, "this string is not closed on its line; close it, or write a line break as \\n and a tab as \\t")
+            self.fail(
+                start,
+                "this string is not closed on its line; close it, or write a line break as \\n and a tab as \\t",
+            )
 
         def unescape(escape: re.Match[str]) -> str:
             if escape[1]:
                 return chr(int(escape[1], 16))
             if escape[2] not in _ESCAPED:
-                self.fail(start, f"this string has the unknown escape {escape[0]}; write \\\\ for a backslash")
+                self.fail(
+                    start,
+                    f"this string has the unknown escape {escape[0]}; write \\\\ for a backslash",
+                )
             return _ESCAPED[escape[2]]
 
         value = _ESCAPE.sub(unescape, match[1] if match[2] is None else match[2])
         # Two escapes may make one character beyond U+FFFF; UTF-16 joins them.
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass"), match.end()
+        return value.encode("utf-16-le", "surrogatepass").decode(
+            "utf-16-le", "surrogatepass"
+        ), match.end()
 
     def _read_lines(self, start: int) -> Node:
-        """A string in triple quotes, each of its lines without as much indentation as stands before the quotes."""
+        """A string in triple quotes, each of its lines without as much indentation as stands before
+        the quotes.
+        """
         close = self.text.find("'''", start + 3)
         before = self.text.rfind("\n", 0, start)
-        if before < 0:  # hjson looks for the line's beginning from the end of the text then, and fails where no line ends at all
+        # hjson looks for the line's beginning from the end of the text then, and fails where no
+        # line ends at all
+        if before < 0:
             before = self.text.rfind("\n") - len(self.text)
         if close < 0 or before < -len(self.text):
-            self.fail(start, "this ''' string is never closed, or stands in a file of one line, which hjson cannot read; close it, or use double quotes")
-        value = re.sub(rf"\n[ \t]{{0,{start - 1 - before}}}", "\n", self.text[start + 3 : close].lstrip(" \t"))
+            self.fail(
+                start,
+                "this ''' string is never closed, or stands in a file of one line, which hjson cannot read; close it, or use double quotes",
+            )
+        value = re.sub(
+            rf"\n[ \t]{{0,{start - 1 - before}}}", "\n", self.text[start + 3 : close].lstrip(" \t")
+        )
         return Node(start, close + 3, value.removeprefix("\n").removesuffix("\n"))
 
     def _read_bare(self, start: int) -> Node:
-        """A number, true, false or null when one is followed by what may follow it; else everything to the end of the line, as a string."""
+        """A number, true, false or null when one is followed by what may follow it; else everything
+        to the end of the line, as a string.
+        """
         if self.text[start] in "}],:":
             self.fail(start, f"a value should be here, not {self.text[start]!r}; add one")
         for stop in STOP.finditer(self.text, start):
@@ -220,7 +286,9 @@ class Reader:
                 return Node(start, end, token.strip(), bare=True)
         raise AssertionError("the end of the text is a stop")
 
-    def _number(self, at: int, whole: str, fraction: str | None, exponent: str | None) -> int | float:
+    def _number(
+        self, at: int, whole: str, fraction: str | None, exponent: str | None
+    ) -> int | float:
         try:
             if not (fraction or exponent):
                 return int(whole)

@@ -1,1 +1,3 @@
-"""Files that a crash leaves as they were or as they were to be, and JSON that tells when it was altered."""
+"""Files that a crash leaves as they were or as they were to be, and JSON that tells when it was
+altered.
+"""

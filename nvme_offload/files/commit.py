@@ -24,11 +24,13 @@ _unfinished: set[Path] = set()  # what this process has aside just now
 _NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # a kernel or filesystem without
 
 
-def write_file(path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None) -> None:
+def write_file(
+    path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
+) -> None:
     """Put *data* (text as UTF-8) in the place of the file *path*.
 
-    *mode* is None for that of any new file of this process; *owner* is a user and a group. Raises: OSError, and *path* is as it was.
-    Source: rename(2), fsync(2).
+    *mode* is None for that of any new file of this process; *owner* is a user and a group. Raises:
+    OSError, and *path* is as it was. Source: rename(2), fsync(2).
     """
     with _aside(path, 0o666 if mode is None else 0o600) as (aside, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
@@ -54,7 +56,8 @@ def overwrite_file(path: Path, data: bytes) -> None:
     write_file(kept, old)
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        # A shorter text is padded first, so that no state in between ends with a piece of the old one.
+        # A shorter text is padded first, so that no state in between ends with a piece of the old
+        # one.
         _write_all(descriptor, data + b"\n" * (len(old) - len(data)))
         os.fsync(descriptor)
         os.ftruncate(descriptor, len(data))
@@ -72,7 +75,8 @@ def kept_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def aside_directory(path: Path) -> Iterator[Path]:
-    """A new directory beside *path*, to be filled and shown by `show_directory`; removed if it was not.
+    """A new directory beside *path*, to be filled and shown by `show_directory`; removed if it was
+    not.
 
     Raises: OSError.
     """
@@ -110,7 +114,8 @@ def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | Non
 def recover_directory(path: Path) -> Path | None:
     """Put back what a `show_directory` over *path* left beside it, killed between two renames.
 
-    Returns what is left of one that was killed after both, for the caller to remove. Raises: OSError.
+    Returns what is left of one that was killed after both, for the caller to remove. Raises:
+    OSError.
     """
     replaced = _replaced(path)
     if not replaced.is_dir():
@@ -131,7 +136,9 @@ def make_directory(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have every file and directory below *directory*, and itself, on the drive. Raises: OSError."""
+    """Have every file and directory below *directory*, and itself, on the drive. Raises:
+    OSError.
+    """
     for place, _, names in os.walk(directory, topdown=False):
         for name in names:
             _sync(Path(place, name), os.O_RDONLY)
@@ -152,20 +159,25 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished() -> None:
-    """Remove what this process has aside. For the handler of a signal that ends it, wherever it is."""
+    """Remove what this process has aside. For the handler of a signal that ends it,
+    wherever it is.
+    """
     for aside in list(_unfinished):
         with contextlib.suppress(OSError):
             remove(aside)
 
 
 def remove_abandoned(directory: Path, name: str) -> None:
-    """Remove what killed writers left aside in *directory* for names that match the regular expression *name*. Raises: OSError."""
+    """Remove what killed writers left aside in *directory* for names that match the regular
+    expression *name*. Raises: OSError.
+    """
     for left in abandoned(directory, rf"\.(?:{name})\.[0-9a-f]{{8}}\.partial"):
         remove(left)
 
 
 def abandoned(directory: Path, name: str) -> Iterator[Path]:
-    """What is in *directory* under names that match the regular expression *name*, and locked by nobody; it is locked until the next is asked for.
+    """What is in *directory* under names that match the regular expression *name*, and locked by
+    nobody; it is locked until the next is asked for.
 
     Raises: OSError when it cannot be looked into.
     """
@@ -182,8 +194,11 @@ def abandoned(directory: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _aside(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
-    """A new file with *mode*, or directory (None), beside *path*, locked, and its descriptor; what is there in the end is removed."""
-    with contextlib.suppress(OSError):  # whoever may not look into the directory leaves nothing to find either
+    """A new file with *mode*, or directory (None), beside *path*, locked, and its descriptor; what
+    is there in the end is removed.
+    """
+    # whoever may not look into the directory leaves nothing to find either
+    with contextlib.suppress(OSError):
         remove_abandoned(path.parent, re.escape(path.name))
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -204,7 +219,9 @@ def _aside(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
 
 
 def _claimed(aside: Path, mode: int | None) -> int | None:
-    """The descriptor of the new *aside*, locked; None where another writer took it for an abandoned one, before it was locked. Raises: OSError."""
+    """The descriptor of the new *aside*, locked; None where another writer took it for an abandoned
+    one, before it was locked. Raises: OSError.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if mode is None:
         aside.mkdir()
@@ -223,8 +240,11 @@ def _claimed(aside: Path, mode: int | None) -> int | None:
 
 
 def lock(descriptor: int) -> None:
-    """Lock what is open as *descriptor*: whoever would remove it finds it in use, until it is closed or the process ends."""
-    with contextlib.suppress(OSError):  # a network filesystem without locks: there nobody removes anything
+    """Lock what is open as *descriptor*: whoever would remove it finds it in use, until it is
+    closed or the process ends.
+    """
+    # a network filesystem without locks: there nobody removes anything
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

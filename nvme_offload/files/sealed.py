@@ -1,4 +1,6 @@
-"""JSON with a checksum of what it says: a file that was altered is told from one that was written so. Whitespace and the order of keys do not count."""
+"""JSON with a checksum of what it says: a file that was altered is told from one that was written
+so. Whitespace and the order of keys do not count.
+"""
 
 from __future__ import annotations
 

@@ -19,13 +19,14 @@ MIN_BLOCK_SIZE = 4096
 class AioConfig:
     """Settings of an `Engine`; validated on creation, immutable after.
 
-    block_size: bytes handed to the kernel at a time, a multiple of 4096.
-    queue_depth: blocks in flight for one worker thread.
-    thread_count: worker threads, each with a kernel queue of its own.
-    backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a time for each thread; any filesystem).
-    single_submit: hand blocks to the kernel one by one rather than two by two (or, blocks below 64 KiB, all at once).
-    overlap_events: refill the queue whenever a block completes; otherwise only when it has run empty.
-    direct: True for O_DIRECT or an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the page cache.
+    block_size: bytes handed to the kernel at a time, a multiple of 4096. queue_depth: blocks in
+    flight for one worker thread. thread_count: worker threads, each with a kernel queue of its own.
+    backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a
+    time for each thread; any filesystem). single_submit: hand blocks to the kernel one by one
+    rather than two by two (or, blocks below 64 KiB, all at once). overlap_events: refill the queue
+    whenever a block completes; otherwise only when it has run empty. direct: True for O_DIRECT or
+    an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the
+    page cache.
 
     Raises: UsageError naming the field and the values that are possible.
     """
@@ -41,7 +42,9 @@ class AioConfig:
     def __post_init__(self) -> None:
         self._require_count("block_size", MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
         if self.block_size % MIN_BLOCK_SIZE:
-            raise UsageError(f"block_size must be a multiple of {MIN_BLOCK_SIZE} bytes, not {self.block_size}")
+            raise UsageError(
+                f"block_size must be a multiple of {MIN_BLOCK_SIZE} bytes, not {self.block_size}"
+            )
         self._require_count("queue_depth", 1, MAX_QUEUE_DEPTH)
         self._require_count("thread_count", 1, MAX_THREAD_COUNT)
         if self.backend not in BACKENDS:
@@ -54,10 +57,12 @@ class AioConfig:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """The settings that `nvme-sweep` chose for the drive that *path* is on, or will be on once it is made, with *changes*.
+        """The settings that `nvme-sweep` chose for the drive that *path* is on, or will be on once
+        it is made, with *changes*.
 
-        Raises: UnsupportedError, which says what to run, when that drive was never swept; UsageError for a change that is not possible, or a
-        profile that cannot be read; OSError when *path* cannot be looked at.
+        Raises: UnsupportedError, which says what to run, when that drive was never swept;
+        UsageError for a change that is not possible, or a profile that cannot be read; OSError when
+        *path* cannot be looked at.
         """
         from . import profile_shelf  # which knows this module
 

@@ -16,23 +16,54 @@ from . import sysfs
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 # With or without "fuse." in front.
 _NETWORK_FILESYSTEMS = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "vboxsf", "afs", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "orangefs", "wekafs"),
-    *("sshfs", "s3fs", "mountpoint-s3", "gcsfuse", "blobfuse2", "juicefs", "rclone", "davfs", "ceph-fuse"),
+    *(
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "9p",
+        "virtiofs",
+        "vboxsf",
+        "afs",
+        "ceph",
+        "lustre",
+        "glusterfs",
+        "beegfs",
+        "gpfs",
+        "orangefs",
+        "wekafs",
+    ),
+    *(
+        "sshfs",
+        "s3fs",
+        "mountpoint-s3",
+        "gcsfuse",
+        "blobfuse2",
+        "juicefs",
+        "rclone",
+        "davfs",
+        "ceph-fuse",
+    ),
 }
-_FS_IOC_GETFSUUID = 0x80111500  # _IOR(0x15, 0, struct fsuuid2) of linux/fs.h, since Linux 6.9: a length and 16 bytes
+# _IOR(0x15, 0, struct fsuuid2) of linux/fs.h, since Linux 6.9: a length and 16 bytes
+_FS_IOC_GETFSUUID = 0x80111500
 
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
     """What a path sits on. None and "" stand for what the kernel did not tell.
 
-    path: as given, made absolute. device: "/dev/nvme0n1p1", "/dev/mapper/data", or the source of a filesystem without a block device.
-    layers: what lies between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop". physical_devices: the disks below.
-    size_bytes, free_bytes: of the filesystem; free is what this user may still write. max_block_kib: the largest request that the kernel does not split.
-    pcie_link, link_bytes_per_second: as negotiated now, in each direction; the sum over all disks. pcie_link_most: what drive and slot are made for.
-    rotational, scheduler, queue_requests, temperature_celsius: of the worst disk. numa_node: where all disks share one.
-    cpu_numa_nodes, gpu_numa_nodes: of the processors that this process may use, and of the NVIDIA GPUs of the machine.
-    identity: a hash of what tells this drive, with its layers and filesystem, from others; the same after a reboot.
+    path: as given, made absolute. device: "/dev/nvme0n1p1", "/dev/mapper/data", or the source of a
+    filesystem without a block device. layers: what lies between filesystem and disks, from the top:
+    "partition", "dm-crypt", "lvm", "raid0", "loop". physical_devices: the disks below. size_bytes,
+    free_bytes: of the filesystem; free is what this user may still write. max_block_kib: the
+    largest request that the kernel does not split. pcie_link, link_bytes_per_second: as negotiated
+    now, in each direction; the sum over all disks. pcie_link_most: what drive and slot are made
+    for. rotational, scheduler, queue_requests, temperature_celsius: of the worst disk. numa_node:
+    where all disks share one. cpu_numa_nodes, gpu_numa_nodes: of the processors that this process
+    may use, and of the NVIDIA GPUs of the machine. identity: a hash of what tells this drive, with
+    its layers and filesystem, from others; the same after a reboot.
     """
 
     path: str
@@ -64,13 +95,17 @@ class Drive:
 
     @property
     def name(self) -> str:
-        """A short name for directories: the model or else the device, of letters, digits and hyphens."""
+        """A short name for directories: the model or else the device, of letters, digits and
+        hyphens.
+        """
         return short_name(self.model, self.device)
 
     @property
     def is_memory(self) -> bool:
         """Whether there is no drive at all: the files live in memory."""
-        in_memory = [re.match(r"/dev/(ram|zram)\d", device) is not None for device in self.physical_devices]
+        in_memory = [
+            re.match(r"/dev/(ram|zram)\d", device) is not None for device in self.physical_devices
+        ]
         return self.filesystem in _MEMORY_FILESYSTEMS or (bool(in_memory) and all(in_memory))
 
     @property
@@ -80,7 +115,10 @@ class Drive:
 
     def as_dict(self) -> dict[str, Any]:
         """The plain values of a profile's `drive`, with lists as JSON has them."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(self).items()
+        }
 
 
 def short_name(model: str, device: str) -> str:
@@ -92,9 +130,9 @@ def short_name(model: str, device: str) -> str:
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
     """Say what *path* sits on.
 
-    proc, sys: where procfs and sysfs are mounted. Whatever they lack (a container, a filesystem without a device) is left out of the answer.
-    Raises: OSError when *path* itself cannot be looked at.
-    Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
+    proc, sys: where procfs and sysfs are mounted. Whatever they lack (a container, a filesystem
+    without a device) is left out of the answer. Raises: OSError when *path* itself cannot be looked
+    at. Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
     """
     absolute = Path(path).absolute()
     space = os.statvfs(absolute)
@@ -106,11 +144,20 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     lineages = [sysfs.lineage_of(disk, sys) for disk in disks]
     links = [sysfs.pcie_link(lineage) for lineage in lineages]
     whole = [block.parent if (block / "partition").exists() else block for block in blocks]
-    disk_queues, top_queues = [disk / "queue" for disk in disks], [block / "queue" for block in whole]
-    temperatures = [value for lineage in lineages if (value := sysfs.temperature(lineage)) is not None]
+    disk_queues, top_queues = (
+        [disk / "queue" for disk in disks],
+        [block / "queue" for block in whole],
+    )
+    temperatures = [
+        value for lineage in lineages if (value := sysfs.temperature(lineage)) is not None
+    ]
     nodes = {sysfs.number(sysfs.first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
-    rotational = [flag for queue in disk_queues if (flag := sysfs.number(sysfs.read(queue / "rotational"))) is not None]
+    rotational = [
+        flag
+        for queue in disk_queues
+        if (flag := sysfs.number(sysfs.read(queue / "rotational"))) is not None
+    ]
     device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
     return Drive(
         path=str(absolute),
@@ -121,7 +168,9 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         layers=tuple(dict.fromkeys(layers)),
         physical_devices=tuple(dict.fromkeys(map(_device_name, disks))),
         model=_joined([sysfs.model(lineage) for lineage in lineages]),
-        firmware=_alternatives([sysfs.first(lineage, "firmware_rev", "rev") for lineage in lineages]),
+        firmware=_alternatives(
+            [sysfs.first(lineage, "firmware_rev", "rev") for lineage in lineages]
+        ),
         transport=_alternatives([sysfs.first(lineage, "transport") for lineage in lineages]),
         rotational=any(rotational) if rotational else None,
         logical_block_bytes=_largest(top_queues, "logical_block_size"),
@@ -132,10 +181,15 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         size_bytes=space.f_blocks * space.f_frsize,
         free_bytes=space.f_bavail * space.f_frsize,
         pcie_link=_joined([link.text for link in links if link]) or None,
-        link_bytes_per_second=sum(link.bytes_per_second for link in links if link) if links and all(links) else None,
+        link_bytes_per_second=sum(link.bytes_per_second for link in links if link)
+        if links and all(links)
+        else None,
         numa_node=node if node is not None and node >= 0 else None,
         temperature_celsius=max(temperatures, default=None),
-        pcie_link_most=_joined([most for lineage in lineages if (most := sysfs.most_of_link(lineage))]) or None,
+        pcie_link_most=_joined(
+            [most for lineage in lineages if (most := sysfs.most_of_link(lineage))]
+        )
+        or None,
         cpu_numa_nodes=sysfs.cpu_nodes(sys),
         gpu_numa_nodes=sysfs.gpu_nodes(sys),
         identity=_identity(absolute, device, mount, layers, lineages),
@@ -158,8 +212,13 @@ def _mount_of(path: Path, proc: Path) -> _Mount:
     exact = [mount for mount in mounts if mount.identity == identity]
     around = [mount for mount in mounts if path.is_relative_to(mount.point)]
     if exact or around:
-        # Of several mounts on one point the last one listed lies on top, and max() keeps the first of equals.
-        return exact[-1] if exact else max(reversed(around), key=lambda mount: len(Path(mount.point).parts))
+        # Of several mounts on one point the last one listed lies on top, and max() keeps the first
+        # of equals.
+        return (
+            exact[-1]
+            if exact
+            else max(reversed(around), key=lambda mount: len(Path(mount.point).parts))
+        )
     device = path.stat().st_dev if path.exists() else 0
     return _Mount("", f"{os.major(device)}:{os.minor(device)}", "", (), "unknown", "")
 
@@ -172,17 +231,28 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
         if not hyphen or len(fields) < 6 or len(rest) < 3:
             continue
         options = [_unescape(option) for option in f"{fields[5]},{rest[2]}".split(",")]
-        yield _Mount(fields[0], fields[2], _unescape(fields[4]), tuple(dict.fromkeys(options)), rest[0], _unescape(rest[1]))
+        yield _Mount(
+            fields[0],
+            fields[2],
+            _unescape(fields[4]),
+            tuple(dict.fromkeys(options)),
+            rest[0],
+            _unescape(rest[1]),
+        )
 
 
 def _mount_identity(path: Path, proc: Path) -> str | None:
-    """The kernel's own answer, right also where one mount hides another; None where this procfs does not say."""
+    """The kernel's own answer, right also where one mount hides another; None where this procfs
+    does not say.
+    """
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        match = re.search(r"^mnt_id:\s*(\d+)", sysfs.read(proc / f"self/fdinfo/{descriptor}") or "", re.MULTILINE)
+        match = re.search(
+            r"^mnt_id:\s*(\d+)", sysfs.read(proc / f"self/fdinfo/{descriptor}") or "", re.MULTILINE
+        )
     finally:
         os.close(descriptor)
     return match[1] if match else None
@@ -193,24 +263,39 @@ def _unescape(text: str) -> str:
 
 
 def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
-    """The sysfs directories of the devices that *mount* is on: one, several for btrfs, none for a filesystem without a device."""
+    """The sysfs directories of the devices that *mount* is on: one, several for btrfs, none for a
+    filesystem without a device.
+    """
     block = sys / "dev/block" / mount.device_number
     if block.exists():
         return [block.resolve()]
-    # btrfs gives every subvolume an anonymous device number; what it was mounted from is the way to its disk.
+    # btrfs gives every subvolume an anonymous device number; what it was mounted from is the way to
+    # its disk.
     if not mount.source.startswith("/dev/"):
         return []
     name = Path(mount.source).resolve().name
-    mapped = [entry for entry in (sys / "class/block").glob("dm-*") if sysfs.read(entry / "dm/name") == name]
+    mapped = [
+        entry
+        for entry in (sys / "class/block").glob("dm-*")
+        if sysfs.read(entry / "dm/name") == name
+    ]
     for candidate in (sys / "class/block" / name, *mapped):
         if candidate.exists():
-            members = [member for entry in (sys / "fs/btrfs").glob(f"*/devices/{candidate.name}") for member in sorted(entry.parent.iterdir())]
+            members = [
+                member
+                for entry in (sys / "fs/btrfs").glob(f"*/devices/{candidate.name}")
+                for member in sorted(entry.parent.iterdir())
+            ]
             return [member.resolve() for member in members] or [candidate.resolve()]
     return []
 
 
-def _disks_below(block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0) -> list[Path]:
-    """The disks under *block*, noting each layer passed. A loop device may sit on itself by way of a bind mount, hence the limit on depth."""
+def _disks_below(
+    block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0
+) -> list[Path]:
+    """The disks under *block*, noting each layer passed. A loop device may sit on itself by way of
+    a bind mount, hence the limit on depth.
+    """
     if depth > 16:
         return []
     if (block / "partition").exists():
@@ -240,11 +325,14 @@ def _device_name(block: Path) -> str:
     return f"/dev/mapper/{mapped}" if mapped else "/dev/" + block.name.replace("!", "/")
 
 
-def _identity(path: Path, device: str, mount: _Mount, layers: list[str], lineages: list[list[Path]]) -> str:
+def _identity(
+    path: Path, device: str, mount: _Mount, layers: list[str], lineages: list[list[Path]]
+) -> str:
     """A hash, since a serial number is nobody else's business.
 
-    Disks that tell their serial number are known by it. Others, virtual disks and loop devices are known by their filesystem, whose number the
-    copies of a disk image share: there the machine counts as well.
+    Disks that tell their serial number are known by it. Others, virtual disks and loop devices are
+    known by their filesystem, whose number the copies of a disk image share: there the machine
+    counts as well.
     """
     serials = [sysfs.serial(lineage) for lineage in lineages]
     between = [layer for layer in dict.fromkeys(layers) if layer != "partition"]
@@ -252,7 +340,13 @@ def _identity(path: Path, device: str, mount: _Mount, layers: list[str], lineage
         known = ["disks", *sorted(map(str, serials)), *between, mount.filesystem]
     else:
         machine = sysfs.read(Path("/etc/machine-id")) or ""
-        known = ["filesystem", _filesystem_uuid(path) or f"{device} at {mount.point}", *between, mount.filesystem, machine]
+        known = [
+            "filesystem",
+            _filesystem_uuid(path) or f"{device} at {mount.point}",
+            *between,
+            mount.filesystem,
+            machine,
+        ]
     return hashlib.sha256("\0".join(known).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
@@ -281,8 +375,22 @@ def _alternatives(texts: list[str | None]) -> str | None:
 
 
 def _largest(queues: list[Path], name: str) -> int | None:
-    return max((value for queue in queues if (value := sysfs.number(sysfs.read(queue / name))) is not None), default=None)
+    return max(
+        (
+            value
+            for queue in queues
+            if (value := sysfs.number(sysfs.read(queue / name))) is not None
+        ),
+        default=None,
+    )
 
 
 def _smallest(queues: list[Path], name: str) -> int | None:
-    return min((value for queue in queues if (value := sysfs.number(sysfs.read(queue / name))) is not None), default=None)
+    return min(
+        (
+            value
+            for queue in queues
+            if (value := sysfs.number(sysfs.read(queue / name))) is not None
+        ),
+        default=None,
+    )

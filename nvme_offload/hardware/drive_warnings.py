@@ -12,7 +12,9 @@ _NEARLY_FULL = 0.10
 
 
 def warnings(drive: Drive) -> list[str]:
-    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what it means and one on what to do, for each."""
+    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what
+    it means and one on what to do, for each.
+    """
     return list(_warnings(drive))
 
 
@@ -86,12 +88,20 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"The drive's PCIe link runs at {drive.pcie_link}, and drive and slot are made for {drive.pcie_link_most}: something between them holds it back. "
             "Look for a shared or shorter slot, a riser, or a power saving setting in the firmware."
         )
-    if drive.numa_node is not None and drive.cpu_numa_nodes and drive.numa_node not in drive.cpu_numa_nodes:
+    if (
+        drive.numa_node is not None
+        and drive.cpu_numa_nodes
+        and drive.numa_node not in drive.cpu_numa_nodes
+    ):
         yield (
             f"The drive is on NUMA node {drive.numa_node}, and this process may only run on {_nodes(drive.cpu_numa_nodes)}: every byte crosses sockets. "
             f"Start training with `numactl --cpunodebind={drive.numa_node}`, or give a drive of that node."
         )
-    if drive.numa_node is not None and drive.gpu_numa_nodes and drive.numa_node not in drive.gpu_numa_nodes:
+    if (
+        drive.numa_node is not None
+        and drive.gpu_numa_nodes
+        and drive.numa_node not in drive.gpu_numa_nodes
+    ):
         yield (
             f"The drive is on NUMA node {drive.numa_node}, and the GPUs are on {_nodes(drive.gpu_numa_nodes)}: what goes between them crosses sockets. "
             "Prefer a drive on a GPU's node."

@@ -18,7 +18,9 @@ PHASES = ("read", "write", "mixed")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The part of an `AioConfig` that a sweep chooses; as hashable as it is small, so that trials group by it."""
+    """The part of an `AioConfig` that a sweep chooses; as hashable as it is small, so that trials
+    group by it.
+    """
 
     block_size: int
     queue_depth: int
@@ -37,7 +39,8 @@ class Setting:
         return AioConfig(**dataclasses.asdict(self), **others)
 
 
-# What a DeepSpeed user has who sets nothing (deepspeed/runtime/swap_tensor/constants.py): the control of every sweep.
+# What a DeepSpeed user has who sets nothing (deepspeed/runtime/swap_tensor/constants.py): the
+# control of every sweep.
 DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 
@@ -45,12 +48,13 @@ DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 class Trial:
     """One timed run of one setting in one phase.
 
-    bytes, seconds, gb_per_s: what moved in the timed window, both directions together; GB is 10**9 bytes.
-    read_gb_per_s, write_gb_per_s: the same by direction.
-    stage: the round of the search, such as "screen" or "final"; control: whether this was the control setting, run to see the drive drift.
-    relative: gb_per_s over the control's at the same time and phase (1.0 is DeepSpeed's defaults).
-    started_seconds: since the sweep began. samples: (seconds since the window began, bytes so far) pairs for the throughput over time.
-    flaw: why the trial does not count, "drifted" (the drive jumped around it) or "impossible" (a cache answered); "" when it does.
+    bytes, seconds, gb_per_s: what moved in the timed window, both directions together; GB is 10**9
+    bytes. read_gb_per_s, write_gb_per_s: the same by direction. stage: the round of the search,
+    such as "screen" or "final"; control: whether this was the control setting, run to see the drive
+    drift. relative: gb_per_s over the control's at the same time and phase (1.0 is DeepSpeed's
+    defaults). started_seconds: since the sweep began. samples: (seconds since the window began,
+    bytes so far) pairs for the throughput over time. flaw: why the trial does not count, "drifted"
+    (the drive jumped around it) or "impossible" (a cache answered); "" when it does.
     """
 
     phase: str
@@ -75,14 +79,18 @@ class Trial:
     @property
     def setting(self) -> Setting:
         """The setting that was tried."""
-        return Setting(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)})
+        return Setting(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A setting with what it reached: the median of its trials, and the middle 90 % of the ratio to the control.
+    """A setting with what it reached: the median of its trials, and the middle 90 % of the ratio to
+    the control.
 
-    relative_low and relative_high bound relative; gb_per_s is the median as measured, drift and all.
+    relative_low and relative_high bound relative; gb_per_s is the median as measured, drift and
+    all.
     """
 
     block_size: int
@@ -99,14 +107,18 @@ class Best:
     @property
     def setting(self) -> Setting:
         """The setting alone."""
-        return Setting(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)})
+        return Setting(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """How long requests of one block took, from submitting to done, while the queues of *setting* were kept full under *phase*.
+    """How long requests of one block took, from submitting to done, while the queues of *setting*
+    were kept full under *phase*.
 
-    blocks: how many were timed, by all ranks; the rest in milliseconds. One thread looks for finished requests every 0.1 ms.
+    blocks: how many were timed, by all ranks; the rest in milliseconds. One thread looks for
+    finished requests every 0.1 ms.
     """
 
     phase: str
@@ -122,8 +134,10 @@ class Latency:
 class Beside:
     """What something else reached with the chosen setting, interleaved with the engine.
 
-    name: "fio", or the other backend ("io_uring", "libaio"); version: of what is not ours. gb_per_s: the median; chosen_gb_per_s: of the engine's
-    runs between. relative: the median ratio of the first to the second, relative_low and relative_high its middle 90 %, or all where there are few.
+    name: "fio", or the other backend ("io_uring", "libaio"); version: of what is not ours.
+    gb_per_s: the median; chosen_gb_per_s: of the engine's runs between. relative: the median ratio
+    of the first to the second, relative_low and relative_high its middle 90 %, or all where there
+    are few.
     """
 
     name: str
@@ -140,9 +154,10 @@ class Beside:
 class Sustained:
     """Writing on and on with the chosen setting, to find where a drive's cache ends.
 
-    bytes, seconds: what was written, over one file again and again. samples: (seconds, bytes so far) pairs. first_gb_per_s: of the first round;
-    steady_gb_per_s: of the last five rounds. steady: whether those were steady (SNIA: a range of at most 20 % of the mean, a slope of at most 10 %).
-    cache_ends_bytes: after how many bytes the speed fell for good; None when it did not.
+    bytes, seconds: what was written, over one file again and again. samples: (seconds, bytes so
+    far) pairs. first_gb_per_s: of the first round; steady_gb_per_s: of the last five rounds.
+    steady: whether those were steady (SNIA: a range of at most 20 % of the mean, a slope of at most
+    10 %). cache_ends_bytes: after how many bytes the speed fell for good; None when it did not.
     """
 
     bytes: int
@@ -156,9 +171,11 @@ class Sustained:
 
 @dataclasses.dataclass(frozen=True)
 class StripePath:
-    """One of several paths: its speeds by phase, *alone* and while all were used at once (*together*), in GB/s, each at its own setting.
+    """One of several paths: its speeds by phase, *alone* and while all were used at once
+    (*together*), in GB/s, each at its own setting.
 
-    weight: the share of the bytes that belongs on it, so that all are done at the same time; the weights of all paths make 1.
+    weight: the share of the bytes that belongs on it, so that all are done at the same time; the
+    weights of all paths make 1.
     """
 
     path: str
@@ -174,8 +191,9 @@ class StripePath:
 class Health:
     """What a drive says of itself; of several disks the worst. None for what it did not say.
 
-    source: who asked, "nvme-cli", "smartctl" or "sysfs". wear: the share of its rated life that is used, 1.0 at its end; written_bytes: in its life.
-    throttled_seconds: in its life, above a temperature at which it slows itself down. critical: what it warns of, in its own words.
+    source: who asked, "nvme-cli", "smartctl" or "sysfs". wear: the share of its rated life that is
+    used, 1.0 at its end; written_bytes: in its life. throttled_seconds: in its life, above a
+    temperature at which it slows itself down. critical: what it warns of, in its own words.
     """
 
     source: str
@@ -190,11 +208,14 @@ class Health:
 class Profile:
     """Everything that a sweep learned of a drive.
 
-    drive, workload, engine: plain values as JSON holds them; `drive["path"]`, `["model"]`, `["filesystem"]` and `["device"]` are always there,
-    each a string; `engine["name"]` is "native" or "deepspeed". best: by phase. chosen: the one setting for all of training. performance: the chosen
-    setting by phase, as `Best`. reasons: sentences that say why chosen was chosen. steady: whether the drive held its speed while it was judged.
-    warnings: sentences. The rest is there where it was measured: latencies of the finalists and the control; beside: others at the chosen setting;
-    sustained; stripe: all paths of a sweep of several, this one among them; health_before, health_after.
+    drive, workload, engine: plain values as JSON holds them; `drive["path"]`, `["model"]`,
+    `["filesystem"]` and `["device"]` are always there, each a string; `engine["name"]` is "native"
+    or "deepspeed". best: by phase. chosen: the one setting for all of training. performance: the
+    chosen setting by phase, as `Best`. reasons: sentences that say why chosen was chosen. steady:
+    whether the drive held its speed while it was judged. warnings: sentences. The rest is there
+    where it was measured: latencies of the finalists and the control; beside: others at the chosen
+    setting; sustained; stripe: all paths of a sweep of several, this one among them; health_before,
+    health_after.
     """
 
     tool_version: str
@@ -219,14 +240,17 @@ class Profile:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end; "sha256" is of the rest."""
+        """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end;
+        "sha256" is of the rest.
+        """
         return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
         """Read what `to_json` wrote; *source* names it in messages.
 
-        Raises: UsageError when it is not a profile, was altered, or is of a schema that this version does not know.
+        Raises: UsageError when it is not a profile, was altered, or is of a schema that this
+        version does not know.
         """
         try:
             data = sealed.loads(text)
@@ -234,9 +258,13 @@ class Profile:
         except (ValueError, KeyError) as error:
             raise UsageError(f"{source} is not a drive profile: {error!r}") from None
         if isinstance(version, bool) or version not in _READABLE:
-            raise UsageError(f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again")
+            raise UsageError(
+                f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again"
+            )
         if version == SCHEMA_VERSION and not sealed.unseal(data):
-            raise UsageError(f"{source} is not as it was written, but damaged or edited; run nvme-sweep again")
+            raise UsageError(
+                f"{source} is not as it was written, but damaged or edited; run nvme-sweep again"
+            )
         try:
             return require_schema(cls(**_decoded(data)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -244,7 +272,9 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a profile."""
+        """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a
+        profile.
+        """
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
 
@@ -252,7 +282,8 @@ _T = TypeVar("_T")
 
 
 def require_schema(value: _T) -> _T:
-    """*value*, a dataclass, of which every field has the type that it says, down to the last, and no number is infinite.
+    """*value*, a dataclass, of which every field has the type that it says, down to the last, and
+    no number is infinite.
 
     A whole number is 0 or more. Raises: TypeError, which names the field.
     """
@@ -295,16 +326,25 @@ def _require_instance(kind: Any, value: Any, place: str) -> None:
         raise TypeError(f"{place} cannot be {value!r:.80}")
 
 
-_READABLE = (1, 2, SCHEMA_VERSION)  # the first filed trials that do not count under a stage with the name of the flaw; the third has a checksum
+# the first filed trials that do not count under a stage with the name of the flaw; the third has a
+# checksum
+_READABLE = (1, 2, SCHEMA_VERSION)
 _FLAWS = ("drifted", "impossible")
 
 
 def _decoded(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Profile` from what JSON gives, which knows neither tuples nor dataclasses. Raises: KeyError, TypeError, ValueError, AttributeError."""
+    """The fields of a `Profile` from what JSON gives, which knows neither tuples nor dataclasses.
+    Raises: KeyError, TypeError, ValueError, AttributeError.
+    """
     if data["schema_version"] == 1:
-        data["trials"] = [{**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""} for trial in data["trials"]]
+        data["trials"] = [
+            {**trial, "flaw": trial["stage"] if trial["stage"] in _FLAWS else ""}
+            for trial in data["trials"]
+        ]
     data["schema_version"] = SCHEMA_VERSION
-    data["trials"] = tuple(Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"])
+    data["trials"] = tuple(
+        Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"]
+    )
     for group in ("best", "performance"):
         data[group] = {phase: Best(**data[group][phase]) for phase in PHASES}
     data["chosen"] = Setting(**data["chosen"])
@@ -314,7 +354,9 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
         _require_instance(list, data[name], name)
         data[name] = tuple(data[name])
     for name, kind in (("latencies", Latency), ("stripe", StripePath)):
-        data[name] = tuple(kind(**{**each, "setting": Setting(**each["setting"])}) for each in data.get(name, ()))
+        data[name] = tuple(
+            kind(**{**each, "setting": Setting(**each["setting"])}) for each in data.get(name, ())
+        )
     data["beside"] = tuple(Beside(**each) for each in data.get("beside", ()))
     if sustained := data.get("sustained"):
         data["sustained"] = Sustained(**{**sustained, "samples": _pairs(sustained["samples"])})

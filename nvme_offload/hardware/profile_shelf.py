@@ -1,4 +1,6 @@
-"""Where the profiles of this user's drives are kept: one for each drive, found again by any path on it."""
+"""Where the profiles of this user's drives are kept: one for each drive, found again by any path on
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from .profile import Profile
 def directory() -> Path:
     """The directory of the profiles, which need not be there.
 
-    Raises: UnsupportedError when this user has no home directory and XDG_CONFIG_HOME does not name another place.
-    Source: the XDG Base Directory Specification, which has relative paths ignored.
+    Raises: UnsupportedError when this user has no home directory and XDG_CONFIG_HOME does not name
+    another place. Source: the XDG Base Directory Specification, which has relative paths ignored.
     """
     return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
 
 
 def user_directory(variable: str, default: str) -> Path:
-    """This package's directory below what *variable* names, or else below *default* in the home directory. Raises: UnsupportedError."""
+    """This package's directory below what *variable* names, or else below *default* in the home
+    directory. Raises: UnsupportedError.
+    """
     named = os.environ.get(variable, "")
     if Path(named).is_absolute():
         return Path(named) / "nvme-offload"
@@ -32,15 +36,18 @@ def user_directory(variable: str, default: str) -> Path:
     except RuntimeError:
         home = Path()
     if not home.is_absolute():
-        raise UnsupportedError(f"this user has no home directory; set {variable} to a directory that you can write to")
+        raise UnsupportedError(
+            f"this user has no home directory; set {variable} to a directory that you can write to"
+        )
     return home / default / "nvme-offload"
 
 
 def keep(profile: Profile) -> Path:
     """Put *profile* in the place of its drive's earlier one; returns the file.
 
-    The profile of another engine than this package's has a place of its own, since `find` must not take it.
-    Raises: UsageError when it does not say which drive it is of; UnsupportedError as `directory`; OSError when it cannot be written.
+    The profile of another engine than this package's has a place of its own, since `find` must not
+    take it. Raises: UsageError when it does not say which drive it is of; UnsupportedError as
+    `directory`; OSError when it cannot be written.
     """
     path = directory() / _name(_identity(profile), profile.engine.get("name"))
     commit.make_directory(path.parent)
@@ -49,10 +56,11 @@ def keep(profile: Profile) -> Path:
 
 
 def find(path: str | Path) -> Profile:
-    """The profile of the drive that *path* is on, or will be on once it is made, of this package's engine.
+    """The profile of the drive that *path* is on, or will be on once it is made, of this package's
+    engine.
 
-    Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one there is cannot be read; OSError when *path* cannot
-    be looked at.
+    Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one
+    there is cannot be read; OSError when *path* cannot be looked at.
     """
     drive = describe(_nearest(path))
     kept = directory() / _name(drive.identity)
@@ -60,14 +68,20 @@ def find(path: str | Path) -> Profile:
     try:
         profile = Profile.load(kept)
     except FileNotFoundError:
-        raise UnsupportedError(f"no profile of the drive of {drive.path} is kept in {kept.parent}: run {command} first") from None
+        raise UnsupportedError(
+            f"no profile of the drive of {drive.path} is kept in {kept.parent}: run {command} first"
+        ) from None
     if profile.drive.get("identity") != drive.identity:
-        raise UnsupportedError(f"{kept} is the profile of another drive than that of {drive.path}: run {command}")
+        raise UnsupportedError(
+            f"{kept} is the profile of another drive than that of {drive.path}: run {command}"
+        )
     return profile
 
 
 def swept_elsewhere(path: str | Path) -> Profile | None:
-    """A profile of what *path* was on when it was swept, where that is another drive now, of which there is none: a drive that is not mounted, or a new one."""
+    """A profile of what *path* was on when it was swept, where that is another drive now, of which
+    there is none: a drive that is not mounted, or a new one.
+    """
     drive = describe(_nearest(path))
     if (directory() / _name(drive.identity)).exists():
         return None
@@ -79,7 +93,9 @@ def swept_elsewhere(path: str | Path) -> Profile | None:
             continue
         was = Path(profile.drive.get("mount_point") or profile.drive["path"])
         # What is mounted below it is another place, which was never swept.
-        if place.is_relative_to(was) and (Path(drive.mount_point) == was or not Path(drive.mount_point).is_relative_to(was)):
+        if place.is_relative_to(was) and (
+            Path(drive.mount_point) == was or not Path(drive.mount_point).is_relative_to(was)
+        ):
             return profile
     return None
 
@@ -93,7 +109,9 @@ def _nearest(path: str | Path) -> Path:
 def _identity(profile: Profile) -> str:
     identity = profile.drive.get("identity")
     if not isinstance(identity, str) or not re.fullmatch("[0-9a-f]{32}", identity):
-        raise UsageError("the profile does not say which drive it is of: it is older than this version; run nvme-sweep again")
+        raise UsageError(
+            "the profile does not say which drive it is of: it is older than this version; run nvme-sweep again"
+        )
     return identity
 
 

@@ -1,1 +1,3 @@
-"""Moving bytes: the asynchronous engine, and the pinned memory that it reads into and writes from."""
+"""Moving bytes: the asynchronous engine, and the pinned memory that it reads into and
+writes from.
+"""

@@ -15,7 +15,9 @@ _Self = TypeVar("_Self", bound="Closing")  # typing.Self is of Python 3.11
 
 
 class Closing:
-    """The end of a `with` block closes it. An error of that is raised, unless the block ends with another exception: then it is logged."""
+    """The end of a `with` block closes it. An error of that is raised, unless the block ends with
+    another exception: then it is logged.
+    """
 
     def close(self) -> None:
         """Give back what it has; a second call does nothing."""
@@ -24,7 +26,12 @@ class Closing:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self.close()
         except OffloadError as failure:

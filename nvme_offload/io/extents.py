@@ -9,10 +9,11 @@ from ..errors import UsageError
 
 
 class Extents:
-    """Places in a range of *nbytes*, each a whole number of granules that starts on a granule: best fit, and neighbouring holes are one.
+    """Places in a range of *nbytes*, each a whole number of granules that starts on a granule: best
+    fit, and neighbouring holes are one.
 
-    Best fit, because the tensors of a model come in a few sizes, over and over: a hole that one has left is taken by the next of its kind.
-    Not for several threads at once.
+    Best fit, because the tensors of a model come in a few sizes, over and over: a hole that one has
+    left is taken by the next of its kind. Not for several threads at once.
 
     Units: bytes. Raises: UsageError when *nbytes* is not a multiple of *granule*.
     """
@@ -54,7 +55,8 @@ class Extents:
         return -(-nbytes // self._granule) * self._granule
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take *nbytes*, rounded up, from the smallest hole that has them, the first of equals; return their offset, or None when no hole has.
+        """Take *nbytes*, rounded up, from the smallest hole that has them, the first of equals;
+        return their offset, or None when no hole has.
 
         Raises: UsageError when *nbytes* is below 1.
         """
@@ -73,18 +75,26 @@ class Extents:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back what `allocate` returned *offset* for. Raises: UsageError when nothing is taken there, as after an earlier free."""
+        """Give back what `allocate` returned *offset* for. Raises: UsageError when nothing is taken
+        there, as after an earlier free.
+        """
         size = self._used.pop(offset, None)
         if size is None:
-            raise UsageError(f"no extent starts at {offset}: it was freed before, or never allocated")
+            raise UsageError(
+                f"no extent starts at {offset}: it was freed before, or never allocated"
+            )
         self._used_bytes -= size
         self._add_hole(offset, size)
 
     def grow(self, nbytes: int) -> None:
-        """Make the range *nbytes* long in all; what is new is free. Raises: UsageError when that is less than it has, or not whole granules."""
+        """Make the range *nbytes* long in all; what is new is free. Raises: UsageError when that is
+        less than it has, or not whole granules.
+        """
         nbytes = operator.index(nbytes)
         if nbytes < self._nbytes or nbytes % self._granule:
-            raise UsageError(f"a range of {self._nbytes} bytes grows to a multiple of {self._granule} bytes, not to {nbytes}")
+            raise UsageError(
+                f"a range of {self._nbytes} bytes grows to a multiple of {self._granule} bytes, not to {nbytes}"
+            )
         added = nbytes - self._nbytes
         if added:
             self._add_hole(self._nbytes, added)
@@ -92,7 +102,10 @@ class Extents:
 
     def _add_hole(self, offset: int, size: int) -> None:
         place = bisect_left(self._by_offset, (offset, 0))
-        before, after = self._by_offset[max(place - 1, 0) : place], self._by_offset[place : place + 1]
+        before, after = (
+            self._by_offset[max(place - 1, 0) : place],
+            self._by_offset[place : place + 1],
+        )
         for neighbour_offset, neighbour in before + after:
             if neighbour_offset + neighbour == offset or neighbour_offset == offset + size:
                 self._remove_hole(neighbour_offset, neighbour)

@@ -1,4 +1,6 @@
-"""`BackwardUpdates`: which buckets can be updated during backward(), because all of their gradients are complete."""
+"""`BackwardUpdates`: which buckets can be updated during backward(), because all of their gradients
+are complete.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from .placeholders import SpentGradient
 
 
 class BackwardUpdates:
-    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose buckets can be updated then; and lets gradients go.
+    """Tells *owner*, which this does not keep alive, of each gradient that is complete, and whose
+    buckets can be updated then; and lets gradients go.
 
-    *updated*: the buckets of this step that are done, the owner's own set. *assume_final*: gradients that are complete are whole, whoever else there is.
-    Attributes: *accumulating*, while gradients are to be left alone.
+    *updated*: the buckets of this step that are done, the owner's own set. *assume_final*:
+    gradients that are complete are whole, whoever else there is. Attributes: *accumulating*, while
+    gradients are to be left alone.
     """
 
     def __init__(self, owner: Any, updated: set[Bucket], *, assume_final: bool) -> None:
@@ -29,15 +33,25 @@ class BackwardUpdates:
         self.accumulating = False
 
     def check(self, parameter: torch.Tensor) -> None:
-        """See that a gradient of *parameter* is whole when hooks are called for it. Raises: UnsupportedError.
+        """See that a gradient of *parameter* is whole when hooks are called for it. Raises:
+        UnsupportedError.
 
-        With several processes only a DTensor tells. FSDP2 calls hooks after it has reduced; where autograd does, placements say what is still to be summed;
-        and where the mesh has all ranks, there are no others to reduce over. Source: foreach_reduce of torch.distributed.fsdp.
+        With several processes only a DTensor tells. FSDP2 calls hooks after it has reduced; where
+        autograd does, placements say what is still to be summed; and where the mesh has all ranks,
+        there are no others to reduce over. Source: foreach_reduce of torch.distributed.fsdp.
         """
-        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        several = (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        )
         if self._assume_final or not several or not parameter.requires_grad:
             return
-        if not is_distributed(parameter) or parameter.device_mesh.size() < torch.distributed.get_world_size():  # type: ignore[attr-defined]
+        if (
+            not is_distributed(parameter)
+            or parameter.device_mesh.size()  # type: ignore[attr-defined]
+            < torch.distributed.get_world_size()
+        ):
             raise UnsupportedError(
                 "step_in_backward=True with several processes takes DTensors over all ranks, such as fully_shard makes: any other gradient that is complete on "
                 "this rank may be reduced afterwards, as DistributedDataParallel does. Use fully_shard in its place, which over a mesh of (ranks, 1) only "
@@ -65,7 +79,9 @@ class BackwardUpdates:
         """The gradient of *weight* is complete: the buckets that waited for nothing else."""
         ready = []
         for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
-            waiting = self._waiting.setdefault(bucket, {fragment.weight for fragment in bucket.fragments})
+            waiting = self._waiting.setdefault(
+                bucket, {fragment.weight for fragment in bucket.fragments}
+            )
             waiting.discard(weight)
             if not waiting and bucket not in self._updated:
                 ready.append(bucket)
@@ -74,8 +90,13 @@ class BackwardUpdates:
     def spend(self, bucket: Bucket) -> None:
         """Let the gradients go that *bucket*, which has been updated, was the last to need."""
         for fragment in bucket.fragments:
-            if all(other.bucket in self._updated for other in fragment.weight.fragments) and fragment.weight.parameter.grad is not None:
-                fragment.weight.parameter.grad = like(fragment.weight.parameter, SpentGradient(local(fragment.weight.parameter)))
+            if (
+                all(other.bucket in self._updated for other in fragment.weight.fragments)
+                and fragment.weight.parameter.grad is not None
+            ):
+                fragment.weight.parameter.grad = like(
+                    fragment.weight.parameter, SpentGradient(local(fragment.weight.parameter))
+                )
 
     def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
         owner = self._owner
@@ -86,14 +107,17 @@ class BackwardUpdates:
                 optimizer._gradient_is_complete(weight)
 
         compiler: Any = torch.compiler
-        eager: Callable[[torch.Tensor], None] = compiler.disable(ready)  # compiled autograd would compile the update, which rounds otherwise then
+        # compiled autograd would compile the update, which rounds otherwise then
+        eager: Callable[[torch.Tensor], None] = compiler.disable(ready)
         return eager
 
 
 def await_copy(parameter: torch.Tensor) -> None:
-    """Until the gradient of *parameter* is there: with CPUOffloadPolicy, older FSDP2 calls hooks while it is still being copied, on the current stream.
+    """Until the gradient of *parameter* is there: with CPUOffloadPolicy, older FSDP2 calls hooks
+    while it is still being copied, on the current stream.
 
-    Source: foreach_reduce of torch.distributed.fsdp, which waits by itself in torch 2.13 and does not in 2.11.
+    Source: foreach_reduce of torch.distributed.fsdp, which waits by itself in torch 2.13 and does
+    not in 2.11.
     """
     if parameter.grad is not None and local(parameter.grad).is_pinned():
         torch.accelerator.current_stream().synchronize()

@@ -17,14 +17,17 @@ from ..optimizer_states.traits import Traits, examine
 from .buckets import Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
 
-_ALIGNED = 16  # elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch aligns all tensors so
+# elements, 64 bytes: a dot product of the BLAS rounds by how its operands are aligned, and torch
+# aligns all tensors so
+_ALIGNED = 16
 
 _log = logging.getLogger(__name__)
 
 
 class Bucketing:
-    """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*, with options; *prefix* is of the buckets' names.
-    *declared*: it is the user's word that every element is updated by itself.
+    """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*,
+    with options; *prefix* is of the buckets' names. *declared*: it is the user's word that every
+    element is updated by itself.
 
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
     """
@@ -47,10 +50,19 @@ class Bucketing:
         self._declared = declared
         self._found: dict[Any, Traits] = {}
         self._told: set[str] = set()
-        self._together: Bucket | None = None  # of all parameters, where they cannot be updated apart
+        # of all parameters, where they cannot be updated apart
+        self._together: Bucket | None = None
 
-    def admit(self, index: int, parameters: Sequence[torch.Tensor], options: Mapping[str, Any], number: int) -> tuple[list[Weight], list[Bucket]]:
-        """The *parameters* of the group of *index*, and their buckets, numbered from *number* on."""
+    def admit(
+        self,
+        index: int,
+        parameters: Sequence[torch.Tensor],
+        options: Mapping[str, Any],
+        number: int,
+    ) -> tuple[list[Weight], list[Bucket]]:
+        """The *parameters* of the group of *index*, and their buckets, numbered from
+        *number* on.
+        """
         if len(set(parameters)) < len(parameters):
             raise UsageError("a parameter is more than once in a group: each may be there once")
         for parameter in parameters:
@@ -59,11 +71,25 @@ class Bucketing:
         buckets: list[Bucket] = []
         for kind, most in self._kinds(parameters, options):
             tensors = [local(weight.parameter) for weight in kind]
-            divisible = [tensor.is_contiguous() and weight.traits.elementwise for tensor, weight in zip(tensors, kind, strict=True)]
-            unit = BLOCK if self._format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
-            for parts in cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ():
+            divisible = [
+                tensor.is_contiguous() and weight.traits.elementwise
+                for tensor, weight in zip(tensors, kind, strict=True)
+            ]
+            unit = (
+                BLOCK if self._format.eight_bit else 1 if kind[0].traits.elementwise else _ALIGNED
+            )
+            for parts in (
+                cut([tensor.numel() for tensor in tensors], most, divisible, unit) if most else ()
+            ):
                 own, dtype = number + len(buckets), tensors[0].dtype
-                bucket = Bucket(f"{self._prefix}/{own}", dtype, self._format.update_dtype(dtype), tensors[0].device, kind[0].traits, unit)
+                bucket = Bucket(
+                    f"{self._prefix}/{own}",
+                    dtype,
+                    self._format.update_dtype(dtype),
+                    tensors[0].device,
+                    kind[0].traits,
+                    unit,
+                )
                 for which, start, stop in parts:
                     bucket.add(kind[which], index, start, stop)
                 buckets.append(bucket)
@@ -72,25 +98,43 @@ class Bucketing:
 
     def required_bytes(self, buckets: Sequence[Bucket]) -> int:
         """Bytes of the values of *buckets*, for which the budget is divided."""
-        layouts = [self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name) for bucket in buckets]
-        values = [layout.nbytes + int(bucket.numel * bucket.traits.rest) for layout, bucket in zip(layouts, buckets, strict=True)]
+        layouts = [
+            self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name)
+            for bucket in buckets
+        ]
+        values = [
+            layout.nbytes + int(bucket.numel * bucket.traits.rest)
+            for layout, bucket in zip(layouts, buckets, strict=True)
+        ]
         for bucket, nbytes in zip(buckets, values, strict=True):
             bucket.room_bytes = nbytes
-        beside = [bucket.numel * beside_bytes(self._format, bucket.traits, bucket.dtype) for bucket in buckets if bucket.device.type == "cpu"]
+        beside = [
+            bucket.numel * beside_bytes(self._format, bucket.traits, bucket.dtype)
+            for bucket in buckets
+            if bucket.device.type == "cpu"
+        ]
         try:
-            return self._budget.divide(values, beside, max((self._wide_bytes(bucket) for bucket in buckets), default=0))
+            return self._budget.divide(
+                values, beside, max((self._wide_bytes(bucket) for bucket in buckets), default=0)
+            )
         except UsageError as error:
             if self._together is None:
                 raise
-            raise UsageError(f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}") from None
+            raise UsageError(
+                f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}"
+            ) from None
 
     def _wide_bytes(self, bucket: Bucket) -> int:
         """Of the bucket's value, should its states show to need 16 bits."""
         wide = dataclasses.replace(self._format, wide=self._format.eight_bit)
-        return wide.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name).nbytes + int(bucket.numel * bucket.traits.rest)
+        return wide.layout(
+            bucket.numel, bucket.traits.states, bucket.dtype, self._name
+        ).nbytes + int(bucket.numel * bucket.traits.rest)
 
     def joined(self, buckets: list[Bucket], *, alone: bool) -> list[Bucket]:
-        """*buckets*, or one of all that is trained, where parameters cannot be updated apart. *alone*: there are no others."""
+        """*buckets*, or one of all that is trained, where parameters cannot be updated apart.
+        *alone*: there are no others.
+        """
         if self._together is None and all(bucket.traits.separable for bucket in buckets):
             return buckets
         trained = [bucket for bucket in buckets if bucket.trained]
@@ -115,12 +159,29 @@ class Bucketing:
                 "are thawed"
             )
 
-    def _kinds(self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Iterator[tuple[list[Weight], int]]:
-        """Consecutive *parameters* of one kind, with the most elements that a bucket of such should have."""
+    def _kinds(
+        self, parameters: Sequence[torch.Tensor], options: Mapping[str, Any]
+    ) -> Iterator[tuple[list[Weight], int]]:
+        """Consecutive *parameters* of one kind, with the most elements that a bucket of such should
+        have.
+        """
         dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
-        for (dtype, device, _), run in itertools.groupby(parameters, lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad)):
-            if not dtype.is_floating_point and not dtype.is_complex:  # what is quantized has no gradients, ever
-                yield [Weight(parameter, Traits({}, eager=False, separable=True, elementwise=True, why="")) for parameter in run], 0
+        for (dtype, device, _), run in itertools.groupby(
+            parameters,
+            lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad),
+        ):
+            # what is quantized has no gradients, ever
+            if not dtype.is_floating_point and not dtype.is_complex:
+                yield (
+                    [
+                        Weight(
+                            parameter,
+                            Traits({}, eager=False, separable=True, elementwise=True, why=""),
+                        )
+                        for parameter in run
+                    ],
+                    0,
+                )
                 continue
             found = self._examine(options, dimensions, self._format.update_dtype(dtype), device)
             weights = [Weight(parameter, found) for parameter in run]
@@ -130,22 +191,43 @@ class Bucketing:
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
             value_bytes = self._format.element_bytes(found.states, dtype, self._name) + found.rest
-            most = most_elements(self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype))
-            yield weights, most if found.separable else sum(local(parameter).numel() for parameter in parameters)
+            most = most_elements(
+                self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype)
+            )
+            yield (
+                weights,
+                most
+                if found.separable
+                else sum(local(parameter).numel() for parameter in parameters),
+            )
 
-    def _examine(self, options: Mapping[str, Any], dimensions: Sequence[int], dtype: torch.dtype, device: torch.device) -> Traits:
+    def _examine(
+        self,
+        options: Mapping[str, Any],
+        dimensions: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Traits:
         key = repr(options), tuple(dimensions), dtype, device  # many groups have the same options
         if key not in self._found:
 
             def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
                 return self._make([{**copy.deepcopy(dict(options)), "params": list(samples)}])
 
-            self._found[key] = examine(self._name, make, dimensions, dtype, device, declared=self._declared)
+            self._found[key] = examine(
+                self._name, make, dimensions, dtype, device, declared=self._declared
+            )
             self._tell(self._found[key])
         return self._found[key]
 
     def _tell(self, traits: Traits) -> None:
-        what = "every element by itself" if traits.elementwise else "every parameter by itself, whole" if traits.separable else "all parameters together"
+        what = (
+            "every element by itself"
+            if traits.elementwise
+            else "every parameter by itself, whole"
+            if traits.separable
+            else "all parameters together"
+        )
         if what not in self._told:
             self._told.add(what)
             _log.info("%s updates %s (%s)", self._name, what, traits.why)
@@ -153,12 +235,15 @@ class Bucketing:
 
 def is_cut(parameter: torch.Tensor) -> bool:
     """Whether several ranks have elements of *parameter* that others do not have."""
-    return is_distributed(parameter) and any(placement.is_shard() for placement in parameter.placements)  # type: ignore[attr-defined]
+    placements: Any = getattr(parameter, "placements", ())
+    return is_distributed(parameter) and any(placement.is_shard() for placement in placements)
 
 
 def _check(parameter: torch.Tensor) -> None:
     device = local(parameter).device
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model before the optimizer is made")
+        raise UnsupportedError(
+            f"parameters must be on the CPU or on a CUDA device, not on {device}: move the model before the optimizer is made"
+        )
     if parameter.layout is not torch.strided:
         raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")

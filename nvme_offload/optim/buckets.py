@@ -1,4 +1,6 @@
-"""`Bucket`: parameters that are updated together, whose states are one value of a `TensorSwapper`."""
+"""`Bucket`: parameters that are updated together, whose states are one value of a
+`TensorSwapper`.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ _SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
 @dataclasses.dataclass(eq=False)
 class Weight:
-    """One parameter. *seen* is what its data was like after the last update; *changes* counts how often it was another one before the next, and *updates*
-    how often its states have changed.
+    """One parameter. *seen* is what its data was like after the last update; *changes* counts how
+    often it was another one before the next, and *updates* how often its states have changed.
 
-    *traits*: of the optimizer's class with parameters like this one. *number*: among all of the optimizer's. *offset*: of the part on this rank within all
-    of the parameter, in elements.
+    *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
+    optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
     """
 
     parameter: torch.Tensor
@@ -39,7 +41,9 @@ class Weight:
 
     @property
     def states(self) -> dict[Any, Any]:
-        """Of the first fragment, which has the same as all others in memory. Nothing where there are no fragments, as of what never has gradients."""
+        """Of the first fragment, which has the same as all others in memory. Nothing where there
+        are no fragments, as of what never has gradients.
+        """
         return self.fragments[0].states if self.fragments else {}
 
     def look(self) -> None:
@@ -49,13 +53,21 @@ class Weight:
             self.seen = now
 
     def settle_gradient(self) -> None:
-        """Let the gradient lie over the ranks as the parameter does. All of these have to call it, for the same parameters in the same order."""
+        """Let the gradient lie over the ranks as the parameter does. All of these have to call it,
+        for the same parameters in the same order.
+        """
         parameter: Any = self.parameter
-        if parameter.grad is not None and is_distributed(parameter.grad) and parameter.grad.placements != parameter.placements:
+        if (
+            parameter.grad is not None
+            and is_distributed(parameter.grad)
+            and parameter.grad.placements != parameter.placements
+        ):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def updated(self, *, always: bool = False) -> None:
-        """An update has changed the parameter, which autograd is told as of every other change in place; without a gradient only where it does *always*."""
+        """An update has changed the parameter, which autograd is told as of every other change in
+        place; without a gradient only where it does *always*.
+        """
         if always or self.parameter.grad is not None:
             torch.autograd.graph.increment_version(self.parameter)
         self.seen = self._now()
@@ -66,7 +78,9 @@ class Weight:
 
 
 class Place(NamedTuple):
-    """Of a tensor that is not like its parameter: where it begins in the rest of the bucket's value, in bytes, and what it is like."""
+    """Of a tensor that is not like its parameter: where it begins in the rest of the bucket's
+    value, in bytes, and what it is like.
+    """
 
     offset: int
     shape: torch.Size
@@ -86,11 +100,14 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Fragment:
-    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first of them in the bucket. *group*: the parameter's.
+    """The elements from *start* to *stop* of a parameter's part on this rank. *place*: of the first
+    of them in the bucket. *group*: the parameter's.
 
-    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for it. *leaves* are those of its tensors that travel,
-    which are empty but while the bucket is bound: *keys* says of which of the bucket's states this fragment has a part, and with which strides, and *rest*
-    where the others are. *strides*: of the shadow. *stepped*: it has had a gradient, so that its master is its own.
+    *shadow* is what the inner optimizer takes for the parameter, and *states* what that keeps for
+    it. *leaves* are those of its tensors that travel, which are empty but while the bucket is
+    bound: *keys* says of which of the bucket's states this fragment has a part, and with which
+    strides, and *rest* where the others are. *strides*: of the shadow. *stepped*: it has had a
+    gradient, so that its master is its own.
     """
 
     weight: Weight
@@ -129,30 +146,52 @@ class Fragment:
         return whole if self.is_whole else whole.reshape(-1)[self.start : self.stop]
 
     def flat_within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of *flat*, which has a value for each element of the bucket, in the order of memory."""
+        """The part of *flat*, which has a value for each element of the bucket, in the order of
+        memory.
+        """
         return flat[self.place : self.place + self.numel]
 
     def within(self, flat: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The same, with the shape and the strides of the parameter, or other *strides* without gaps."""
-        return flat.as_strided(self.shape, self.strides if strides is None else strides, flat.storage_offset() + self.place)
+        """The same, with the shape and the strides of the parameter, or other *strides* without
+        gaps.
+        """
+        return flat.as_strided(
+            self.shape,
+            self.strides if strides is None else strides,
+            flat.storage_offset() + self.place,
+        )
 
-    def state(self, key: Key, states: Mapping[Key, torch.Tensor], rest: torch.Tensor) -> torch.Tensor:
+    def state(
+        self, key: Key, states: Mapping[Key, torch.Tensor], rest: torch.Tensor
+    ) -> torch.Tensor:
         """One that travels: of the bucket's *states*, or of the *rest* of its value."""
-        return self.within(states[key], self.keys[key]) if key in self.keys else self.rest[key].within(rest)
+        return (
+            self.within(states[key], self.keys[key])
+            if key in self.keys
+            else self.rest[key].within(rest)
+        )
 
     def in_memory_order(self, weight: torch.Tensor) -> torch.Tensor:
-        """*weight*, flat: a view where it has the strides of this fragment, and a copy elsewhere."""
+        """*weight*, flat: a view where it has the strides of this fragment, and a copy
+        elsewhere.
+        """
         if weight.stride() != self.strides:
-            weight = torch.empty_strided(self.shape, self.strides, dtype=weight.dtype, device=weight.device).copy_(weight)
+            weight = torch.empty_strided(
+                self.shape, self.strides, dtype=weight.dtype, device=weight.device
+            ).copy_(weight)
         return weight.as_strided((self.numel,), (1,))
 
     def look_at_strides(self) -> None:
-        """Take the strides that states are made with: the parameter's, as far as there are no gaps between its elements."""
+        """Take the strides that states are made with: the parameter's, as far as there are no gaps
+        between its elements.
+        """
         whole = local(self.weight.parameter)
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
     def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
-        """What the shadow is to be given; put into *widened*, which has a place for each element of the bucket, or none, where it has other bits."""
+        """What the shadow is to be given; put into *widened*, which has a place for each element of
+        the bucket, or none, where it has other bits.
+        """
         if (gradient := self.weight.parameter.grad) is None:
             return None
         part = self.of(local(gradient))
@@ -163,10 +202,12 @@ class Fragment:
 
 @dataclasses.dataclass(eq=False)
 class Bucket:
-    """*fragments* of one *dtype* on one *device*, which are updated in *update_dtype*; of one parameter group or, where all parameters go together, of several.
+    """*fragments* of one *dtype* on one *device*, which are updated in *update_dtype*; of one
+    parameter group or, where all parameters go together, of several.
 
-    *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is none; behind it are *rest_bytes* for states that are not like
-    their parameters. *room_bytes*: that were asked for.
+    *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is
+    none; behind it are *rest_bytes* for states that are not like their parameters. *room_bytes*:
+    that were asked for.
     """
 
     name: str
@@ -186,10 +227,20 @@ class Bucket:
         """Of the value."""
         return self.rest_bytes + (0 if self.layout is None else self.layout.nbytes)
 
-    def arrange(self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]) -> tuple[dict[Key, torch.dtype], int]:
-        """Find places for all that travels, of which *forms* has what it is like: the states of the layout, and the bytes of the rest."""
-        # What has a value for each element of a vector, say, and not of a matrix, would take room for those of the matrix, too.
-        uneven = {key for fragment in self.fragments for key, form in forms[fragment].items() if not is_for_each(form, fragment.shape)}
+    def arrange(
+        self, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]]
+    ) -> tuple[dict[Key, torch.dtype], int]:
+        """Find places for all that travels, of which *forms* has what it is like: the states of the
+        layout, and the bytes of the rest.
+        """
+        # What has a value for each element of a vector, say, and not of a matrix, would take room
+        # for those of the matrix, too.
+        uneven = {
+            key
+            for fragment in self.fragments
+            for key, form in forms[fragment].items()
+            if not is_for_each(form, fragment.shape)
+        }
         states: dict[Key, torch.dtype] = {}
         end = 0
         for fragment in self.fragments:
@@ -198,7 +249,12 @@ class Bucket:
                 if key not in uneven and states.setdefault(key, form.dtype) == form.dtype:
                     fragment.keys[key] = dense_strides(form)
                 else:
-                    fragment.rest[key] = Place(-(-end // _SLOT_BYTES) * _SLOT_BYTES, form.shape, dense_strides(form), form.dtype)
+                    fragment.rest[key] = Place(
+                        -(-end // _SLOT_BYTES) * _SLOT_BYTES,
+                        form.shape,
+                        dense_strides(form),
+                        form.dtype,
+                    )
                     end = fragment.rest[key].stop
         return states, end
 
@@ -228,12 +284,19 @@ class Bucket:
         return sorted({fragment.group for fragment in self.fragments})
 
     def block_names(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """What "compact" rounds each of the blocks by: the parameter's number and the place in it, whatever the buckets are. On the bucket's device."""
-        made_on = self.device if device is None else device  # there, so that nothing is copied to a GPU, which would wait for it
+        """What "compact" rounds each of the blocks by: the parameter's number and the place in it,
+        whatever the buckets are. On the bucket's device.
+        """
+        # there, so that nothing is copied to a GPU, which would wait for it
+        made_on = self.device if device is None else device
         names = [
-            torch.arange(first, first - (-fragment.numel // BLOCK), dtype=torch.int64, device=made_on)
+            torch.arange(
+                first, first - (-fragment.numel // BLOCK), dtype=torch.int64, device=made_on
+            )
             for fragment in self.fragments
-            for first in [(fragment.weight.number << 40) + (fragment.weight.offset + fragment.start) // BLOCK]
+            for first in [
+                (fragment.weight.number << 40) + (fragment.weight.offset + fragment.start) // BLOCK
+            ]
         ]
         return torch.cat(names)
 
@@ -247,7 +310,8 @@ class Bucket:
         """Take in a part of *weight*, which is of *group*."""
         whole = local(weight.parameter)
         shape = whole.shape if stop - start == whole.numel() else torch.Size([stop - start])
-        # Its data is put there for the time of each step. There are optimizers that skip what is frozen, and that take nothing but Parameters.
+        # Its data is put there for the time of each step. There are optimizers that skip what is
+        # frozen, and that take nothing but Parameters.
         shadow = torch.nn.Parameter(torch.empty(0, dtype=self.update_dtype, device=self.device))
         fragment = Fragment(weight, self, group, start, stop, self._next_place, shape, shadow)
         self.fragments.append(fragment)
@@ -290,7 +354,9 @@ def offset_of(parameter: torch.Tensor) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole: Any = parameter
-    _, starts = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    _, starts = compute_local_shape_and_global_offset(
+        whole.shape, whole.device_mesh, whole.placements
+    )
     sizes = [*whole.shape[1:], 1]
     return sum(start * math.prod(sizes[dimension:]) for dimension, start in enumerate(starts))
 
@@ -302,26 +368,40 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     # Not DTensor.from_local, which moves to the device of the mesh.
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     kind: Any = type(parameter.detach())
-    whole: torch.Tensor = kind(part, type(spec)(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)), requires_grad=False)
+    whole: torch.Tensor = kind(
+        part,
+        type(spec)(
+            spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)
+        ),
+        requires_grad=False,
+    )
     return whole
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between its elements, and no two in one place."""
+    """The strides that `torch.empty_like` gives: those of *tensor* where there are no gaps between
+    its elements, and no two in one place.
+    """
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 1) -> list[list[tuple[int, int, int]]]:
-    """Divide things of *sizes* elements into lists of at most *most* elements, in order: of each list, (which thing, start, stop).
+def cut(
+    sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 1
+) -> list[list[tuple[int, int, int]]]:
+    """Divide things of *sizes* elements into lists of at most *most* elements, in order: of each
+    list, (which thing, start, stop).
 
     Each takes room of whole *units*, of which *most* is a multiple.
 
-    Only what is larger than *most* by itself is cut, if it is *divisible*; otherwise it has a list of its own.
+    Only what is larger than *most* by itself is cut, if it is *divisible*; otherwise it has a list
+    of its own.
     """
     lists: list[list[tuple[int, int, int]]] = []
     room = -1
     for index, size in enumerate(sizes):
-        for start, stop in _parts(size, most, max(room, 0)) if size > most and divisible[index] else [(0, size)]:
+        for start, stop in (
+            _parts(size, most, max(room, 0)) if size > most and divisible[index] else [(0, size)]
+        ):
             taken = -(-(stop - start) // unit) * unit
             if taken > room:
                 lists.append([])
@@ -332,7 +412,9 @@ def cut(sizes: Sequence[int], most: int, divisible: Sequence[bool], unit: int = 
 
 
 def _parts(size: int, most: int, room: int) -> Iterator[tuple[int, int]]:
-    """The bounds of parts of *size* elements: the first fills *room*, the others have at most *most*."""
+    """The bounds of parts of *size* elements: the first fills *room*, the others have at most
+    *most*.
+    """
     start, count = 0, room // UNIT * UNIT
     while start < size:
         if count:

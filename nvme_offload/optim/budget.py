@@ -1,4 +1,6 @@
-"""How large buckets are made, and whether a cap of host memory holds them. Pure but for the dtypes."""
+"""How large buckets are made, and whether a cap of host memory holds them. Pure but for the
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from ..optimizer_states import StateFormat
     from ..optimizer_states.traits import Traits
 
-_IN_MEMORY = 16  # buckets that the cap holds: of those in use, read ahead and written back, each is a small part
+# buckets that the cap holds: of those in use, read ahead and written back, each is a small part
+_IN_MEMORY = 16
 _LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
 _LEAST_ELEMENTS = 4096
 _UNIT = 1024
@@ -23,20 +26,30 @@ _BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the bu
 
 
 def beside_bytes(state_format: StateFormat, traits: Traits, dtype: torch.dtype) -> int:
-    """Bytes for each element of a bucket that an update takes beside the bucket's value: widened gradients, what is no view, and new states."""
+    """Bytes for each element of a bucket that an update takes beside the bucket's value: widened
+    gradients, what is no view, and new states.
+    """
     states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if state_format.update_dtype(dtype) != dtype else 0
-    return widened + (widened if state_format.splits_master else 0) + (3 * states if state_format.eight_bit else states)
+    return (
+        widened
+        + (widened if state_format.splits_master else 0)
+        + (3 * states if state_format.eight_bit else states)
+    )
 
 
 def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
-    """Elements that a bucket should have at most, with *value_bytes* and *beside* bytes for each."""
+    """Elements that a bucket should have at most, with *value_bytes* and *beside* bytes for
+    each.
+    """
     wanted = min(_LARGEST_BYTES, cap_bytes // _IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
     return max(int(wanted) // _UNIT * _UNIT, _LEAST_ELEMENTS)
 
 
 class Budget:
-    """The division of *cap_bytes*: what values may take, and what is kept for what is beside them. Attributes: *values_bytes*, of the former."""
+    """The division of *cap_bytes*: what values may take, and what is kept for what is beside them.
+    Attributes: *values_bytes*, of the former.
+    """
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
@@ -44,7 +57,8 @@ class Budget:
         self._divided = False
 
     def divide(self, values: Sequence[int], beside: Sequence[int], most: int = 0) -> int:
-        """Make room for buckets with values of such sizes, and for the largest of what is *beside* them on the host; the bytes of all values.
+        """Make room for buckets with values of such sizes, and for the largest of what is *beside*
+        them on the host; the bytes of all values.
 
         *most*: the bytes that one may come to have.
         Raises: UsageError with what would do.

@@ -39,40 +39,53 @@ _serial = itertools.count()
 
 
 class NVMeOptimizer(torch.optim.Optimizer):
-    """*optimizer_class* over *params*, with its states, and the fp32 master weights of 16-bit parameters, on the drives of *paths*.
+    """*optimizer_class* over *params*, with its states, and the fp32 master weights of 16-bit
+    parameters, on the drives of *paths*.
 
-    *kwargs* are the optimizer's own. A step streams them: drive, pinned memory, the device of the parameters, and back. What fits *host_memory*,
-    a cap in bytes ("8GB", or "auto" for a share of what is available), never touches the drive. *aio* are the engine's settings; without it what
+    *kwargs* are the optimizer's own. A step streams them: drive, pinned memory, the device of the
+    parameters, and back. What fits *host_memory*, a cap in bytes ("8GB", or "auto" for a share of
+    what is available), never touches the drive. *aio* are the engine's settings; without it what
     `nvme-sweep` chose for the first of *paths*.
 
-    *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies where parameters have 16 bits; "split" is
-    lossless too and moves 10 bytes for each bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
+    *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32
+    copies where parameters have 16 bits; "split" is lossless too and moves 10 bytes for each
+    bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
 
-    *masters*: 16-bit parameters have fp32 masters. Without, they are updated themselves, bit for bit as by *optimizer_class* in memory, whose states have 16
-    bits then, too.
+    *masters*: 16-bit parameters have fp32 masters. Without, they are updated themselves, bit for
+    bit as by *optimizer_class* in memory, whose states have 16 bits then, too.
 
-    *step_in_backward* updates parameters during backward(), as soon as their gradients are complete, and lets the gradients go; `step` does the rest,
-    and raises what went wrong. It excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To accumulate, run all but the
-    last backward() under `no_sync`. With several processes it takes the DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and
-    is the caller's word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by hand.
+    *step_in_backward* updates parameters during backward(), as soon as their gradients are
+    complete, and lets the gradients go; `step` does the rest, and raises what went wrong. It
+    excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To
+    accumulate, run all but the last backward() under `no_sync`. With several processes it takes the
+    DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and is the caller's
+    word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by
+    hand.
 
-    Parameters are updated in buckets, and large ones in parts, where that gives the same bits. torch's own classes are known; any other is tried when the
-    optimizer is made, and a line of the log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all of its states in
-    *host_memory* together. *elementwise* is the caller's word that every element is updated by itself, where the trial cannot see it.
+    Parameters are updated in buckets, and large ones in parts, where that gives the same bits.
+    torch's own classes are known; any other is tried when the optimizer is made, and a line of the
+    log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all
+    of its states in *host_memory* together. *elementwise* is the caller's word that every element
+    is updated by itself, where the trial cannot see it.
 
-    Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are reached here.
+    Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as
+    `train` and `eval`, are reached here.
 
-    In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures, GradScaler, DDP, FSDP2 and tensor parallelism.
-    `state` has what is small, and placeholders for the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done there and
-    then or before the next step. `state_dict` has everything, mapped from a file, in the format of the plain optimizer, beside
-    which 16-bit parameters have a "master". Whoever changes a 16-bit parameter in place between steps changes its master, too.
+    In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures,
+    GradScaler, DDP, FSDP2 and tensor parallelism. `state` has what is small, and placeholders for
+    the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done
+    there and then or before the next step. `state_dict` has everything, mapped from a file, in the
+    format of the plain optimizer, beside which 16-bit parameters have a "master". Whoever changes a
+    16-bit parameter in place between steps changes its master, too.
 
-    A step that raises an error of the drive has updated some parameters and not others: calling `step` again, with the same gradients, goes on with
-    those others, and updates none twice; `zero_grad` gives the rest of that step up. After an error in the midst of an update, or with the process
-    gone, go back to a checkpoint; a step after it is refused.
+    A step that raises an error of the drive has updated some parameters and not others: calling
+    `step` again, with the same gradients, goes on with those others, and updates none twice;
+    `zero_grad` gives the rest of that step up. After an error in the midst of an update, or with
+    the process gone, go back to a checkpoint; a step after it is refused.
 
-    Lifetime: the memory and the room on the drive are given back by `close`, at the end of a `with`, or when the optimizer is garbage.
-    Raises: UsageError; UnsupportedError for optimizers that do not step by dense gradients alone; NoSpaceError; as `Tier`.
+    Lifetime: the memory and the room on the drive are given back by `close`, at the end of a
+    `with`, or when the optimizer is garbage. Raises: UsageError; UnsupportedError for optimizers
+    that do not step by dense gradients alone; NoSpaceError; as `Tier`.
     """
 
     def __init__(
@@ -90,7 +103,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         if step_in_backward not in (False, True, "local"):
-            raise UsageError(f'step_in_backward must be False, True or "local", not {step_in_backward!r}')
+            raise UsageError(
+                f'step_in_backward must be False, True or "local", not {step_in_backward!r}'
+            )
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
         self._class_name = getattr(optimizer_class, "__name__", repr(optimizer_class))
@@ -98,7 +113,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._buckets: list[Bucket] = []
         self._updated: set[Bucket] = set()  # in the step that goes on
         self._options = StepOptions()
-        self._backward = BackwardUpdates(self, self._updated, assume_final=step_in_backward == "local") if step_in_backward else None
+        self._backward = (
+            BackwardUpdates(self, self._updated, assume_final=step_in_backward == "local")
+            if step_in_backward
+            else None
+        )
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._source = weakref.ref(self)
@@ -108,24 +127,39 @@ class NVMeOptimizer(torch.optim.Optimizer):
         samples = samples_of(given)
         template = optimizer_class(samples, **kwargs)
         if not isinstance(getattr(template, "param_groups", None), list):
-            raise UnsupportedError(f"{self._class_name} cannot be used with NVMeOptimizer: it has no param_groups, as torch's optimizers have")
+            raise UnsupportedError(
+                f"{self._class_name} cannot be used with NVMeOptimizer: it has no param_groups, as torch's optimizers have"
+            )
         super().__init__(given, dict(template.defaults))
         _follow(self.param_groups, template.param_groups)
-        self._maker = _Maker(optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict))
+        self._maker = _Maker(
+            optimizer_class, kwargs, self.param_groups, in_groups=isinstance(samples[0], dict)
+        )
 
-        places = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+        places = [
+            os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)
+        ]
         if not places:
             raise UsageError("paths must name at least one directory on a drive")
         try:
             memory = memory_size(host_memory)
         except ValueError:
-            raise UsageError(f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}') from None
+            raise UsageError(
+                f'host_memory must be "auto", bytes, or a size such as "8GB", not {host_memory!r}'
+            ) from None
         self._tier = Tier(places, aio or engine_config(places[0]), host_memory=memory)
         try:
             self._format = wide_enough(self._format, self._class_name, self.param_groups)
             self._updater = Updater(self._tier, self._format, self._maker, self._class_name)
             self._budget = Budget(self._tier.cap_bytes)
-            self._bucketing = Bucketing(self._class_name, self._maker, self._format, self._budget, f"optimizer{next(_serial)}", declared=elementwise)
+            self._bucketing = Bucketing(
+                self._class_name,
+                self._maker,
+                self._format,
+                self._budget,
+                f"optimizer{next(_serial)}",
+                declared=elementwise,
+            )
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -138,7 +172,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. Raises: UsageError; the drive's errors, after which it may be called again: see the class."""
+        """Update the parameters. Raises: UsageError; the drive's errors, after which it may be
+        called again: see the class.
+        """
         self._check_usable()
         loss = None
         if closure is not None:
@@ -150,7 +186,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._take_up_states()
                 for weight in self._weights:
                     weight.settle_gradient()
-                due = [bucket for bucket in self._buckets if bucket not in self._updated and bucket.has_gradient]
+                due = [
+                    bucket
+                    for bucket in self._buckets
+                    if bucket not in self._updated and bucket.has_gradient
+                ]
                 self._bucketing.check(due)
                 for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
                     _check_gradient(weight)
@@ -165,15 +205,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays as it is."""
+        """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays
+        as it is.
+        """
         if self._updated:
             if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
-                _log.warning("a step is given up after %d of %d buckets: their parameters are one step ahead", len(self._updated), len(self._buckets))
+                _log.warning(
+                    "a step is given up after %d of %d buckets: their parameters are one step ahead",
+                    len(self._updated),
+                    len(self._buckets),
+                )
             self._end_step()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError; UnsupportedError; and nothing is changed."""
+        """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError;
+        UnsupportedError; and nothing is changed.
+        """
         if not self._ready:
             super().add_param_group(param_group)
             return
@@ -192,10 +240,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, on the CPU and mapped from a file: memory is taken as it is read, and can be taken back.
+        """As the plain optimizer's, on the CPU and mapped from a file: memory is taken as it is
+        read, and can be taken back.
 
-        "nvme_offload" beside "state" and "param_groups" says how the states are kept, which loading it anywhere does not depend on.
-        Raises: NoSpaceError; UsageError.
+        "nvme_offload" beside "state" and "param_groups" says how the states are kept, which loading
+        it anywhere does not depend on. Raises: NoSpaceError; UsageError.
         """
         self._check_usable()
         self._check_parameters()
@@ -208,8 +257,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
-                found = saved.collect(self._updater, self._buckets, self._weights, self._tier.paths[0])
-                self.state = type(small)(dict, {weight.parameter: state for weight, state in zip(self._weights, found, strict=True) if state})
+                found = saved.collect(
+                    self._updater, self._buckets, self._weights, self._tier.paths[0]
+                )
+                self.state = type(small)(
+                    dict,
+                    {
+                        weight.parameter: state
+                        for weight, state in zip(self._weights, found, strict=True)
+                        if state
+                    },
+                )
 
             handle = self.register_state_dict_pre_hook(show)  # after those of others
             try:
@@ -218,13 +276,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 handle.remove()
                 self.state = small
             wide = {"wide": True} if self._updater.wide else {}
-            return {**packed, "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps}}
+            return {
+                **packed,
+                "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps},
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this or the plain optimizer saved, one bucket at a time; the masters of 16-bit parameters without a "master" are made from them.
+        """Load what this or the plain optimizer saved, one bucket at a time; the masters of 16-bit
+        parameters without a "master" are made from them.
 
-        Load the model's weights, too: they are not made from the masters.
-        Raises: UsageError or ValueError when it is of other parameters, and nothing is changed; as `step`, after which it is to be loaded again.
+        Load the model's weights, too: they are not made from the masters. Raises: UsageError or
+        ValueError when it is of other parameters, and nothing is changed; as `step`, after which it
+        is to be loaded again.
         """
         loaded: dict[Weight, dict[str, Any]] = {}
         steps, wide = 0, False
@@ -232,11 +295,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
         def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             nonlocal steps, wide
             indices = [index for group in given["param_groups"] for index in group["params"]]
-            for weight, index in zip(self._weights, indices, strict=False):  # if there are more of the one, the base says so
+            # if there are more of the one, the base says so
+            for weight, index in zip(self._weights, indices, strict=False):
                 loaded[weight] = given["state"].get(index, {})
                 saved.check(loaded[weight], weight)
             wide = bool(given.get("nvme_offload", {}).get("wide"))
-            steps = given.get("nvme_offload", {}).get("steps") or max(map(saved.steps, loaded.values()), default=0)
+            steps = given.get("nvme_offload", {}).get("steps") or max(
+                map(saved.steps, loaded.values()), default=0
+            )
             return {**given, "state": {}}
 
         def put(_: torch.optim.Optimizer) -> None:
@@ -251,7 +317,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._check_open()
             self._check_parameters()
-            hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(put, prepend=True)]
+            hooks = [
+                self.register_load_state_dict_pre_hook(take),
+                self.register_load_state_dict_post_hook(put, prepend=True),
+            ]
             try:
                 super().load_state_dict(dict(state_dict))
             finally:
@@ -268,7 +337,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With `step_in_backward`: let gradients accumulate in the backward passes of the context, without updates."""
+        """With `step_in_backward`: let gradients accumulate in the backward passes of the context,
+        without updates.
+        """
         if self._backward is None:  # they accumulate anyway
             yield
             return
@@ -279,7 +350,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._backward.accumulating = before
 
     def close(self) -> None:
-        """Give back memory and room on the drives; a second call does nothing. Nothing but the parameters is left."""
+        """Give back memory and room on the drives; a second call does nothing. Nothing but the
+        parameters is left.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -291,22 +364,35 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def __enter__(self) -> NVMeOptimizer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError("an NVMeOptimizer cannot be copied, as its states are on a drive: make another one, and load this one's state_dict() into it")
+        raise UsageError(
+            "an NVMeOptimizer cannot be copied, as its states are on a drive: make another one, and load this one's state_dict() into it"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError("an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()")
+        raise UsageError(
+            "an NVMeOptimizer cannot be pickled, as its states are on a drive: save its state_dict()"
+        )
 
     # What the optimizer class has beyond a `torch.optim.Optimizer`.
 
     def __getattr__(self, name: str) -> Any:
-        """What is missing here is *optimizer_class*'s: a method works on all parameters, with their states, as it does in memory."""
+        """What is missing here is *optimizer_class*'s: a method works on all parameters, with their
+        states, as it does in memory.
+        """
         template = self.__dict__.get("_template")
         if template is None or name.startswith("_") or not hasattr(template, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the optimizer that it was given")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the optimizer that it was given"
+            )
         if inspect.isroutine(getattr(template, name)):
             return functools.partial(self._call, name)
         made = [bucket.inner for bucket in self._buckets if bucket.inner is not None]
@@ -315,10 +401,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that *optimizer_class* has, and this has not, is set there."""
         template = self.__dict__.get("_template")
-        if template is None or name.startswith("_") or name in self.__dict__ or hasattr(type(self), name) or not hasattr(template, name):
+        if (
+            template is None
+            or name.startswith("_")
+            or name in self.__dict__
+            or hasattr(type(self), name)
+            or not hasattr(template, name)
+        ):
             super().__setattr__(name, value)
             return
-        for optimizer in [template, *(bucket.inner for bucket in self._buckets if bucket.inner is not None)]:
+        for optimizer in [
+            template,
+            *(bucket.inner for bucket in self._buckets if bucket.inner is not None),
+        ]:
             setattr(optimizer, name, value)
         self._updater.attributes[name] = value
 
@@ -329,7 +424,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._check_parameters()
             self._take_up_states()
             if self._updated:
-                raise UsageError(f"{name}() cannot be called in the midst of a step: call step() or zero_grad() first")
+                raise UsageError(
+                    f"{name}() cannot be called in the midst of a step: call step() or zero_grad() first"
+                )
             results: list[Any] = []
 
             def call(one: torch.optim.Optimizer) -> None:
@@ -358,13 +455,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _agreed(self, name: str, values: Sequence[Any]) -> Any:
         if not all(same(value, values[0]) for value in values[1:]):
-            raise UsageError(f"{name} of {self._class_name} has another value for each bucket of parameters, so that there is no one value to give")
+            raise UsageError(
+                f"{name} of {self._class_name} has another value for each bucket of parameters, so that there is no one value to give"
+            )
         return values[0]
 
     # Inside.
 
     def _admit(self, indices: Sequence[int]) -> None:
-        """Make buckets of the groups of these *indices*, and see that memory and drives have room for them."""
+        """Make buckets of the groups of these *indices*, and see that memory and drives have room
+        for them.
+        """
         weights: list[Weight] = []
         buckets: list[Bucket] = []
         for index in indices:
@@ -372,7 +473,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._backward is not None:
                 for parameter in group["params"]:
                     self._backward.check(parameter)
-            made = self._bucketing.admit(index, group["params"], self._options.of(index, group), len(self._buckets) + len(buckets))
+            made = self._bucketing.admit(
+                index,
+                group["params"],
+                self._options.of(index, group),
+                len(self._buckets) + len(buckets),
+            )
             weights += made[0]
             buckets += made[1]
         for number, weight in enumerate(weights, len(self._weights)):
@@ -388,7 +494,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for bucket in trained:
                 if bucket.traits.eager:
-                    self._updater.start(bucket, self._updater.open(bucket), self._options_of(bucket))
+                    self._updater.start(
+                        bucket, self._updater.open(bucket), self._options_of(bucket)
+                    )
                     self._show(bucket)
         self._updater.drain()
         self._options.forget()
@@ -405,10 +513,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
-            for index, options in self._updater.step(bucket, memory, self._options_of(bucket), seed=self._steps).items():
+            for index, options in self._updater.step(
+                bucket, memory, self._options_of(bucket), seed=self._steps
+            ).items():
                 self._options.left(index, options)
         except BaseException as error:
-            self._broken = f"a step failed in the midst of an update ({type(error).__name__}: {error})"
+            self._broken = (
+                f"a step failed in the midst of an update ({type(error).__name__}: {error})"
+            )
             self._updater.fail(bucket)
             raise
         self._updated.add(bucket)
@@ -429,7 +541,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._backward.end_step()
 
     def _show(self, bucket: Bucket) -> None:
-        """Let `state` have what is in memory of the states of the bucket's parameters, and placeholders for what is not."""
+        """Let `state` have what is in memory of the states of the bucket's parameters, and
+        placeholders for what is not.
+        """
         for fragment in bucket.fragments:
             weight = fragment.weight
             if fragment is weight.fragments[0]:
@@ -438,11 +552,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 there: dict[Key, torch.Tensor] = {}
                 for key, form in saved.forms(fragment).items():
                     own = local(weight.placeholders[key]) if key in weight.placeholders else None
-                    if own is not None and (own.dtype, own.shape, own.stride()) == (form.dtype, form.shape, form.stride()):
+                    if own is not None and (own.dtype, own.shape, own.stride()) == (
+                        form.dtype,
+                        form.shape,
+                        form.stride(),
+                    ):
                         there[key] = weight.placeholders[key]
                     else:
                         placeholder = StateOnDrive(self._source, weight, key, form, bucket.device)
-                        there[key] = placeholder if key in fragment.rest else like(weight.parameter, placeholder)
+                        there[key] = (
+                            placeholder
+                            if key in fragment.rest
+                            else like(weight.parameter, placeholder)
+                        )
                 weight.placeholders = there
                 weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
                 if weight.shown:
@@ -458,11 +580,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 given[weight] = dict(state)
         if given:
             self._restore(given)
-        if not self._updated:  # what is small is shown of the first fragment alone, where somebody may have changed it in place
+        # what is small is shown of the first fragment alone, where somebody may have changed it in
+        # place
+        if not self._updated:
             for weight in self._weights:
                 for fragment in weight.fragments[1:]:
                     there = set(map(top, fragment.leaves))
-                    fragment.states.update(copy.deepcopy({key: value for key, value in weight.states.items() if key not in there}))
+                    fragment.states.update(
+                        copy.deepcopy(
+                            {key: value for key, value in weight.states.items() if key not in there}
+                        )
+                    )
 
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state on the drive: for what `state` has in its place."""
@@ -473,7 +601,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if form is None:
                 raise UsageError(f"the parameter has no state {key!r} any more")
             whole = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
-            for fragment in weight.fragments[:1] if key in weight.fragments[0].rest else weight.fragments:
+            for fragment in (
+                weight.fragments[:1] if key in weight.fragments[0].rest else weight.fragments
+            ):
                 with self._updater.reading(fragment.bucket) as find:
                     values = saved.in_a_row(find(fragment, key))
                     saved.in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
@@ -483,7 +613,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """Put a state on the drive: for what `state` has in its place."""
         with self._lock:
             self._take_up_states()
-            self._restore({weight: replaced(dict(weight.shown), {id(weight.placeholders[key]): values})})
+            self._restore(
+                {weight: replaced(dict(weight.shown), {id(weight.placeholders[key]): values})}
+            )
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
         self._updater.drain()
@@ -499,11 +631,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _gradient_is_complete(self, weight: Weight) -> None:
-        """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to `step`, since here other ranks would wait for this one."""
+        """What autograd or FSDP2 calls during backward(). What cannot be updated here is left to
+        `step`, since here other ranks would wait for this one.
+        """
         assert self._backward is not None
         if self._backward.accumulating or self._broken:
             return
-        self._backward.check(weight.parameter)  # once more: there may be more processes than when the optimizer was made
+        # once more: there may be more processes than when the optimizer was made
+        self._backward.check(weight.parameter)
         weight.settle_gradient()
         await_copy(weight.parameter)
         with self._lock, self._clock.running():
@@ -515,15 +650,26 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         _check_gradient(fragment.weight)
                     self._update(bucket)
                 except Exception as error:
-                    _log.warning("an update during backward() failed, and is left to step(): %s", error)
+                    _log.warning(
+                        "an update during backward() failed, and is left to step(): %s", error
+                    )
                 else:
                     self._backward.spend(bucket)
 
     def _check_parameters(self) -> None:
-        """Whoever puts other parameters into the groups, as some do after sharding a model, must be told that their states are not here."""
+        """Whoever puts other parameters into the groups, as some do after sharding a model, must be
+        told that their states are not here.
+        """
         there = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        if any(one is not other for one, other in itertools.zip_longest(there, (weight.parameter for weight in self._weights))):
-            raise UsageError("param_groups have other parameters than the optimizer was made with: make it after the model is sharded, or use add_param_group")
+        if any(
+            one is not other
+            for one, other in itertools.zip_longest(
+                there, (weight.parameter for weight in self._weights)
+            )
+        ):
+            raise UsageError(
+                "param_groups have other parameters than the optimizer was made with: make it after the model is sharded, or use add_param_group"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -532,37 +678,61 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _check_usable(self) -> None:
         self._check_open()
         if self._broken:
-            raise UsageError(f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint")
+            raise UsageError(
+                f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint"
+            )
 
 
 def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
     if gradient is not None and gradient.layout is not torch.strided:
-        raise UnsupportedError("a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False")
+        raise UnsupportedError(
+            "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"
+        )
     _check_unchanged(weight)
 
 
 def _check_unchanged(weight: Weight) -> None:
     part, bucket = local(weight.parameter), weight.fragments[0].bucket
-    if (part.dtype, part.device, part.numel()) != (bucket.dtype, bucket.device, weight.fragments[-1].stop):
+    if (part.dtype, part.device, part.numel()) != (
+        bucket.dtype,
+        bucket.device,
+        weight.fragments[-1].stop,
+    ):
         was = f"{weight.fragments[-1].stop} elements, {bucket.dtype} on {bucket.device}"
         now = f"{part.numel()}, {part.dtype} on {part.device}"
-        raise UsageError(f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays")
+        raise UsageError(
+            f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays"
+        )
 
 
 def _follow(groups: Sequence[dict[str, Any]], made: Sequence[Mapping[str, Any]]) -> None:
-    """Let *groups* have the options as the class has them in those that it has *made*: there are defaults for a kind of group, and rates kept in tensors."""
+    """Let *groups* have the options as the class has them in those that it has *made*: there are
+    defaults for a kind of group, and rates kept in tensors.
+    """
     if len(groups) == len(made):
         for group, other in zip(groups, made, strict=True):
             for key, value in other.items():
-                if key not in ("params", "param_names") and not (key in group and type(group[key]) is type(value)):  # what is there may be the user's own
+                # what is there may be the user's own
+                if key not in ("params", "param_names") and not (
+                    key in group and type(group[key]) is type(value)
+                ):
                     group[key] = copy.deepcopy(value)
 
 
 class _Maker:
-    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of a list. *groups*: as they were given."""
+    """Makes inner optimizers as the user would have made one for all parameters: *in_groups*, or of
+    a list. *groups*: as they were given.
+    """
 
-    def __init__(self, optimizer_class: Callable[..., torch.optim.Optimizer], kwargs: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, in_groups: bool):
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        kwargs: Mapping[str, Any],
+        groups: Sequence[dict[str, Any]],
+        *,
+        in_groups: bool,
+    ):
         self._class = optimizer_class
         self._kwargs = kwargs
         self._in_groups = in_groups
@@ -576,7 +746,15 @@ class _Maker:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if not self._in_groups and len(groups) == 1:
             made = self._class(groups[0]["params"], **self._kwargs)
-            made.param_groups[0].update({key: value for key, value in groups[0].items() if key != "params"})
+            made.param_groups[0].update(
+                {key: value for key, value in groups[0].items() if key != "params"}
+            )
             return made
         # There are classes that refuse what schedulers add to a group.
-        return self._class([{key: value for key, value in group.items() if key in self._options} for group in groups], **self._kwargs)
+        return self._class(
+            [
+                {key: value for key, value in group.items() if key in self._options}
+                for group in groups
+            ],
+            **self._kwargs,
+        )

@@ -1,4 +1,6 @@
-"""`StepOptions`: what is in parameter groups besides the parameters, through one step; and the forms that parameters are given in."""
+"""`StepOptions`: what is in parameter groups besides the parameters, through one step; and the
+forms that parameters are given in.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _NOT_OPTIONS = {"params", "param_names"}
 class StepOptions:
     """The options of groups as they were when a step began, and as the inner optimizers left them.
 
-    An optimizer that changes its group does so once a step, whatever the buckets are: each starts from the same, and the last is taken over.
+    An optimizer that changes its group does so once a step, whatever the buckets are: each starts
+    from the same, and the last is taken over.
     """
 
     def __init__(self) -> None:
@@ -25,12 +28,18 @@ class StepOptions:
         self._after: dict[int, Mapping[str, Any]] = {}
 
     def of(self, index: int, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of *group*, which is that of *index*. Raises: UnsupportedError for those that cannot be used here."""
+        """The options of *group*, which is that of *index*. Raises: UnsupportedError for those that
+        cannot be used here.
+        """
         if index not in self._before:
             for key in ("capturable", "differentiable"):
                 if group.get(key):
-                    raise UnsupportedError(f"{key}=True cannot be used with NVMeOptimizer: its steps wait for a drive, which no graph has in it")
-            self._before[index] = copy.deepcopy({key: value for key, value in group.items() if key not in _NOT_OPTIONS})
+                    raise UnsupportedError(
+                        f"{key}=True cannot be used with NVMeOptimizer: its steps wait for a drive, which no graph has in it"
+                    )
+            self._before[index] = copy.deepcopy(
+                {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            )
         return dict(self._before[index])
 
     def left(self, index: int, options: Mapping[str, Any]) -> None:
@@ -58,33 +67,52 @@ def materialised(params: Any) -> Any:
         return params
     entries = list(params)
     for entry in entries:
-        if isinstance(entry, dict) and not isinstance(entry.get("params"), torch.Tensor | set | None):
+        if isinstance(entry, dict) and not isinstance(
+            entry.get("params"), torch.Tensor | set | None
+        ):
             entry["params"] = list(entry["params"])
     return entries
 
 
 def samples_of(params: Any) -> list[Any]:
-    """A small parameter for each group of *params*, in any of the forms that an optimizer takes, with the options of the group; or one in all."""
+    """A small parameter for each group of *params*, in any of the forms that an optimizer takes,
+    with the options of the group; or one in all.
+    """
     entries = [] if isinstance(params, torch.Tensor) else list(params)
     if not any(isinstance(entry, Mapping) for entry in entries):
         return [_sample(entries)]
-    groups = [{key: copy.deepcopy(value) for key, value in entry.items() if key not in _NOT_OPTIONS} for entry in entries]
-    return [{**group, "params": [_sample(entry.get("params", ()))]} for group, entry in zip(groups, entries, strict=True)]
+    groups = [
+        {key: copy.deepcopy(value) for key, value in entry.items() if key not in _NOT_OPTIONS}
+        for entry in entries
+    ]
+    return [
+        {**group, "params": [_sample(entry.get("params", ()))]}
+        for group, entry in zip(groups, entries, strict=True)
+    ]
 
 
 def _sample(items: Any) -> torch.Tensor:
-    """As many dimensions, and the device, of the first tensor of *items*; some tensor where there is none."""
+    """As many dimensions, and the device, of the first tensor of *items*; some tensor where there
+    is none.
+    """
     first = torch.zeros(1)
     for item in (items,) if isinstance(items, torch.Tensor) else items or ():
         tensor = item[-1] if isinstance(item, tuple) else item
         if isinstance(tensor, torch.Tensor):
             first = local(tensor)
             break
-    return torch.nn.Parameter(torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device))
+    return torch.nn.Parameter(
+        torch.zeros((1,) * max(first.dim(), 1), device=None if first.is_meta else first.device)
+    )
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values of an option are equal, tensors or not."""
     if torch.is_tensor(one) or torch.is_tensor(other):
-        return torch.is_tensor(one) and torch.is_tensor(other) and one.shape == other.shape and torch.equal(one, other)
+        return (
+            torch.is_tensor(one)
+            and torch.is_tensor(other)
+            and one.shape == other.shape
+            and torch.equal(one, other)
+        )
     return bool(one == other)

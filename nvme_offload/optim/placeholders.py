@@ -1,4 +1,6 @@
-"""Tensors without memory, for what is not where it is looked for: `SpentGradient` in `.grad`, and `StateOnDrive` in an optimizer's `state`."""
+"""Tensors without memory, for what is not where it is looked for: `SpentGradient` in `.grad`, and
+`StateOnDrive` in an optimizer's `state`.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ class SpentGradient(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, parameter: torch.Tensor) -> Any:
         """Stand for the gradient of *parameter*, or of a part of one."""
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of shape {list(self.shape)}, used up by step_in_backward>"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse. Raises: UsageError."""
         raise UsageError(
             f"{function} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
@@ -43,16 +49,19 @@ class SpentGradient(torch.Tensor):
 
 
 class StateOnDrive(torch.Tensor):
-    """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in place changes those on the drive, also through views.
+    """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in
+    place changes those on the drive, also through views.
 
-    What was moved to another device or dtype stays on the drive until it is used, which can be no later than the next update: `clone` brings the values.
+    What was moved to another device or dtype stays on the drive until it is used, which can be no
+    later than the next update: `clone` brings the values.
     """
 
     weight: Weight
     key: str
     source: weakref.ref[Any]  # the NVMeOptimizer, with `read_state` and `write_state`
     ways: tuple[Callable[[torch.Tensor], Any], ...]  # from the state to what this is of it
-    updates: int | None  # of the weight, when this was moved; None for the state itself, whatever it is by then
+    # of the weight, when this was moved; None for the state itself, whatever it is by then
+    updates: int | None
 
     @staticmethod
     def __new__(
@@ -65,9 +74,19 @@ class StateOnDrive(torch.Tensor):
         ways: tuple[Callable[[torch.Tensor], Any], ...] = (),
         updates: int | None = None,
     ) -> Any:
-        """Stand for it as it is on this rank, with the shape, the strides and the dtype of *form*."""
-        made = torch.Tensor._make_wrapper_subclass(cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device)
-        made.source, made.weight, made.key, made.ways, made.updates = source, weight, key, ways, updates
+        """Stand for it as it is on this rank, with the shape, the strides and the dtype of
+        *form*.
+        """
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
+        )
+        made.source, made.weight, made.key, made.ways, made.updates = (
+            source,
+            weight,
+            key,
+            ways,
+            updates,
+        )
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -87,19 +106,25 @@ class StateOnDrive(torch.Tensor):
         return self.updates in (None, self.weight.updates)
 
     def load(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the values of the state, and what this is of it: a view, unless it was moved. Raises: UsageError."""
+        """A copy of the values of the state, and what this is of it: a view, unless it was moved.
+        Raises: UsageError.
+        """
         source = self.source()
         if source is None:
             raise UsageError(f"the NVMeOptimizer that the state {self.key!r} was of is gone")
         if not self.is_current:
-            raise UsageError(f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them")
+            raise UsageError(
+                f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them"
+            )
         whole = part = source.read_state(self.weight, self.key)
         for way in self.ways:
             part = way(part)
         return whole, part
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Do it with the values. Raises: UsageError."""
         kwargs = kwargs or {}
         if (function.is_view or function is _MOVE) and isinstance(args[0], cls):
@@ -113,7 +138,9 @@ class StateOnDrive(torch.Tensor):
 
         changed = _written(function, args, kwargs)
         if any(one.updates is not None for one in changed):
-            raise UsageError(f"{function} would change a copy of a state that is still on the drive: clone() it, and put that into state")
+            raise UsageError(
+                f"{function} would change a copy of a state that is still on the drive: clone() it, and put that into state"
+            )
         given, named = tree_map_only(cls, values, (args, kwargs))
         result = function(*given, **named)
         for one in changed:
@@ -125,10 +152,16 @@ class StateOnDrive(torch.Tensor):
     def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What *function*, a view or a move, makes of this."""
         rest = args[1:]
-        updates = self.weight.updates if function is _MOVE and self.updates is None else self.updates
+        updates = (
+            self.weight.updates if function is _MOVE and self.updates is None else self.updates
+        )
         device = kwargs.get("device") or self.device
         form = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        forms = function(form, *rest, **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs)
+        forms = function(
+            form,
+            *rest,
+            **{**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs,
+        )
         several = not torch.is_tensor(forms)
         made = []
         for index, one in enumerate(forms if several else [forms]):
@@ -137,17 +170,30 @@ class StateOnDrive(torch.Tensor):
                 result = function(tensor, *rest, **kwargs)
                 return result[index] if several else result  # type: ignore[no-any-return]
 
-            made.append(StateOnDrive(self.source, self.weight, self.key, one, torch.device(device), (*self.ways, way), updates))
+            made.append(
+                StateOnDrive(
+                    self.source,
+                    self.weight,
+                    self.key,
+                    one,
+                    torch.device(device),
+                    (*self.ways, way),
+                    updates,
+                )
+            )
         return made if several else made[0]
 
 
 class ShownState(dict[Any, Any]):
-    """The state of *weight* as `optimizer.state` has it: what is small, and a `StateOnDrive` for each of the others. *check* is called for what is put in."""
+    """The state of *weight* as `optimizer.state` has it: what is small, and a `StateOnDrive` for
+    each of the others. *check* is called for what is put in.
+    """
 
     def __init__(self, weight: Weight, check: Callable[[Mapping[Any, Any], Weight], None]) -> None:
         super().__init__()
         self._weight, self._check = weight, check
-        self._shown: list[tuple[tuple[Any, ...], Any]] = []  # what is in no container, and the way there
+        # what is in no container, and the way there
+        self._shown: list[tuple[tuple[Any, ...], Any]] = []
 
     def show(self, state: Mapping[Any, Any]) -> None:
         """Have this *state*, which is known."""
@@ -156,11 +202,16 @@ class ShownState(dict[Any, Any]):
         self._shown = content(state)
 
     def differs_from(self, state: Mapping[Any, Any]) -> bool:
-        """Whether *state*, which is in the place of this now and may be this, is not what was shown."""
+        """Whether *state*, which is in the place of this now and may be this, is not what was
+        shown.
+        """
         if state is not self:
             return bool(state or self._shown)
         now = content(self)
-        return len(now) != len(self._shown) or any(one is not other or way != where for (way, one), (where, other) in zip(now, self._shown, strict=True))
+        return len(now) != len(self._shown) or any(
+            one is not other or way != where
+            for (way, one), (where, other) in zip(now, self._shown, strict=True)
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check({key: value}, self._weight)
@@ -199,5 +250,9 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[StateOnDrive]:
     for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, StateOnDrive)]
+            found += [
+                one
+                for one in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(one, StateOnDrive)
+            ]
     return found

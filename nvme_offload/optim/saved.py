@@ -1,4 +1,6 @@
-"""Checkpoints of buckets: as the plain optimizer's `state_dict` has the states, and back, one bucket in memory at a time."""
+"""Checkpoints of buckets: as the plain optimizer's `state_dict` has the states, and back, one
+bucket in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ _ALIGNMENT = 64
 State = dict[Any, Any]
 
 
-def collect(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str) -> list[State]:
-    """The state of each of *weights* as the plain optimizer has it, and its master where it has one.
+def collect(
+    updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight], directory: str
+) -> list[State]:
+    """The state of each of *weights* as the plain optimizer has it, and its master where it has
+    one.
 
-    Large tensors are mapped from a file without a name in *directory*, so that they are page cache, which the kernel takes back when it needs to.
-    Raises: IOFailure when the drive has no room for it; as `Updater.reading`.
+    Large tensors are mapped from a file without a name in *directory*, so that they are page cache,
+    which the kernel takes back when it needs to. Raises: IOFailure when the drive has no room for
+    it; as `Updater.reading`.
     """
     places: dict[tuple[Weight, Key], tuple[int, torch.Tensor]] = {}
     end = 0
@@ -45,54 +51,104 @@ def collect(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weigh
                     for fragment in bucket.fragments:
                         for key in forms(fragment):
                             values = find(fragment, key)
-                            if key in fragment.rest and fragment is not fragment.weight.fragments[0]:
+                            if (
+                                key in fragment.rest
+                                and fragment is not fragment.weight.fragments[0]
+                            ):
                                 continue  # the same for all
-                            file.seek(places[fragment.weight, key][0] + (0 if key in fragment.rest else fragment.start * values.itemsize))
+                            file.seek(
+                                places[fragment.weight, key][0]
+                                + (0 if key in fragment.rest else fragment.start * values.itemsize)
+                            )
                             content: Any = in_a_row(values).view(torch.uint8).numpy()
                             file.write(content)
             file.flush()
         except OSError as error:
-            reason = f"{error.strerror}; a state dict takes {end} bytes on the drive, beside the states"
-            raise IOFailure(error.errno or errno.EIO, reason, operation="write", path=str(directory), offset=0, nbytes=0, done=0) from error
+            reason = (
+                f"{error.strerror}; a state dict takes {end} bytes on the drive, beside the states"
+            )
+            raise IOFailure(
+                error.errno or errno.EIO,
+                reason,
+                operation="write",
+                path=str(directory),
+                offset=0,
+                nbytes=0,
+                done=0,
+            ) from error
         mapped = mmap.mmap(file.fileno(), end) if end else b""
 
     def tensor(weight: Weight, key: Key) -> torch.Tensor:
         offset, form = places[weight, key]
-        flat = torch.frombuffer(mapped, dtype=form.dtype, count=form.numel(), offset=offset) if form.numel() else torch.empty(0, dtype=form.dtype)
+        flat = (
+            torch.frombuffer(mapped, dtype=form.dtype, count=form.numel(), offset=offset)
+            if form.numel()
+            else torch.empty(0, dtype=form.dtype)
+        )
         whole = flat.as_strided(form.shape, form.stride())
-        return whole if weight.fragments and key in weight.fragments[0].rest else like(weight.parameter, whole)
+        return (
+            whole
+            if weight.fragments and key in weight.fragments[0].rest
+            else like(weight.parameter, whole)
+        )
 
     collected: dict[Weight, dict[Key, torch.Tensor]] = {weight: {} for weight in weights}
     for weight, key in places:
         collected[weight][key] = tensor(weight, key)
-    return [in_place_of_leaves(weight, there, lambda small: small.clone()) for weight, there in collected.items()]
+    return [
+        in_place_of_leaves(weight, there, lambda small: small.clone())
+        for weight, there in collected.items()
+    ]
 
 
-def in_place_of_leaves(weight: Weight, there: Mapping[Key, torch.Tensor], small: Callable[[torch.Tensor], torch.Tensor]) -> State:
-    """The state of *weight* with what is *there* in place of what travels, the master too, and of every other tensor what *small* makes of it."""
+def in_place_of_leaves(
+    weight: Weight, there: Mapping[Key, torch.Tensor], small: Callable[[torch.Tensor], torch.Tensor]
+) -> State:
+    """The state of *weight* with what is *there* in place of what travels, the master too, and of
+    every other tensor what *small* makes of it.
+    """
     state = next((fragment.states for fragment in weight.fragments if fragment.states), {})
-    others = {id(value): there[key] if key in there else small(value) for key, value in tensors(state).items()}
+    others = {
+        id(value): there[key] if key in there else small(value)
+        for key, value in tensors(state).items()
+    }
     whole = replaced(state, others)
     return {**whole, MASTER: there[MASTER]} if MASTER in there else whole
 
 
-def restore(updater: Updater, bucket: Bucket, given: Mapping[Weight, State], groups: Sequence[Mapping[str, Any]]) -> None:
+def restore(
+    updater: Updater,
+    bucket: Bucket,
+    given: Mapping[Weight, State],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
     """Give *bucket* the states *given*, whose tensors may be mapped from a file.
 
-    A weight that is not among them keeps its own states, and one that is, those that the drive has already.
+    A weight that is not among them keeps its own states, and one that is, those that the drive has
+    already.
     """
     sources: dict[Fragment, State] = {}
     kept: dict[Fragment, State] = {}
-    keeping = [fragment for fragment in bucket.fragments if fragment.weight not in given or any(map(is_on_drive, tensors(given[fragment.weight]).values()))]
+    keeping = [
+        fragment
+        for fragment in bucket.fragments
+        if fragment.weight not in given
+        or any(map(is_on_drive, tensors(given[fragment.weight]).values()))
+    ]
     if bucket.layout is not None and keeping:
         has_master = bucket.layout.master is not None
         with updater.reading(bucket) as find:
             for fragment in keeping:
-                kept[fragment] = {key: find(fragment, key).clone() for key in [*fragment.leaves, *([MASTER] if has_master else [])]}
+                kept[fragment] = {
+                    key: find(fragment, key).clone()
+                    for key in [*fragment.leaves, *([MASTER] if has_master else [])]
+                }
     for fragment in bucket.fragments:
         sources[fragment] = kept.get(fragment, {})
         if fragment.weight in given:
-            sources[fragment] = _given(fragment, given[fragment.weight], kept.get(fragment, {}), groups[fragment.group])
+            sources[fragment] = _given(
+                fragment, given[fragment.weight], kept.get(fragment, {}), groups[fragment.group]
+            )
     bucket.inner = None
     if not any(sources.values()):
         bucket.layout, bucket.rest_bytes = None, 0  # the first update makes it
@@ -106,7 +162,11 @@ def restore(updater: Updater, bucket: Bucket, given: Mapping[Weight, State], gro
 
     has_masters = bucket.update_dtype != bucket.dtype
     leaves = {
-        fragment: {key: torch.empty_like(value, dtype=fragment.leaves[key].dtype, device="meta") for key, value in source.items() if key != MASTER}
+        fragment: {
+            key: torch.empty_like(value, dtype=fragment.leaves[key].dtype, device="meta")
+            for key, value in source.items()
+            if key != MASTER
+        }
         for fragment, source in sources.items()
     }
     updater.store(bucket, leaves, fill, groups)
@@ -114,8 +174,12 @@ def restore(updater: Updater, bucket: Bucket, given: Mapping[Weight, State], gro
         fragment.changes = fragment.weight.changes
 
 
-def _given(fragment: Fragment, state: State, kept: Mapping[Key, torch.Tensor], group: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
-    """Let *fragment* have its part of *state*; the values of what travels, some of which the drive has *kept*."""
+def _given(
+    fragment: Fragment, state: State, kept: Mapping[Key, torch.Tensor], group: Mapping[str, Any]
+) -> dict[Key, torch.Tensor]:
+    """Let *fragment* have its part of *state*; the values of what travels, some of which the drive
+    has *kept*.
+    """
     values: dict[Key, torch.Tensor] = {}
     others: dict[int, torch.Tensor] = {}
     fragment.leaves = {}
@@ -123,18 +187,30 @@ def _given(fragment: Fragment, state: State, kept: Mapping[Key, torch.Tensor], g
     for key, value in tensors(state).items():
         part = local(value)
         if key == MASTER or is_on_drive(value) or travels(key, part, own):
-            values[key] = kept[_placeholder(value).key] if is_on_drive(value) else fragment.of(part) if part.shape == own else part
+            values[key] = (
+                kept[_placeholder(value).key]
+                if is_on_drive(value)
+                else fragment.of(part)
+                if part.shape == own
+                else part
+            )
             if key != MASTER:
-                fragment.leaves[key] = others[id(value)] = torch.empty(0, dtype=_kept_dtype(key, part, fragment), device=fragment.shadow.device)
+                fragment.leaves[key] = others[id(value)] = torch.empty(
+                    0, dtype=_kept_dtype(key, part, fragment), device=fragment.shadow.device
+                )
         else:
             others[id(value)] = _small(key, value, fragment, group)
-    fragment.states = replaced({key: value for key, value in state.items() if key != MASTER}, others)
+    fragment.states = replaced(
+        {key: value for key, value in state.items() if key != MASTER}, others
+    )
     fragment.stepped = bool(state)
     return values
 
 
 def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
-    """That a loaded state is kept in: the optimizer's own, and that of masters where the plain optimizer has 16 bits."""
+    """That a loaded state is kept in: the optimizer's own, and that of masters where the plain
+    optimizer has 16 bits.
+    """
     narrow = value.dtype == fragment.bucket.dtype != fragment.shadow.dtype
     return fragment.bucket.traits.states.get(key, fragment.shadow.dtype if narrow else value.dtype)
 
@@ -142,18 +218,31 @@ def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtyp
 def check(state: Any, weight: Weight) -> None:
     """See that *state* can be one of *weight*. Raises: UsageError."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"the state of a parameter must be a dictionary, not {type(state).__name__}")
+        raise UsageError(
+            f"the state of a parameter must be a dictionary, not {type(state).__name__}"
+        )
     own = local(weight.parameter).shape
     found = tensors(state)
     for value in filter(is_on_drive, found.values()):
         placeholder = _placeholder(value)
         whole = forms(placeholder.weight.fragments[0]).get(placeholder.key)
         if not placeholder.is_current or (whole is not None and placeholder.shape != whole.shape):
-            raise UsageError("a state that was moved before an update, or a part of one, cannot be put into state: put in a clone()")
-        if placeholder.weight is not weight or placeholder.key not in {*weight.fragments[0].leaves, MASTER}:
-            raise UsageError("a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()")
+            raise UsageError(
+                "a state that was moved before an update, or a part of one, cannot be put into state: put in a clone()"
+            )
+        if placeholder.weight is not weight or placeholder.key not in {
+            *weight.fragments[0].leaves,
+            MASTER,
+        }:
+            raise UsageError(
+                "a state that another optimizer has on its drive cannot be put into state: load that one's state_dict()"
+            )
     for key, value in {**state, **found}.items():
-        if (key == MASTER or key in weight.traits.states) and len(own) > 0 and (not torch.is_tensor(value) or local(value).shape != own):
+        if (
+            (key == MASTER or key in weight.traits.states)
+            and len(own) > 0
+            and (not torch.is_tensor(value) or local(value).shape != own)
+        ):
             shape = list(local(value).shape) if torch.is_tensor(value) else type(value).__name__
             raise UsageError(
                 f"the loaded {key!r} has the shape {shape} where the parameter has {list(own)} on this rank: load what the same model saved, "
@@ -170,22 +259,39 @@ def _placeholder(value: Any) -> StateOnDrive:
 def steps(state: Mapping[str, Any]) -> int:
     """How many steps *state* is of; 0 where it does not tell."""
     count = state.get("step", 0)
-    return int(count) if isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1) else 0
+    return (
+        int(count)
+        if isinstance(count, int | float) or (torch.is_tensor(count) and count.numel() == 1)
+        else 0
+    )
 
 
 def forms(fragment: Fragment) -> dict[Key, torch.Tensor]:
-    """Tensors without memory that are like the states of the whole parameter of which the bucket's value has a part for *fragment*, and like its master."""
+    """Tensors without memory that are like the states of the whole parameter of which the bucket's
+    value has a part for *fragment*, and like its master.
+    """
     layout = fragment.bucket.layout
     if layout is None:
         return {}
     part = local(fragment.weight.parameter)
-    strides = fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, dense_strides(part))
-    found = {key: torch.empty_strided(part.shape, strides[key], dtype=layout.states[key].dtype, device="meta") for key in fragment.keys}
+    strides = (
+        fragment.keys if fragment.is_whole else dict.fromkeys(fragment.keys, dense_strides(part))
+    )
+    found = {
+        key: torch.empty_strided(
+            part.shape, strides[key], dtype=layout.states[key].dtype, device="meta"
+        )
+        for key in fragment.keys
+    }
     for key, place in fragment.rest.items():
-        found[key] = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device="meta")
+        found[key] = torch.empty_strided(
+            place.shape, place.strides, dtype=place.dtype, device="meta"
+        )
     if layout.master is not None and fragment.stepped:
         whole = fragment.strides if fragment.is_whole else dense_strides(part)
-        found[MASTER] = torch.empty_strided(part.shape, whole, dtype=fragment.bucket.update_dtype, device="meta")
+        found[MASTER] = torch.empty_strided(
+            part.shape, whole, dtype=fragment.bucket.update_dtype, device="meta"
+        )
     return found
 
 
@@ -194,8 +300,20 @@ def in_a_row(values: torch.Tensor) -> torch.Tensor:
     return values.as_strided((values.numel(),), (1,))
 
 
-def _small(key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]) -> torch.Tensor:
-    """*value*, which stays in memory, as torch's optimizers load it. Source: torch.optim.Optimizer.load_state_dict."""
+def _small(
+    key: Key, value: torch.Tensor, fragment: Fragment, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """*value*, which stays in memory, as torch's optimizers load it. Source:
+    torch.optim.Optimizer.load_state_dict.
+    """
     if key == "step" and not group.get("fused"):
         return value.clone()
-    return value.to(fragment.shadow.device, torch.float32 if key == "step" else fragment.shadow.dtype if value.is_floating_point() else value.dtype, copy=True)
+    return value.to(
+        fragment.shadow.device,
+        torch.float32
+        if key == "step"
+        else fragment.shadow.dtype
+        if value.is_floating_point()
+        else value.dtype,
+        copy=True,
+    )

@@ -1,4 +1,6 @@
-"""`HostStager` and `DeviceStager`: how the bytes of a bucket come to where its parameters are, and back."""
+"""`HostStager` and `DeviceStager`: how the bytes of a bucket come to where its parameters are, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ _PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 
 
 class Stager(Protocol):
-    """Bytes of values of a tier, on the device of the parameters. One at a time is between `fetch` or `renew` and `give_back`."""
+    """Bytes of values of a tier, on the device of the parameters. One at a time is between `fetch`
+    or `renew` and `give_back`.
+    """
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """The bytes of value *name*. Raises: as `TensorSwapper.swap_in`, and nothing is changed."""
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
-        """Room for *nbytes* in place of the value *name*, which may be the one that is fetched. Raises: as `TensorSwapper.create`."""
+        """Room for *nbytes* in place of the value *name*, which may be the one that is fetched.
+        Raises: as `TensorSwapper.create`.
+        """
 
     def give_back(self, *, changed: bool) -> None:
         """The caller is done with what it has, if anything. Never waits for a drive."""
@@ -78,9 +84,11 @@ class _Place:
 
 
 class DeviceStager:
-    """For parameters on a GPU: copies to it and from it on streams of their own, while the stream that is current computes.
+    """For parameters on a GPU: copies to it and from it on streams of their own, while the stream
+    that is current computes.
 
-    A value stays in use until its copy to the host is done, so that the swapper writes nothing that is not there yet.
+    A value stays in use until its copy to the host is done, so that the swapper writes nothing that
+    is not there yet.
     """
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
@@ -90,7 +98,8 @@ class DeviceStager:
         self._inward, self._outward = (cuda.Stream(device) for _ in range(2))
         self._places = deque(_Place() for _ in range(_PLACES))
         self._returns: deque[_Return] = deque()
-        self._held: tuple[str, torch.Tensor] | None = None  # what the caller has: its name, and its memory on the host
+        # what the caller has: its name, and its memory on the host
+        self._held: tuple[str, torch.Tensor] | None = None
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
@@ -152,7 +161,9 @@ class DeviceStager:
                 return host
 
     def _release(self, at_most: int) -> None:
-        """Let the swapper have what is back, and wait until no more than so many are on their way."""
+        """Let the swapper have what is back, and wait until no more than so many are on
+        their way.
+        """
         while self._returns and (len(self._returns) > at_most or self._returns[0].done.query()):
             name, changed, done = self._returns.popleft()
             done.synchronize()
@@ -161,7 +172,9 @@ class DeviceStager:
     def _place(self, nbytes: int) -> torch.Tensor:
         place = self._places[0]
         if place.memory is None or place.memory.numel() < nbytes:
-            torch.cuda.synchronize(self._device)  # rarely: what is let go may be in use on any of the streams, and so may be what comes instead
+            # rarely: what is let go may be in use on any of the streams, and so may be what comes
+            # instead
+            torch.cuda.synchronize(self._device)
             place.memory = None
             place.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             torch.cuda.synchronize(self._device)

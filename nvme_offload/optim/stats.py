@@ -15,12 +15,15 @@ from ..swap.tier import Tier
 class UpdateStats(DriveUse):
     """One step of an `NVMeOptimizer`, as `DriveUse` has it.
 
-    seconds: in `step` and, with step_in_backward, in the updates before it. What moved is counted from the end of the step before.
+    seconds: in `step` and, with step_in_backward, in the updates before it. What moved is counted
+    from the end of the step before.
     """
 
 
 class UpdateClock:
-    """Makes the `UpdateStats` of one optimizer: updates are in `running`, and `end_step` ends a step."""
+    """Makes the `UpdateStats` of one optimizer: updates are in `running`, and `end_step` ends a
+    step.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._meter = Meter(tier)

@@ -1,4 +1,6 @@
-"""`Updater`: the steps of buckets, each by an optimizer of its own over what the bucket's value holds."""
+"""`Updater`: the steps of buckets, each by an optimizer of its own over what the bucket's value
+holds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Any
 import torch
 
 from ..errors import OutOfHostMemoryError
-from ..optimizer_states import Layout, StateFormat, far_blocks, looks_at, round_near, wide_enough, widened
+from ..optimizer_states import (
+    Layout,
+    StateFormat,
+    far_blocks,
+    looks_at,
+    round_near,
+    wide_enough,
+    widened,
+)
 from ..optimizer_states.traits import raw_step
 from ..optimizer_states.tree import Key, travelling
 from ..swap.tier import Tier
@@ -31,7 +41,9 @@ Options = Mapping[int, Mapping[str, Any]]  # of each parameter group that a buck
 
 
 class Updater:
-    """Opens buckets, steps over them and stores them. *make* makes the inner optimizers, which are called *name*."""
+    """Opens buckets, steps over them and stores them. *make* makes the inner optimizers, which are
+    called *name*.
+    """
 
     def __init__(self, tier: Tier, state_format: StateFormat, make: Make, name: str) -> None:
         self._tier = tier
@@ -49,13 +61,17 @@ class Updater:
 
     @property
     def wide(self) -> bool:
-        """Whether states are kept in 16 bits where 8 would be too few; to be set before states are loaded, for those that were kept so."""
+        """Whether states are kept in 16 bits where 8 would be too few; to be set before states are
+        loaded, for those that were kept so.
+        """
         return self._format.wide
 
     @wide.setter
     def wide(self, needed: bool) -> None:
         self._widened_when = None
-        self._format = dataclasses.replace(self._format, wide=self._format.wide or (needed and self._format.eight_bit))
+        self._format = dataclasses.replace(
+            self._format, wide=self._format.wide or (needed and self._format.eight_bit)
+        )
 
     def drain(self) -> None:
         """Return when no bucket is in use."""
@@ -63,12 +79,16 @@ class Updater:
             stager.drain()
 
     def open(self, bucket: Bucket) -> torch.Tensor:
-        """Have the bucket's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`; nothing is changed by then, so that it may be tried again."""
+        """Have the bucket's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`;
+        nothing is changed by then, so that it may be tried again.
+        """
         stager = self._stager(bucket)
         if bucket.layout is not None:
             return stager.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else _nothing(bucket)
         layout = self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name)
-        memory = stager.renew(bucket.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bucket)
+        memory = (
+            stager.renew(bucket.name, layout.nbytes).zero_() if layout.nbytes else _nothing(bucket)
+        )
         bucket.layout, bucket.rest_bytes = layout, 0
         for fragment in bucket.fragments:
             fragment.leaves, fragment.keys, fragment.rest = {}, {}, {}
@@ -78,21 +98,32 @@ class Updater:
         return memory
 
     def step(self, bucket: Bucket, memory: torch.Tensor, options: Options, seed: int) -> Options:
-        """Update the parameters of the opened *bucket* by their gradients; what the inner optimizer has made of the *options*."""
+        """Update the parameters of the opened *bucket* by their gradients; what the inner optimizer
+        has made of the *options*.
+        """
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
         inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
         self._give_back(bucket, changed=True)
         if bucket.device.type == "cpu":
-            # At first of the states that the inner optimizer has made, whose bytes are in the bucket's value now; later of what it computes with.
+            # At first of the states that the inner optimizer has made, whose bytes are in the
+            # bucket's value now; later of what it computes with.
             self._trim(at_most=0 if first else self.slack_bytes)
         for fragment in bucket.fragments:
             fragment.stepped |= fragment.weight.parameter.grad is not None
             fragment.weight.updated()
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
 
-    def call(self, bucket: Bucket, memory: torch.Tensor, options: Options, method: Callable[[torch.optim.Optimizer], Any]) -> Options:
-        """Let the inner optimizer of the opened *bucket* do what *method* does, which may change parameters and states; as `step`."""
+    def call(
+        self,
+        bucket: Bucket,
+        memory: torch.Tensor,
+        options: Options,
+        method: Callable[[torch.optim.Optimizer], Any],
+    ) -> Options:
+        """Let the inner optimizer of the opened *bucket* do what *method* does, which may change
+        parameters and states; as `step`.
+        """
         inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
         self._give_back(bucket, changed=True)
         for fragment in bucket.fragments:
@@ -100,7 +131,9 @@ class Updater:
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
 
     def start(self, bucket: Bucket, memory: torch.Tensor, options: Options) -> None:
-        """Keep what the inner optimizer has before its first step, for one that has something by then."""
+        """Keep what the inner optimizer has before its first step, for one that has something by
+        then.
+        """
         self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
         self._give_back(bucket, changed=True)
 
@@ -113,10 +146,16 @@ class Updater:
 
     @contextlib.contextmanager
     def reading(self, bucket: Bucket) -> Iterator[Find]:
-        """The states of the fragments of a bucket that has a layout, and their masters, by key: on the CPU, for the time of the context."""
+        """The states of the fragments of a bucket that has a layout, and their masters, by key: on
+        the CPU, for the time of the context.
+        """
         layout = bucket.layout
         assert layout is not None
-        memory = self._host.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else torch.empty(0, dtype=torch.uint8)
+        memory = (
+            self._host.fetch(bucket.name, bucket.nbytes)
+            if bucket.nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
         try:
             scratch = self._scratch_of(self._format.unpacked_elements(layout))
             working = [] if self._format.in_place else bucket.with_gaps(_host_copies(bucket))
@@ -128,14 +167,24 @@ class Updater:
             self._trim(at_most=self.slack_bytes)
 
     def store(
-        self, bucket: Bucket, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]], fill: Callable[[Find], None], groups: Sequence[Mapping[str, Any]]
+        self,
+        bucket: Bucket,
+        forms: Mapping[Fragment, Mapping[Key, torch.Tensor]],
+        fill: Callable[[Find], None],
+        groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Make the bucket's value anew, for states of *forms*. *fill* can have the place of each, of zeros, and where there are masters, of the weights."""
+        """Make the bucket's value anew, for states of *forms*. *fill* can have the place of each,
+        of zeros, and where there are masters, of the weights.
+        """
         if not self._store(bucket, forms, fill, groups):
             self._store(bucket, forms, fill, groups)
 
     def _store(
-        self, bucket: Bucket, forms: Mapping[Fragment, Mapping[Key, torch.Tensor]], fill: Callable[[Find], None], groups: Sequence[Mapping[str, Any]]
+        self,
+        bucket: Bucket,
+        forms: Mapping[Fragment, Mapping[Key, torch.Tensor]],
+        fill: Callable[[Find], None],
+        groups: Sequence[Mapping[str, Any]],
     ) -> bool:
         """Whether the states have fitted the format; if not it is another one now."""
         dtypes, rest_bytes = bucket.arrange(forms)
@@ -143,16 +192,22 @@ class Updater:
         bucket.rest_bytes = rest_bytes
         memory = self._renewed(bucket, self._host)
         try:
-            flats = _host_copies(bucket)  # which the master, once it is rounded, is written to: the parameters themselves are not for us to load
+            # which the master, once it is rounded, is written to: the parameters themselves are not
+            # for us to load
+            flats = _host_copies(bucket)
             working = bucket.with_gaps(flats)
-            master, states = self._format.unpack(layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout)))
+            master, states = self._format.unpack(
+                layout, memory, working, self._scratch_of(self._format.unpacked_elements(layout))
+            )
             if master is not None:
                 for fragment, flat in zip(bucket.fragments, flats, strict=True):
                     fragment.flat_within(master).copy_(flat)
             fill(_finder(master, states, memory[layout.nbytes :]))
             names = bucket.block_names("cpu") if self._format.eight_bit else None
             if self._format.eight_bit:
-                if self._widen(layout, states, _LOADING, [groups[index] for index in bucket.groups]):
+                if self._widen(
+                    layout, states, _LOADING, [groups[index] for index in bucket.groups]
+                ):
                     return False
                 if self._widened_when == _LOADING:
                     round_near(layout, states, self._far, 0, names)
@@ -167,7 +222,11 @@ class Updater:
     def _stager(self, bucket: Bucket) -> Stager:
         stager = self._stagers.get(bucket.device)
         if stager is None:
-            stager = self._stagers[bucket.device] = HostStager(self._tier) if bucket.device.type == "cpu" else DeviceStager(self._tier, bucket.device)
+            stager = self._stagers[bucket.device] = (
+                HostStager(self._tier)
+                if bucket.device.type == "cpu"
+                else DeviceStager(self._tier, bucket.device)
+            )
         return stager
 
     def _give_back(self, bucket: Bucket, *, changed: bool) -> None:
@@ -187,7 +246,10 @@ class Updater:
         """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
         assert bucket.layout is not None
         weights = bucket.weights()
-        flats = [fragment.in_memory_order(weight) for fragment, weight in zip(bucket.fragments, weights, strict=True)]
+        flats = [
+            fragment.in_memory_order(weight)
+            for fragment, weight in zip(bucket.fragments, weights, strict=True)
+        ]
         working = bucket.with_gaps(flats)
         widened, unpacked = self._room_beside(bucket, bucket.layout)
         master, states = self._format.unpack(bucket.layout, memory, working, unpacked)
@@ -215,19 +277,38 @@ class Updater:
         self._unbind(bucket)
         return inner, memory
 
-    def _widen(self, layout: Layout, states: Mapping[str, torch.Tensor], when: int, groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether *states* have shown that they need 16 bits, in which all are kept from now on, which is *when*."""
+    def _widen(
+        self,
+        layout: Layout,
+        states: Mapping[str, torch.Tensor],
+        when: int,
+        groups: Iterable[Mapping[str, Any]],
+    ) -> bool:
+        """Whether *states* have shown that they need 16 bits, in which all are kept from now on,
+        which is *when*.
+        """
         self._far = None
         if self._format.wide and self._widened_when != when:
             return False
-        self._far = far_blocks(layout, states, min((eps for group in groups if isinstance(eps := group.get("eps"), int | float)), default=0.0))
+        self._far = far_blocks(
+            layout,
+            states,
+            min(
+                (eps for group in groups if isinstance(eps := group.get("eps"), int | float)),
+                default=0.0,
+            ),
+        )
         if self._far is None or self._format.wide:
             return False
         self._format, self._widened_when = widened(self._format, self._name), when
         return True
 
-    def _room_beside(self, bucket: Bucket, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is the allocator's business."""
+    def _room_beside(
+        self, bucket: Bucket, layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where gradients of 16 bits are widened, and what is no view is unpacked. On a GPU that is
+        the allocator's business.
+        """
         if bucket.device.type != "cpu":
             return self._scratch[:0], None
         gradients = bucket.numel if bucket.update_dtype != bucket.dtype else 0
@@ -235,9 +316,11 @@ class Updater:
         return scratch[:gradients], scratch[gradients:]
 
     def _trim(self, at_most: int) -> None:
-        """Give freed memory back to the kernel where the process has grown by more than *at_most* bytes since that was done: it costs page faults later.
+        """Give freed memory back to the kernel where the process has grown by more than *at_most*
+        bytes since that was done: it costs page faults later.
 
-        glibc keeps freed memory, and between allocations of many sizes ever more of it. Source: malloc_trim(3), which only glibc has; proc_pid_statm(5).
+        glibc keeps freed memory, and between allocations of many sizes ever more of it. Source:
+        malloc_trim(3), which only glibc has; proc_pid_statm(5).
         """
         if self._resident() > self._resident_bytes + at_most:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -251,7 +334,8 @@ class Updater:
             return int(file.read().split()[1]) * mmap.PAGESIZE
 
     def _scratch_of(self, elements: int) -> torch.Tensor:
-        """On the CPU always the same memory, since fresh pages cost more than what is done with them, and glibc keeps much of what it is given back.
+        """On the CPU always the same memory, since fresh pages cost more than what is done with
+        them, and glibc keeps much of what it is given back.
 
         Source: malloc(3); chunks that are aligned beyond its own unit are cut from larger ones.
         """
@@ -261,31 +345,55 @@ class Updater:
         return self._scratch[:elements]
 
     def _follow(self, fragment: Fragment, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps what the weight does not have."""
+        """Where somebody else has changed the *weight*, let the *master* follow; elsewhere it keeps
+        what the weight does not have.
+        """
         if fragment.changes != fragment.weight.changes and self._format.in_place:
-            new = torch.ones_like(weight, dtype=torch.bool) if fragment.changes < 0 else master.to(weight.dtype) != weight
+            new = (
+                torch.ones_like(weight, dtype=torch.bool)
+                if fragment.changes < 0
+                else master.to(weight.dtype) != weight
+            )
             master.copy_(torch.where(new, weight.to(master.dtype), master))
         fragment.changes = fragment.weight.changes
 
     def _inner(self, bucket: Bucket, options: Options) -> torch.optim.Optimizer:
         given = {index: copy.deepcopy(dict(options[index])) for index in bucket.groups}
         if bucket.inner is None:
-            shadows = {index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index] for index in given}
-            bucket.inner = self.make([{**given[index], "params": shadows[index]} for index in given])
+            shadows = {
+                index: [fragment.shadow for fragment in bucket.fragments if fragment.group == index]
+                for index in given
+            }
+            bucket.inner = self.make(
+                [{**given[index], "params": shadows[index]} for index in given]
+            )
             for name, value in self.attributes.items():
                 setattr(bucket.inner, name, value)
-            loaded = {fragment.shadow: fragment.states for fragment in bucket.fragments if fragment.states}
-            if loaded:  # by an earlier version of the class, perhaps, so that it must look at them as it does when it loads by itself
+            loaded = {
+                fragment.shadow: fragment.states for fragment in bucket.fragments if fragment.states
+            }
+            # by an earlier version of the class, perhaps, so that it must look at them as it does
+            # when it loads by itself
+            if loaded:
                 bucket.inner.state.update(loaded)
-                bucket.inner.__setstate__({"state": bucket.inner.state, "param_groups": bucket.inner.param_groups})
+                bucket.inner.__setstate__(
+                    {"state": bucket.inner.state, "param_groups": bucket.inner.param_groups}
+                )
         for group, new in zip(bucket.inner.param_groups, given.values(), strict=True):
             group.update(new)
         return bucket.inner
 
     def _collected(
-        self, bucket: Bucket, memory: torch.Tensor, working: list[torch.Tensor], master: torch.Tensor | None, states: dict[str, torch.Tensor]
+        self,
+        bucket: Bucket,
+        memory: torch.Tensor,
+        working: list[torch.Tensor],
+        master: torch.Tensor | None,
+        states: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-        """See that all that travels is in *states*; where the bucket's value has no place for it, make it anew."""
+        """See that all that travels is in *states*; where the bucket's value has no place for it,
+        make it anew.
+        """
         layout = bucket.layout
         assert layout is not None
         for fragment in bucket.fragments:
@@ -293,10 +401,17 @@ class Updater:
                 fragment.states = bucket.inner.state[fragment.shadow]
             fragment.leaves = travelling(fragment.states, fragment.shape, fragment.shadow)
         kept = {key: slot.dtype for key, slot in layout.states.items()}
-        found, rest_bytes = bucket.arrange({fragment: fragment.leaves for fragment in bucket.fragments})
-        too_few = self._format.wide and any(slot.exponents is not None for slot in layout.states.values())
+        found, rest_bytes = bucket.arrange(
+            {fragment: fragment.leaves for fragment in bucket.fragments}
+        )
+        too_few = self._format.wide and any(
+            slot.exponents is not None for slot in layout.states.values()
+        )
         if {**kept, **found} != kept or rest_bytes > bucket.rest_bytes or too_few:
-            bucket.layout, bucket.rest_bytes = self._format.layout(bucket.numel, {**kept, **found}, bucket.dtype, self._name), rest_bytes
+            bucket.layout, bucket.rest_bytes = (
+                self._format.layout(bucket.numel, {**kept, **found}, bucket.dtype, self._name),
+                rest_bytes,
+            )
             for fragment in bucket.fragments:
                 for leaf in fragment.leaves.values():
                     leaf.data = leaf.clone()
@@ -305,22 +420,33 @@ class Updater:
             master, states = self._format.unpack(bucket.layout, memory, working)
             if master is not None and copied is not None:
                 master.copy_(copied)
-        find = _finder(master, states, memory[bucket.layout.nbytes :] if bucket.layout is not None else memory)
+        find = _finder(
+            master, states, memory[bucket.layout.nbytes :] if bucket.layout is not None else memory
+        )
         moved = [
             (place, leaf)
             for fragment in bucket.fragments
             for key, leaf in fragment.leaves.items()
             if (place := find(fragment, key)).data_ptr() != leaf.data_ptr()
         ]
-        own = {one.untyped_storage().data_ptr() for one in (memory, *states.values())} if moved else set()
+        own = (
+            {one.untyped_storage().data_ptr() for one in (memory, *states.values())}
+            if moved
+            else set()
+        )
         # What has changed places with another is where the other is to be.
-        copies = [(place, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf) for place, leaf in moved]
+        copies = [
+            (place, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf)
+            for place, leaf in moved
+        ]
         for place, leaf in copies:
             place.copy_(leaf)
         return memory, master, states
 
     def _renewed(self, bucket: Bucket, stager: Stager) -> torch.Tensor:
-        """Room of zeros in place of the bucket's value, for which more host memory is asked for than was foreseen, if need be."""
+        """Room of zeros in place of the bucket's value, for which more host memory is asked for
+        than was foreseen, if need be.
+        """
         if bucket.nbytes > bucket.room_bytes:
             self._tier.require(bucket.nbytes - bucket.room_bytes)
             bucket.room_bytes = bucket.nbytes
@@ -329,7 +455,9 @@ class Updater:
         try:
             return stager.renew(bucket.name, bucket.nbytes).zero_()
         except OutOfHostMemoryError as error:
-            enough = max(bucket.nbytes * 8 // 7, bucket.nbytes + self.slack_bytes) + 2 * mmap.PAGESIZE
+            enough = (
+                max(bucket.nbytes * 8 // 7, bucket.nbytes + self.slack_bytes) + 2 * mmap.PAGESIZE
+            )
             raise OutOfHostMemoryError(
                 f"{self._name} keeps {format_bytes(bucket.nbytes)} of states for parameters that are updated together, which shows as it makes them, and "
                 f"host_memory has no room for them: allow at least {enough} bytes ({format_bytes(enough)})"
@@ -341,16 +469,27 @@ class Updater:
             for leaf in fragment.leaves.values():
                 leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             fragment.shadow.grad = None
-            fragment.shadow.data = torch.empty(0, dtype=fragment.shadow.dtype, device=fragment.shadow.device)
+            fragment.shadow.data = torch.empty(
+                0, dtype=fragment.shadow.dtype, device=fragment.shadow.device
+            )
 
 
 def _nothing(bucket: Bucket) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=bucket.device)
 
 
-def _finder(master: torch.Tensor | None, states: Mapping[Key, torch.Tensor], rest: torch.Tensor) -> Find:
-    return lambda fragment, key: fragment.within(master) if key == MASTER and master is not None else fragment.state(key, states, rest)
+def _finder(
+    master: torch.Tensor | None, states: Mapping[Key, torch.Tensor], rest: torch.Tensor
+) -> Find:
+    return lambda fragment, key: (
+        fragment.within(master)
+        if key == MASTER and master is not None
+        else fragment.state(key, states, rest)
+    )
 
 
 def _host_copies(bucket: Bucket) -> list[torch.Tensor]:
-    return [fragment.in_memory_order(fragment.of_weight()).to("cpu", copy=True) for fragment in bucket.fragments]
+    return [
+        fragment.in_memory_order(fragment.of_weight()).to("cpu", copy=True)
+        for fragment in bucket.fragments
+    ]

@@ -1,4 +1,5 @@
-"""`StateFormat`: the fp32 master and the optimizer's states of one bucket of parameters as one flat buffer of bytes, and back.
+"""`StateFormat`: the fp32 master and the optimizer's states of one bucket of parameters as one flat
+buffer of bytes, and back.
 
 Bytes for each parameter of a 16-bit model with Adam's two moments, read and written once a step:
 
@@ -7,12 +8,13 @@ Bytes for each parameter of a 16-bit model with Adam's two moments, read and wri
 | split     | 2      | 4, as it is    | 10                     |
 | compact   | 2      | 1 + 1/256      | 4 + 2/256              |
 
-Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8 and 2 + 2/256. Every slot begins at a multiple of 64
-bytes, which adds at most 63 bytes to each.
+Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8 and 2 +
+2/256. Every slot begins at a multiple of 64 bytes, which adds at most 63 bytes to each.
 
-"exact" gives everything back bit for bit, and working weights as `Tensor.copy_` rounds them. "split" gives everything back bit for bit too, with working
-weights rounded half away from zero (see `split.py`), which differ from "exact"'s in ties, one master in 65536. "compact" keeps states in 8 bits (see
-`eight_bit.py`).
+"exact" gives everything back bit for bit, and working weights as `Tensor.copy_` rounds them.
+"split" gives everything back bit for bit too, with working weights rounded half away from zero (see
+`split.py`), which differ from "exact"'s in ties, one master in 65536. "compact" keeps states in 8
+bits (see `eight_bit.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _SLOWEST = 0.96  # of momenta in 8 bits: reports/compact-quality-cpu.md
 _LEAST_EPS = 1e-12  # likewise
 _LOOK_EVERY = 64  # steps, and at the powers of two, at how far states are apart
 _REACH = 2.0**-30  # from a block's largest value without a sign to the least code
-_MOVED = 64.0  # a first moment is less than such a part of what it is divided by: steps are less than that part of the learning rate
+# a first moment is less than such a part of what it is divided by: steps are less than that part of
+# the learning rate
+_MOVED = 64.0
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +59,8 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each block's exponent and whether values have signs.
+    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each
+    block's exponent and whether values have signs.
 
     halved: it is kept in 16 bits.
     """
@@ -74,7 +79,9 @@ class StateSlot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a bucket's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master: None where the working weight is its own master."""
+    """What a bucket's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master:
+    None where the working weight is its own master.
+    """
 
     numel: int
     working_dtype: torch.dtype
@@ -85,8 +92,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
-    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the working weight lacks. eight_bit: states in 8 bits, or where
-    they are *wide* in 16.
+    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the
+    working weight lacks. eight_bit: states in 8 bits, or where they are *wide* in 16.
 
     keeps_masters: 16-bit weights have fp32 masters; without, they are updated themselves.
     """
@@ -101,18 +108,30 @@ class StateFormat:
         """What weights of *working_dtype* are updated in."""
         import torch
 
-        return torch.float32 if self.keeps_masters and working_dtype.itemsize == 2 else working_dtype
+        return (
+            torch.float32 if self.keeps_masters and working_dtype.itemsize == 2 else working_dtype
+        )
 
     @property
     def in_place(self) -> bool:
-        """Whether `unpack` gives views of the buffer, so that what changes them has changed the buffer."""
+        """Whether `unpack` gives views of the buffer, so that what changes them has changed the
+        buffer.
+        """
         return not self.splits_master
 
-    def layout(self, numel: int, states: Mapping[str, torch.dtype], working_dtype: torch.dtype, optimizer: str = "the optimizer") -> Layout:
-        """Plan the buffer of a bucket of *numel* parameters of *working_dtype* with these states of one value each for a parameter, by key.
+    def layout(
+        self,
+        numel: int,
+        states: Mapping[str, torch.dtype],
+        working_dtype: torch.dtype,
+        optimizer: str = "the optimizer",
+    ) -> Layout:
+        """Plan the buffer of a bucket of *numel* parameters of *working_dtype* with these states of
+        one value each for a parameter, by key.
 
-        optimizer: its name, for messages. Scalars and whatever else is not one value a parameter stay with the caller.
-        Raises: UnsupportedError where this format cannot keep such weights or states.
+        optimizer: its name, for messages. Scalars and whatever else is not one value a parameter
+        stay with the caller. Raises: UnsupportedError where this format cannot keep such weights or
+        states.
         """
         import torch
 
@@ -137,7 +156,9 @@ class StateFormat:
                 slots[key] = StateSlot(dtype, slot(numel * dtype.itemsize))
                 continue
             if dtype != torch.float32:
-                raise UnsupportedError(f'state_format="{self.name}" keeps float32 states; {optimizer} has {key!r} in {dtype}: use "exact" or "split"')
+                raise UnsupportedError(
+                    f'state_format="{self.name}" keeps float32 states; {optimizer} has {key!r} in {dtype}: use "exact" or "split"'
+                )
             signed = is_signed(key, optimizer)
             if self.wide:
                 slots[key] = StateSlot(dtype, slot(numel * 2), signed=signed, halved=True)
@@ -145,26 +166,42 @@ class StateFormat:
                 slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
         return Layout(numel, working_dtype, master, slots, end)
 
-    def element_bytes(self, states: Mapping[str, torch.dtype], working_dtype: torch.dtype, optimizer: str = "the optimizer") -> float:
-        """Bytes of the buffer for each parameter, where there are many. Parameters and Raises: as of `layout`."""
+    def element_bytes(
+        self,
+        states: Mapping[str, torch.dtype],
+        working_dtype: torch.dtype,
+        optimizer: str = "the optimizer",
+    ) -> float:
+        """Bytes of the buffer for each parameter, where there are many. Parameters and Raises: as
+        of `layout`.
+        """
         return self.layout(_MANY, states, working_dtype, optimizer).nbytes / _MANY
 
     def unpacked_elements(self, layout: Layout) -> int:
         """The float32 elements of memory that `unpack` needs beside the buffer."""
-        parts = sum(slot.rounded for slot in layout.states.values()) + (self.splits_master and layout.master is not None)
+        parts = sum(slot.rounded for slot in layout.states.values()) + (
+            self.splits_master and layout.master is not None
+        )
         return parts * layout.numel
 
     def unpack(
-        self, layout: Layout, buffer: torch.Tensor, working: Sequence[torch.Tensor], memory: torch.Tensor | None = None
+        self,
+        layout: Layout,
+        buffer: torch.Tensor,
+        working: Sequence[torch.Tensor],
+        memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bucket's numel, on *buffer*'s device.
+        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bucket's
+        numel, on *buffer*'s device.
 
-        The master is None where the working weight is its own. With "exact" all of them are views of *buffer*; with "split" the states are, and the
-        master is new memory; with "compact" all are new. A buffer of zeros means states of zero, and (but for "exact") the working weights as masters.
-        Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bucket's weights as `pack` left them, contiguous, in order, on that device.
-        memory: flat, contiguous, float32, at least `unpacked_elements` of them, to be used again and again for what is not a view of *buffer*: on the CPU
-        new memory costs more than all else here.
-        A working weight that was changed since gets its master's low bits: a master within one step of bfloat16 of it.
+        The master is None where the working weight is its own. With "exact" all of them are views
+        of *buffer*; with "split" the states are, and the master is new memory; with "compact" all
+        are new. A buffer of zeros means states of zero, and (but for "exact") the working weights
+        as masters. Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bucket's
+        weights as `pack` left them, contiguous, in order, on that device. memory: flat, contiguous,
+        float32, at least `unpacked_elements` of them, to be used again and again for what is not a
+        view of *buffer*: on the CPU new memory costs more than all else here. A working weight that
+        was changed since gets its master's low bits: a master within one step of bfloat16 of it.
         Raises: UsageError where shapes do not fit.
         """
         import torch
@@ -173,15 +210,27 @@ class StateFormat:
         needed = self.unpacked_elements(layout)
         if memory is None:
             memory = torch.empty(needed, dtype=torch.float32, device=buffer.device)
-        elif (memory.dtype, memory.dim(), memory.device) != (torch.float32, 1, buffer.device) or memory.numel() < needed or not memory.is_contiguous():
-            raise UsageError(f"memory to unpack to must be flat, float32, contiguous, at least {needed} elements on {buffer.device}")
-        fresh = iter(memory[:needed].view(-1, layout.numel)) if layout.numel else itertools.repeat(memory[:0])
+        elif (
+            (memory.dtype, memory.dim(), memory.device) != (torch.float32, 1, buffer.device)
+            or memory.numel() < needed
+            or not memory.is_contiguous()
+        ):
+            raise UsageError(
+                f"memory to unpack to must be flat, float32, contiguous, at least {needed} elements on {buffer.device}"
+            )
+        fresh = (
+            iter(memory[:needed].view(-1, layout.numel))
+            if layout.numel
+            else itertools.repeat(memory[:0])
+        )
         master = None
         if layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 master = next(fresh)
-                for weight, low, whole in _fragments(layout, _together(layout, working), kept.view(torch.int16), master):
+                for weight, low, whole in _fragments(
+                    layout, _together(layout, working), kept.view(torch.int16), master
+                ):
                     join(weight, low, whole)
             else:
                 master = kept.view(torch.float32)
@@ -194,7 +243,12 @@ class StateFormat:
             if slot.exponents is None:
                 states[key].copy_(slot.values.of(buffer).view(torch.bfloat16))
             else:
-                decode(slot.values.of(buffer), slot.exponents.of(buffer), states[key], signed=slot.signed)
+                decode(
+                    slot.values.of(buffer),
+                    slot.exponents.of(buffer),
+                    states[key],
+                    signed=slot.signed,
+                )
         return master, states
 
     def pack(
@@ -207,12 +261,14 @@ class StateFormat:
         seed: int = 0,
         blocks: torch.Tensor | None = None,
     ) -> None:
-        """Write *master* and *states* into *buffer*, and the master, rounded, into the *working* weights. The other way about of `unpack`.
+        """Write *master* and *states* into *buffer*, and the master, rounded, into the *working*
+        weights. The other way about of `unpack`.
 
-        Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing. Where there is no master the working weights stay.
-        seed, blocks: what "compact" rounds by, any int, another for every step and the same to repeat a run bit for bit; and an int64 for each `BLOCK` of
-        values, another for each, without which they are numbered. Others ignore them.
-        Raises: UsageError where shapes do not fit.
+        Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing.
+        Where there is no master the working weights stay. seed, blocks: what "compact" rounds by,
+        any int, another for every step and the same to repeat a run bit for bit; and an int64 for
+        each `BLOCK` of values, another for each, without which they are numbered. Others ignore
+        them. Raises: UsageError where shapes do not fit.
         """
         import torch
 
@@ -222,21 +278,34 @@ class StateFormat:
             kept = layout.master.of(buffer)
             if self.splits_master:
                 together = _together(layout, working)
-                for weight, low, whole in _fragments(layout, together, kept.view(torch.int16), master):
+                for weight, low, whole in _fragments(
+                    layout, together, kept.view(torch.int16), master
+                ):
                     split(whole, weight, low)
                 if together is not working:
                     for weight, new in _fragments(layout, working, together[0]):
                         weight.copy_(new)
             else:
-                for weight, whole, place in _fragments(layout, working, master, kept.view(torch.float32)):
+                for weight, whole, place in _fragments(
+                    layout, working, master, kept.view(torch.float32)
+                ):
                     _place(whole, place)
                     weight.copy_(whole)
         for index, (key, slot) in enumerate(layout.states.items()):
             values = slot.values.of(buffer)
             if slot.exponents is not None:
-                encode(states[key], values, slot.exponents.of(buffer), signed=slot.signed, seed=(seed, index), blocks=blocks)
+                encode(
+                    states[key],
+                    values,
+                    slot.exponents.of(buffer),
+                    signed=slot.signed,
+                    seed=(seed, index),
+                    blocks=blocks,
+                )
             elif slot.halved:
-                round_to_16(states[key], values.view(torch.bfloat16), seed=(seed, index), blocks=blocks)
+                round_to_16(
+                    states[key], values.view(torch.bfloat16), seed=(seed, index), blocks=blocks
+                )
             else:
                 _place(states[key], values.view(slot.dtype))
 
@@ -251,41 +320,68 @@ FORMATS = {
 }
 
 
-def wide_enough(format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]) -> StateFormat:
-    """*format*, or its wide form where 8 bits are too few for the options of *groups*, with a line of the log.
+def wide_enough(
+    format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]
+) -> StateFormat:
+    """*format*, or its wide form where 8 bits are too few for the options of *groups*, with a line
+    of the log.
 
-    Rounding piles up in a first moment that forgets slowly; and with a small eps steps depend on second moments that are far below the largest of a block.
+    Rounding piles up in a first moment that forgets slowly; and with a small eps steps depend on
+    second moments that are far below the largest of a block.
     """
     if not format.eight_bit or format.wide:
         return format
     for group in groups:
         betas = group.get("betas")
-        slow = {"beta1": betas[0] if isinstance(betas, tuple | list) and betas else 0, "momentum": group.get("momentum", 0)}
-        reasons = [f"{name} is {float(value):g}" for name, value in slow.items() if float(value) > _SLOWEST]
+        slow = {
+            "beta1": betas[0] if isinstance(betas, tuple | list) and betas else 0,
+            "momentum": group.get("momentum", 0),
+        }
+        reasons = [
+            f"{name} is {float(value):g}" for name, value in slow.items() if float(value) > _SLOWEST
+        ]
         eps = group.get("eps")
-        reasons += [f"eps is {float(eps):g}"] if isinstance(eps, int | float) and eps < _LEAST_EPS else []
+        reasons += (
+            [f"eps is {float(eps):g}"] if isinstance(eps, int | float) and eps < _LEAST_EPS else []
+        )
         if reasons:
-            _log.info('state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few', format.name, optimizer, reasons[0])
+            _log.info(
+                'state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few',
+                format.name,
+                optimizer,
+                reasons[0],
+            )
             return dataclasses.replace(format, wide=True)
     return format
 
 
 def looks_at(format: StateFormat, step: int) -> bool:
-    """Whether it is to be seen at *step*, from 1 on, how far apart states are: before they are rounded for the first time, and seldom after."""
+    """Whether it is to be seen at *step*, from 1 on, how far apart states are: before they are
+    rounded for the first time, and seldom after.
+    """
     return format.eight_bit and (step & (step - 1) == 0 or step % _LOOK_EVERY == 0)
 
 
-def far_blocks(layout: Layout, states: Mapping[str, torch.Tensor], eps: float) -> torch.Tensor | None:
-    """For each block whether 8 bits are too few for its second moments; None where they are enough for all.
+def far_blocks(
+    layout: Layout, states: Mapping[str, torch.Tensor], eps: float
+) -> torch.Tensor | None:
+    """For each block whether 8 bits are too few for its second moments; None where they are enough
+    for all.
 
-    They are where more than a sixteenth of a block are below what has a code, and matter. They do not where *eps*, the optimizer's least, is above the root
-    of the least code; nor where the first moment is much less than the root of the second and eps, so that weights hardly move in any case: those that have
-    no gradients any more, or nothing but noise, as the biases of attention's keys.
+    They are where more than a sixteenth of a block are below what has a code, and matter. They do
+    not where *eps*, the optimizer's least, is above the root of the least code; nor where the first
+    moment is much less than the root of the second and eps, so that weights hardly move in any
+    case: those that have no gradients any more, or nothing but noise, as the biases of attention's
+    keys.
     """
     import torch
 
     first = states.get("exp_avg")
-    found = torch.zeros(-(-layout.numel // BLOCK), dtype=torch.bool, device=next(iter(states.values())).device if states else None)
+    found = torch.zeros(
+        -(-layout.numel // BLOCK),
+        dtype=torch.bool,
+        device=next(iter(states.values())).device if states else None,
+    )
     for key, slot in layout.states.items():
         if not slot.rounded or slot.signed:
             continue
@@ -294,14 +390,22 @@ def far_blocks(layout: Layout, states: Mapping[str, torch.Tensor], eps: float) -
             values = _in_blocks(states[key][start : start + size])
             reach = values.amax(dim=1, keepdim=True) * _REACH
             roots = values.sqrt()
-            moved = roots * 8 if first is None else _in_blocks(first[start : start + size]).abs() * _MOVED
-            matter = (values > 0) & (values < reach) & (reach.sqrt() > eps / 8) & (moved >= roots + eps)
+            moved = (
+                roots * 8
+                if first is None
+                else _in_blocks(first[start : start + size]).abs() * _MOVED
+            )
+            matter = (
+                (values > 0) & (values < reach) & (reach.sqrt() > eps / 8) & (moved >= roots + eps)
+            )
             found[start // BLOCK :][: len(values)] |= matter.sum(dim=1) > BLOCK // 16
     return found if bool(found.any()) else None
 
 
 def widened(format: StateFormat, optimizer: str) -> StateFormat:
-    """The wide form of *format*, with a line of the log: of states in which there are `far_blocks`."""
+    """The wide form of *format*, with a line of the log: of states in which there are
+    `far_blocks`.
+    """
     _log.info(
         'state_format="%s" keeps the states of %s in 16 bits: second moments of one block are more than 30 octaves apart, for which 8 are too few',
         *(format.name, optimizer),
@@ -309,7 +413,13 @@ def widened(format: StateFormat, optimizer: str) -> StateFormat:
     return dataclasses.replace(format, wide=True)
 
 
-def round_near(layout: Layout, states: Mapping[str, torch.Tensor], far: torch.Tensor | None, seed: int, blocks: torch.Tensor | None) -> None:
+def round_near(
+    layout: Layout,
+    states: Mapping[str, torch.Tensor],
+    far: torch.Tensor | None,
+    seed: int,
+    blocks: torch.Tensor | None,
+) -> None:
     """Round all but the *far* blocks of *states* as `StateFormat.pack` does it in 8 bits.
 
     So the bits do not depend on which buckets were packed when a far block was found.
@@ -319,7 +429,11 @@ def round_near(layout: Layout, states: Mapping[str, torch.Tensor], far: torch.Te
     for index, (key, slot) in enumerate(layout.states.items()):
         if not slot.rounded:
             continue
-        names = torch.arange(-(-layout.numel // BLOCK), dtype=torch.int64, device=states[key].device) if blocks is None else blocks
+        names = (
+            torch.arange(-(-layout.numel // BLOCK), dtype=torch.int64, device=states[key].device)
+            if blocks is None
+            else blocks
+        )
         size = _at_once(states[key])
         for start in range(0, layout.numel, size):
             values = states[key][start : start + size]
@@ -327,10 +441,14 @@ def round_near(layout: Layout, states: Mapping[str, torch.Tensor], far: torch.Te
             codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
             exponents = torch.empty(len(names[of]), dtype=torch.uint8, device=values.device)
             kept = values.clone()
-            encode(values, codes, exponents, signed=slot.signed, seed=(seed, index), blocks=names[of])
+            encode(
+                values, codes, exponents, signed=slot.signed, seed=(seed, index), blocks=names[of]
+            )
             decode(codes, exponents, values, signed=slot.signed)
             if far is not None:
-                values.copy_(torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], kept, values))
+                values.copy_(
+                    torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], kept, values)
+                )
 
 
 def _at_once(values: torch.Tensor) -> int:
@@ -349,7 +467,9 @@ def state_format(name: str) -> StateFormat:
     try:
         return FORMATS[name]
     except (KeyError, TypeError):
-        raise UsageError(f"state_format must be one of {', '.join(map(repr, FORMATS))}, not {name!r}") from None
+        raise UsageError(
+            f"state_format must be one of {', '.join(map(repr, FORMATS))}, not {name!r}"
+        ) from None
 
 
 def _place(tensor: torch.Tensor, place: torch.Tensor) -> None:
@@ -361,29 +481,51 @@ def _place(tensor: torch.Tensor, place: torch.Tensor) -> None:
 def _check(layout: Layout, buffer: torch.Tensor) -> None:
     import torch
 
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < layout.nbytes:
-        raise UsageError(f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}")
+    if (
+        buffer.dtype != torch.uint8
+        or buffer.dim() != 1
+        or not buffer.is_contiguous()
+        or buffer.numel() < layout.nbytes
+    ):
+        raise UsageError(
+            f"the buffer must be flat, uint8 and contiguous, of at least {layout.nbytes} bytes; it is {buffer.dtype} {list(buffer.shape)}"
+        )
 
 
-def _check_values(layout: Layout, device: torch.device, master: torch.Tensor | None, states: Mapping[str, torch.Tensor]) -> None:
+def _check_values(
+    layout: Layout,
+    device: torch.device,
+    master: torch.Tensor | None,
+    states: Mapping[str, torch.Tensor],
+) -> None:
     import torch
 
     if (master is None) != (layout.master is None):
-        raise UsageError(f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master")
+        raise UsageError(
+            f"weights of {layout.working_dtype} {'have no' if layout.master is None else 'need a'} separate master"
+        )
     if layout.states.keys() != states.keys():
-        raise UsageError(f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}")
+        raise UsageError(
+            f"the states are {sorted(states)}, the layout was made for {sorted(layout.states)}"
+        )
     values = {f"state {key!r}": (state, layout.states[key].dtype) for key, state in states.items()}
     if master is not None:
         values["master"] = (master, torch.float32)
     for name, (tensor, dtype) in values.items():
-        if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, layout.numel, device) or not tensor.is_contiguous():
+        if (tensor.dtype, tensor.numel(), tensor.device) != (
+            dtype,
+            layout.numel,
+            device,
+        ) or not tensor.is_contiguous():
             raise UsageError(
                 f"the {name} is {tensor.numel()} of {tensor.dtype} on {tensor.device}; it must be contiguous, {layout.numel} of {dtype} on {device}"
             )
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """On a GPU a copy of all *working* weights as one, for there it is the number of operations that takes the time; else they as they are."""
+    """On a GPU a copy of all *working* weights as one, for there it is the number of operations
+    that takes the time; else they as they are.
+    """
     import torch
 
     if len(working) < 2 or working[0].device.type == "cpu":
@@ -391,12 +533,20 @@ def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch
     return [torch.cat([weight for (weight,) in _fragments(layout, working)])]
 
 
-def _fragments(layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def _fragments(
+    layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor
+) -> list[tuple[torch.Tensor, ...]]:
     """Each of the *working* weights, flat, with its part of each of the *flat* tensors."""
     sizes = [weight.numel() for weight in working]
     devices = {tensor.device for tensor in (*working, *flat)}
-    alike = all(weight.dtype == layout.working_dtype and weight.is_contiguous() for weight in working)
+    alike = all(
+        weight.dtype == layout.working_dtype and weight.is_contiguous() for weight in working
+    )
     if sum(sizes) != layout.numel or len(devices) > 1 or not alike:
-        raise UsageError(f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all, on the buffer's device; they have {sum(sizes)}")
+        raise UsageError(
+            f"the weights must be contiguous, of {layout.working_dtype} and {layout.numel} in all, on the buffer's device; they have {sum(sizes)}"
+        )
     parts = [tensor.view(-1).split_with_sizes(sizes) for tensor in flat]
-    return [(weight.detach().view(-1), *part) for weight, *part in zip(working, *parts, strict=True)]
+    return [
+        (weight.detach().view(-1), *part) for weight, *part in zip(working, *parts, strict=True)
+    ]

@@ -1,17 +1,22 @@
 """The fp32 master as a bfloat16 working weight and the 16 bits that it lacks, without loss.
 
-A bfloat16 is the upper half of an fp32 pattern. Rounding to the nearest makes the working weight W = (bits + 0x8000) >> 16, one more than the upper
-half wherever the lower half L is 0x8000 or more, so that the upper half is always W - (L >= 0x8000), and with L read as a signed number
+A bfloat16 is the upper half of an fp32 pattern. Rounding to the nearest makes the working weight W
+= (bits + 0x8000) >> 16, one more than the upper half wherever the lower half L is 0x8000 or more,
+so that the upper half is always W - (L >= 0x8000), and with L read as a signed number
 
     bits = (W << 16) + L
 
-Ties go away from zero (patterns are sign and magnitude), where torch rounds them to even: then an even W with L = 0x8000 could have come from either
-side, and 16 bits do not tell which. The largest finite values overflow to infinity as they do in torch, and come back from there.
+Ties go away from zero (patterns are sign and magnitude), where torch rounds them to even: then an
+even W with L = 0x8000 could have come from either side, and 16 bits do not tell which. The largest
+finite values overflow to infinity as they do in torch, and come back from there.
 
-Infinities and NaN must not be rounded: 0x7fff8000 would become minus zero. NaN keep their upper half. There are 2 * (2**23 - 1) of them, and 2 * 127 *
-2**16 pairs with a W that is NaN, so 2 * 65535 have no place: those whose upper half is that of an infinity, which become quiet. No arithmetic makes such.
+Infinities and NaN must not be rounded: 0x7fff8000 would become minus zero. NaN keep their upper
+half. There are 2 * (2**23 - 1) of them, and 2 * 127 * 2**16 pairs with a W that is NaN, so 2 *
+65535 have no place: those whose upper half is that of an infinity, which become quiet. No
+arithmetic makes such.
 
-On the CPU the extension does all this in one pass over memory (aio/codec.h); elsewhere torch's operations do it, to the same bits.
+On the CPU the extension does all this in one pass over memory (aio/codec.h); elsewhere torch's
+operations do it, to the same bits.
 """
 
 from __future__ import annotations
@@ -23,15 +28,25 @@ from .. import _aio
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 1 << 24  # elements that torch's operations work on at once: many enough to keep a GPU busy, few enough that temporaries are small
+# elements that torch's operations work on at once: many enough to keep a GPU busy, few enough that
+# temporaries are small
+CHUNK = 1 << 24
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
-    """Round *master* into *working* and keep in *low* what that lacks. Shapes: flat, contiguous, of one size; float32, bfloat16, int16."""
+    """Round *master* into *working* and keep in *low* what that lacks. Shapes: flat, contiguous, of
+    one size; float32, bfloat16, int16.
+    """
     import torch
 
     if master.is_cpu:
-        _aio.split(master.data_ptr(), working.data_ptr(), low.data_ptr(), master.numel(), torch.get_num_threads())
+        _aio.split(
+            master.data_ptr(),
+            working.data_ptr(),
+            low.data_ptr(),
+            master.numel(),
+            torch.get_num_threads(),
+        )
     else:
         split_by_torch(master, working, low)
 
@@ -41,7 +56,13 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     import torch
 
     if master.is_cpu:
-        _aio.join(working.data_ptr(), low.data_ptr(), master.data_ptr(), master.numel(), torch.get_num_threads())
+        _aio.join(
+            working.data_ptr(),
+            low.data_ptr(),
+            master.data_ptr(),
+            master.numel(),
+            torch.get_num_threads(),
+        )
     else:
         join_by_torch(working, low, master)
 
@@ -75,4 +96,6 @@ def join_by_torch(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor
         bits.bitwise_left_shift_(16)
         bits.add_(scratch[: bits.numel()].copy_(low[part]))
         upper = working[part].view(torch.int16).to(torch.int32) << 16
-        torch.where(working[part].isnan(), upper | (low[part].to(torch.int32) & 0xFFFF), bits, out=bits)
+        torch.where(
+            working[part].isnan(), upper | (low[part].to(torch.int32) & 0xFFFF), bits, out=bits
+        )

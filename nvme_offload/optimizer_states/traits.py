@@ -1,12 +1,16 @@
-"""`examine`: what an optimizer keeps for a parameter, and whether its parameters and their elements may be updated apart.
+"""`examine`: what an optimizer keeps for a parameter, and whether its parameters and their elements
+may be updated apart.
 
-`NVMeOptimizer` and ZeRO-3 both ask here. torch's and DeepSpeed's own classes are known. Any other is tried: the same steps are made with all parameters
-together, one after another, and in parts, as the buckets of `NVMeOptimizer` are. What is the same to the last bit at every step may be done apart, and what
-is not is never done.
+`NVMeOptimizer` and ZeRO-3 both ask here. torch's and DeepSpeed's own classes are known. Any other
+is tried: the same steps are made with all parameters together, one after another, and in parts, as
+the buckets of `NVMeOptimizer` are. What is the same to the last bit at every step may be done
+apart, and what is not is never done.
 
-The trial has the user's own arguments and a learning rate that moves. Its gradients go down a slope, are random, orthogonal to the weights and along them, of
-several scales, and absent at times. It is long enough for the usual warm-ups, and its samples are large enough for the usual least sizes. Random numbers are
-the same each time, so that an optimizer that draws some is judged as any other.
+The trial has the user's own arguments and a learning rate that moves. Its gradients go down a
+slope, are random, orthogonal to the weights and along them, of several scales, and absent at times.
+It is long enough for the usual warm-ups, and its samples are large enough for the usual least
+sizes. Random numbers are the same each time, so that an optimizer that draws some is judged as any
+other.
 """
 
 from __future__ import annotations
@@ -25,17 +29,23 @@ import torch
 from ..errors import UnsupportedError
 from .tree import Key, content, is_for_each, tensors, top, travelling
 
-UNIT = 1024  # elements: parameters are cut at multiples of it, in the trial as in training, since vector code rounds the last elements otherwise
+# elements: parameters are cut at multiples of it, in the trial as in training, since vector code
+# rounds the last elements otherwise
+UNIT = 1024
 
-_STEPS = 40  # more than the warm-up of RAdam, the periods of Lookahead and of SOAP, the history of AdaShift
-_DESCENT = 16  # of these go down a slope, as only then those that measure the way take notice; the others go all ways
+# more than the warm-up of RAdam, the periods of Lookahead and of SOAP, the history of AdaShift
+_STEPS = 40
+# of these go down a slope, as only then those that measure the way take notice; the others go all
+# ways
+_DESCENT = 16
 _FEWEST_STEPS = 12  # of a trial that ends early, because weights are no longer finite
 _KNOWN_STEPS = 3  # of a class that is known: for its states alone
 _RATE = 1e-3  # in place of a learning rate of zero, which would show nothing
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.1)
 _SCALES = (1.0, 1e-3, 10.0, 1e-6, 0.1)
 
-# Classes whose sources were read, by where they are defined: whether no element's update depends on another element.
+# Classes whose sources were read, by where they are defined: whether no element's update depends on
+# another element.
 _KNOWN = {
     "torch.optim.adadelta.Adadelta": True,
     "torch.optim.adagrad.Adagrad": True,
@@ -62,11 +72,11 @@ _Part = tuple[int, int, int]  # which sample, start, stop
 
 
 class Traits(NamedTuple):
-    """states: those that have a value for every element, by key. eager: there are such before the first step. rest: bytes of others for an element, at
-    least, where there are such.
+    """states: those that have a value for every element, by key. eager: there are such before the
+    first step. rest: bytes of others for an element, at least, where there are such.
 
-    separable: no parameter's update depends on another parameter. elementwise: and no element's on another element.
-    why: how that is known, for messages.
+    separable: no parameter's update depends on another parameter. elementwise: and no element's on
+    another element. why: how that is known, for messages.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -78,24 +88,42 @@ class Traits(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether the class of *optimizer* is known to update every element by itself; None where it is not known. A subclass may do anything."""
+    """Whether the class of *optimizer* is known to update every element by itself; None where it is
+    not known. A subclass may do anything.
+    """
     kind = type(optimizer)
     return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 @torch.no_grad()
-def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype, device: torch.device, *, declared: bool = False) -> Traits:
-    """Learn how the optimizers called *name* that *make* makes treat parameters of so many *dimensions*.
+def examine(
+    name: str,
+    make: Make,
+    dimensions: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    declared: bool = False,
+) -> Traits:
+    """Learn how the optimizers called *name* that *make* makes treat parameters of so many
+    *dimensions*.
 
     *declared*: it is the caller's word that every element is updated by itself.
     Raises: UnsupportedError when they cannot step by gradients alone.
     """
     large = [shape for count in dimensions for shape in _shapes(count, moderate=False)]
     moderate = [shape for count in dimensions for shape in _shapes(count, moderate=True)]
-    first = _first_states(make, [_sample(shape, dtype, device, 0) for shape in [*moderate, _whole_units(max(dimensions))]])
-    for key, value in itertools.chain.from_iterable(tensors(states).items() for states in first.values()):
+    first = _first_states(
+        make,
+        [_sample(shape, dtype, device, 0) for shape in [*moderate, _whole_units(max(dimensions))]],
+    )
+    for key, value in itertools.chain.from_iterable(
+        tensors(states).items() for states in first.values()
+    ):
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer: its state {top(key)!r} is of {type(value).__name__}, which is no plain tensor")
+            raise UnsupportedError(
+                f"{name} cannot be used with NVMeOptimizer: its state {top(key)!r} is of {type(value).__name__}, which is no plain tensor"
+            )
     shapes = moderate if _has_rest(first) else large
     samples = [_sample(shape, dtype, device, number) for number, shape in enumerate(shapes)]
     fresh = make([torch.nn.Parameter(sample.clone()) for sample in samples])
@@ -116,21 +144,46 @@ def examine(name: str, make: Make, dimensions: Sequence[int], dtype: torch.dtype
             f"{name} cannot be used with NVMeOptimizer: it keeps {together.beside}, outside of its state, which would be neither offloaded nor saved"
         )
     if elementwise is not None:
-        return Traits(together.states, eager, True, elementwise, "declared" if declared else "known", together.rest)
-    separable = together.same([[(index, 0, sample.numel())] for index, sample in enumerate(samples)])
+        return Traits(
+            together.states,
+            eager,
+            True,
+            elementwise,
+            "declared" if declared else "known",
+            together.rest,
+        )
+    separable = together.same(
+        [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
+    )
     # What is not like its parameter could not be put together in a checkpoint.
-    elementwise = separable and not together.rest and together.same([[part] for index, sample in enumerate(samples) for part in _parts(index, sample.numel())])
+    elementwise = (
+        separable
+        and not together.rest
+        and together.same(
+            [
+                [part]
+                for index, sample in enumerate(samples)
+                for part in _parts(index, sample.numel())
+            ]
+        )
+    )
     return Traits(together.states, eager, separable, elementwise, "tried", together.rest)
 
 
 def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
-    """Makes optimizers over other parameters that are as *optimizer*, which has made no step, is to those of its *group*: with its options and attributes.
+    """Makes optimizers over other parameters that are as *optimizer*, which has made no step, is to
+    those of its *group*: with its options and attributes.
 
-    Where it has states already, or parameters among its attributes, they are made by its class, of those options that this can be given.
+    Where it has states already, or parameters among its attributes, they are made by its class, of
+    those options that this can be given.
     """
     kind: Any = type(optimizer)
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups", "step")
+    }
     parameters = {id(parameter) for each in optimizer.param_groups for parameter in each["params"]}
     held = tensors(own).values()
     if optimizer.state or any(id(value) in parameters or value.numel() > UNIT for value in held):
@@ -141,7 +194,11 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
     def make(samples: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = kind.__new__(kind)
         vars(made).update(copy.deepcopy(own))
-        made.state = type(optimizer.state)(dict) if isinstance(optimizer.state, defaultdict) else type(optimizer.state)()
+        made.state = (
+            type(optimizer.state)(dict)
+            if isinstance(optimizer.state, defaultdict)
+            else type(optimizer.state)()
+        )
         made.param_groups = [{**copy.deepcopy(options), "params": list(samples)}]
         return made
 
@@ -149,7 +206,9 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """`step` of *optimizer* without the hooks that torch calls around every optimizer's: those are for the steps that a user makes."""
+    """`step` of *optimizer* without the hooks that torch calls around every optimizer's: those are
+    for the steps that a user makes.
+    """
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
@@ -159,22 +218,28 @@ def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int
         try:
             trial = _Trial(make, samples, steps, with_missing=True)
             trial.record()
-        except Exception:  # there are optimizers that want all gradients, and they may raise anything
+        # there are optimizers that want all gradients, and they may raise anything
+        except Exception:
             trial = _Trial(make, samples, steps, with_missing=False)
             trial.record()
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UnsupportedError(f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {reason}") from error
+        raise UnsupportedError(
+            f"{name} cannot be used with NVMeOptimizer: a step over dense gradients fails: {reason}"
+        ) from error
     return trial
 
 
 class _Trial:
-    """Some *steps* over *samples*, made by the optimizers that *make* makes: first together, then apart, and compared.
+    """Some *steps* over *samples*, made by the optimizers that *make* makes: first together, then
+    apart, and compared.
 
     *with_missing*: some steps leave out the gradient of a sample.
     """
 
-    def __init__(self, make: Make, samples: Sequence[torch.Tensor], steps: int, *, with_missing: bool) -> None:
+    def __init__(
+        self, make: Make, samples: Sequence[torch.Tensor], steps: int, *, with_missing: bool
+    ) -> None:
         self._make = make
         self._samples = samples
         self._steps = steps
@@ -186,7 +251,8 @@ class _Trial:
         self._rests: dict[int, float] = {}  # of each sample, bytes for an element
         self.shared: str = ""  # a key of the state that is no parameter
         self.beside: str = ""  # what is kept outside of the state
-        self._own: dict[Key, tuple[int, int]] = {}  # tensors there, and the versions of them at the last step
+        # tensors there, and the versions of them at the last step
+        self._own: dict[Key, tuple[int, int]] = {}
 
     def record(self) -> None:
         """Train all samples together."""
@@ -204,29 +270,48 @@ class _Trial:
 
     @property
     def rest(self) -> float:
-        """Bytes of states that are not like their parameters for an element: of those samples that have such, where it is least."""
+        """Bytes of states that are not like their parameters for an element: of those samples that
+        have such, where it is least.
+        """
         return min(filter(None, self._rests.values()), default=0.0)
 
     def same(self, buckets: Sequence[Sequence[_Part]]) -> bool:
-        """Whether the same comes of the samples where each of *buckets* has an optimizer of its own."""
+        """Whether the same comes of the samples where each of *buckets* has an optimizer of its
+        own.
+        """
         if len(self._weights) < _FEWEST_STEPS:
             return False
         with _same_random_numbers(self._samples[0].device):
             try:
-                return all(all(map(_same_bits, weights, expected)) for weights, expected in zip(self._train(buckets), self._weights, strict=False))
+                return all(
+                    all(map(_same_bits, weights, expected))
+                    for weights, expected in zip(self._train(buckets), self._weights, strict=False)
+                )
             except Exception:  # such as those of optimizers that take nothing but matrices
                 return False
 
     def _train(self, buckets: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
-        """The weights after each step, in which the buckets are updated one after another, as `NVMeOptimizer` does it."""
+        """The weights after each step, in which the buckets are updated one after another, as
+        `NVMeOptimizer` does it.
+        """
         weights = [sample.clone() for sample in self._samples]
-        parts = [[torch.nn.Parameter(_view(weights[index], start, stop)) for index, start, stop in bucket] for bucket in buckets]
+        parts = [
+            [
+                torch.nn.Parameter(_view(weights[index], start, stop))
+                for index, start, stop in bucket
+            ]
+            for bucket in buckets
+        ]
         optimizers = [self._make(bucket) for bucket in parts]
         for optimizer in optimizers:
             _switch(optimizer, "train")
         options = _options(optimizers[-1])
         rate = options.get("lr")
-        base = float(rate) if isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1) else None
+        base = (
+            float(rate)
+            if isinstance(rate, int | float) or (torch.is_tensor(rate) and rate.numel() == 1)
+            else None
+        )
         for number in range(self._steps):
             if number == self._steps // 2:  # as those do that keep other weights for evaluation
                 for optimizer in optimizers:
@@ -257,32 +342,63 @@ class _Trial:
         self._look_beside(optimizer)
         for index, parameter in enumerate(parameters):
             found = travelling(optimizer.state.get(parameter, {}), parameter.shape, parameter)
-            self._uneven |= {key for key, value in found.items() if not is_for_each(value, parameter.shape)}
+            self._uneven |= {
+                key for key, value in found.items() if not is_for_each(value, parameter.shape)
+            }
             self._each.update({key: value.dtype for key, value in found.items()})
-            rest = sum(value.nbytes for key, value in found.items() if key in self._uneven) / parameter.numel()
+            rest = (
+                sum(value.nbytes for key, value in found.items() if key in self._uneven)
+                / parameter.numel()
+            )
             self._rests[index] = max(rest, self._rests.get(index, 0.0))
 
     def _look_beside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find what *optimizer* keeps outside of its state, as one that wraps another does: tables that stay as they are, and views of weights, are none."""
-        weights = {parameter.untyped_storage().data_ptr() for group in optimizer.param_groups for parameter in group["params"]}
+        """Find what *optimizer* keeps outside of its state, as one that wraps another does: tables
+        that stay as they are, and views of weights, are none.
+        """
+        weights = {
+            parameter.untyped_storage().data_ptr()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         own = {}
-        for way, value in content({key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}):
-            if isinstance(value, torch.optim.Optimizer) and value is not optimizer and value.state is not optimizer.state:
+        for way, value in content(
+            {
+                key: value
+                for key, value in vars(optimizer).items()
+                if key not in ("state", "param_groups")
+            }
+        ):
+            if (
+                isinstance(value, torch.optim.Optimizer)
+                and value is not optimizer
+                and value.state is not optimizer.state
+            ):
                 self.beside = f"another optimizer, {type(value).__name__}, as {way[0]!r}"
-            elif isinstance(value, torch.Tensor) and value.numel() > UNIT and value.untyped_storage().data_ptr() not in weights:
+            elif (
+                isinstance(value, torch.Tensor)
+                and value.numel() > UNIT
+                and value.untyped_storage().data_ptr() not in weights
+            ):
                 own[way] = id(value), value._version
                 if self._own.get(way, own[way]) != own[way]:
                     self.beside = f"tensors as {way[0]!r}"
         self._own = own
 
-    def _directions(self, number: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _directions(
+        self, number: int, weights: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
         """The gradients of step *number*."""
         gradients: list[torch.Tensor | None] = []
         for index, weight in enumerate(weights):
             if self._with_missing and number % 7 == 6 and (number // 7 + index) % len(weights) == 0:
                 gradients.append(None)
                 continue
-            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1000 * number + index), dtype=torch.float64)
+            drawn = torch.randn(
+                weight.shape,
+                generator=torch.Generator().manual_seed(1000 * number + index),
+                dtype=torch.float64,
+            )
             wide = torch.complex128 if weight.is_complex() else torch.float64
             direction, own = drawn.to(weight.device, wide), weight.to(wide)
             if number < _DESCENT:
@@ -292,7 +408,9 @@ class _Trial:
                 case 1:  # orthogonal to the weights, by rows and in all, as behind a normalization
                     for shape in ((len(own), -1), (1, -1)):
                         rows, along = own.reshape(shape), direction.reshape(shape)
-                        share = (along * rows.conj()).sum(1, keepdim=True) / (rows * rows.conj()).sum(1, keepdim=True)
+                        share = (along * rows.conj()).sum(1, keepdim=True) / (
+                            rows * rows.conj()
+                        ).sum(1, keepdim=True)
                         direction = (along - share * rows).view(weight.shape)
                 case 2:  # along the weights
                     direction = own + 0.1 * direction
@@ -300,12 +418,16 @@ class _Trial:
                     flat = direction.view(-1)
                     flat[: flat.numel() // 2] *= 1e3
                     flat[flat.numel() // 4 : flat.numel() // 3] = 0
-            gradients.append((direction * _SCALES[(3 * number + index) % len(_SCALES)]).to(weight.dtype))
+            gradients.append(
+                (direction * _SCALES[(3 * number + index) % len(_SCALES)]).to(weight.dtype)
+            )
         return gradients
 
 
 class _same_random_numbers:
-    """Let torch, Python and numpy draw the same numbers in each context, and go on behind it as if there had been none."""
+    """Let torch, Python and numpy draw the same numbers in each context, and go on behind it as if
+    there had been none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -328,7 +450,8 @@ class _same_random_numbers:
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
-    """Of two samples: one above the least sizes from which optimizers factor matrices or pack states, one below; neither of whole units.
+    """Of two samples: one above the least sizes from which optimizers factor matrices or pack
+    states, one below; neither of whole units.
 
     *moderate*: such that an optimizer may keep a matrix for each side, and find its roots.
     """
@@ -344,7 +467,9 @@ def _whole_units(dimensions: int) -> tuple[int, ...]:
 
 
 def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Tensor, Any]:
-    """What an optimizer of *samples* keeps for each after one step; nothing where that fails, as the trial itself will say."""
+    """What an optimizer of *samples* keeps for each after one step; nothing where that fails, as
+    the trial itself will say.
+    """
     with _same_random_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
@@ -358,9 +483,18 @@ def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Ten
 
 
 def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
-    """Whether an optimizer that has these *states* keeps what is not like its parameters, which will not be cut, and need not be as large as that takes."""
-    found = {parameter: travelling(state, parameter.shape, parameter) for parameter, state in states.items()}
-    return any(not is_for_each(value, parameter.shape) for parameter, kept in found.items() for value in kept.values())
+    """Whether an optimizer that has these *states* keeps what is not like its parameters, which
+    will not be cut, and need not be as large as that takes.
+    """
+    found = {
+        parameter: travelling(state, parameter.shape, parameter)
+        for parameter, state in states.items()
+    }
+    return any(
+        not is_for_each(value, parameter.shape)
+        for parameter, kept in found.items()
+        for value in kept.values()
+    )
 
 
 def _parts(index: int, size: int) -> list[_Part]:
@@ -369,19 +503,27 @@ def _parts(index: int, size: int) -> list[_Part]:
     return [(index, start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-def _sample(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: int) -> torch.Tensor:
+def _sample(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: int
+) -> torch.Tensor:
     """Weights as they are drawn when a model is made."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     return (drawn / math.sqrt(shape[-1])).to(dtype).to(device)
 
 
 def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of *whole*, which lies as it is in a bucket: flat, unless it is all of it. A leaf, as parameters are."""
+    """A part of *whole*, which lies as it is in a bucket: flat, unless it is all of it. A leaf, as
+    parameters are.
+    """
     return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    return {
+        key: copy.deepcopy(value)
+        for key, value in optimizer.param_groups[0].items()
+        if key != "params"
+    }
 
 
 def _switch(optimizer: torch.optim.Optimizer, name: str) -> None:

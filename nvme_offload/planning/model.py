@@ -1,4 +1,6 @@
-"""`Model`: how large a model is, from a count, a Hugging Face config.json or a live module. Nothing is downloaded, and no weights are read."""
+"""`Model`: how large a model is, from a count, a Hugging Face config.json or a live module. Nothing
+is downloaded, and no weights are read.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ Tensors = tuple[int, ...]  # the sizes of what belongs to one module itself, wit
 class Model:
     """Sizes in elements. Tensors that are shared count once.
 
-    largest_layer: of all parameters of one module itself, which ZeRO-3 gathers together; largest_parameter: of one tensor. layers, hidden,
-    vocabulary: None where they are not known. source: where this is from. assumed: whether all but the count is a guess at a usual shape.
+    largest_layer: of all parameters of one module itself, which ZeRO-3 gathers together;
+    largest_parameter: of one tensor. layers, hidden, vocabulary: None where they are not known.
+    source: where this is from. assumed: whether all but the count is a guess at a usual shape.
     """
 
     parameters: int
@@ -46,44 +49,69 @@ class Model:
 
 
 def of_count(text: str | int) -> Model:
-    """A decoder of the usual shape with so many parameters: "7B", "1.5B", "350M" or a number. Raises: UsageError."""
+    """A decoder of the usual shape with so many parameters: "7B", "1.5B", "350M" or a number.
+    Raises: UsageError.
+    """
     match = _COUNT.fullmatch(str(text).strip())
     count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
     if count < 1:
-        raise UsageError(f"{text!r} is no number of parameters; write one such as 7B, 350M or 1300000000")
+        raise UsageError(
+            f"{text!r} is no number of parameters; write one such as 7B, 350M or 1300000000"
+        )
     hidden = max(round((count * _USUAL_RATIO / 12) ** (1 / 3)), 1)  # layers of 12 hidden**2
     largest = min(count, max(4 * hidden**2, _USUAL_VOCABULARY * hidden))
     layers = max(hidden // _USUAL_RATIO, 1)
-    return Model(count, largest, largest, layers, hidden, _USUAL_VOCABULARY, f"{text} parameters", assumed=True)
+    return Model(
+        count,
+        largest,
+        largest,
+        layers,
+        hidden,
+        _USUAL_VOCABULARY,
+        f"{text} parameters",
+        assumed=True,
+    )
 
 
 def of_module(module: Any) -> Model:
-    """The size of *module*, a torch.nn.Module, wherever its parameters are: on the meta device, or partitioned by ZeRO-3."""
+    """The size of *module*, a torch.nn.Module, wherever its parameters are: on the meta device, or
+    partitioned by ZeRO-3.
+    """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
     if not sizes:
         raise UsageError(f"{type(module).__name__} has no parameters")
-    layers = [sum(_numel(parameter) for parameter in each.parameters(recurse=False)) for each in module.modules()]
+    layers = [
+        sum(_numel(parameter) for parameter in each.parameters(recurse=False))
+        for each in module.modules()
+    ]
     config: Any = getattr(module, "config", None)
     shape = _shape(config.to_dict() if hasattr(config, "to_dict") else {})
-    return Model(sum(sizes.values()), max(layers), max(sizes.values()), *shape, source=type(module).__name__)
+    return Model(
+        sum(sizes.values()), max(layers), max(sizes.values()), *shape, source=type(module).__name__
+    )
 
 
 def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None) -> Model:
     """The size of the model that a Hugging Face config.json, or the directory with one, describes.
 
-    The usual families are counted by their formulas. Of any other one *build* makes a module of the file and the family's name.
-    Raises: UsageError when it is not such a file, or its family is not known and there is no *build*; OSError.
+    The usual families are counted by their formulas. Of any other one *build* makes a module of the
+    file and the family's name. Raises: UsageError when it is not such a file, or its family is not
+    known and there is no *build*; OSError.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; give a Hugging Face config.json, or the number of parameters") from None
+        raise UsageError(
+            f"{path} does not exist; give a Hugging Face config.json, or the number of parameters"
+        ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UsageError(f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead')
+        raise UsageError(
+            f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead'
+        )
     family = _FAMILIES.get(config["model_type"])
     if family is None:
         if build is None:
@@ -106,11 +134,16 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
 
 
 def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", None) or parameter.numel())  # what ZeRO-3 has partitioned is empty
+    # what ZeRO-3 has partitioned is empty
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    return _get(config, "layers", None), _get(config, "hidden", None), _get(config, "vocabulary", None)
+    return (
+        _get(config, "layers", None),
+        _get(config, "hidden", None),
+        _get(config, "vocabulary", None),
+    )
 
 
 def _get(config: Mapping[str, Any], key: str, *default: Any) -> Any:
@@ -130,9 +163,13 @@ def _linear(inputs: int, outputs: int, bias: bool = False) -> Tensors:
 
 
 def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
-    """Decoders with gated layers: no bias but for some of the attention's, RMS norms, and the keys and values of a group of heads in common."""
+    """Decoders with gated layers: no bias but for some of the attention's, RMS norms, and the keys
+    and values of a group of heads in common.
+    """
     kind = config["model_type"]
-    hidden, layers, heads, vocabulary = (_get(config, key) for key in ("hidden", "layers", "heads", "vocabulary"))
+    hidden, layers, heads, vocabulary = (
+        _get(config, key) for key in ("hidden", "layers", "heads", "vocabulary")
+    )
     kv_heads = config.get("num_key_value_heads") or (8 if kind in ("mistral", "mixtral") else heads)
     head = config.get("head_dim") or (256 if kind == "gemma" else hidden // heads)
     bias = bool(config.get("attention_bias", kind == "qwen2"))
@@ -161,11 +198,21 @@ def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
 
 
 def _gpt(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
-    """Decoders as GPT-2 is: biases and layer norms everywhere, an inner width of usually four times the outer one."""
+    """Decoders as GPT-2 is: biases and layer norms everywhere, an inner width of usually four times
+    the outer one.
+    """
     kind = config["model_type"]
     hidden, layers, vocabulary = (_get(config, key) for key in ("hidden", "layers", "vocabulary"))
-    inner = config.get("n_inner") or config.get("ffn_dim") or config.get("intermediate_size") or 4 * hidden
-    positions = {"gpt2": config.get("n_positions", 1024), "opt": config.get("max_position_embeddings", 2048) + 2}.get(kind, 0)
+    inner = (
+        config.get("n_inner")
+        or config.get("ffn_dim")
+        or config.get("intermediate_size")
+        or 4 * hidden
+    )
+    positions = {
+        "gpt2": config.get("n_positions", 1024),
+        "opt": config.get("max_position_embeddings", 2048) + 2,
+    }.get(kind, 0)
     if kind == "opt" and config.get("word_embed_proj_dim", hidden) != hidden:
         raise KeyError("word_embed_proj_dim other than hidden_size, which is not known here")
     tied = config.get("tie_word_embeddings", kind != "gpt_neox")

@@ -1,10 +1,13 @@
-"""Where parameters, gradients and optimizer states of a training are, under each way to train with DeepSpeed, and the bytes that it takes. Pure.
+"""Where parameters, gradients and optimizer states of a training are, under each way to train with
+DeepSpeed, and the bytes that it takes. Pure.
 
-Adam in mixed precision: 2 bytes a parameter for the weights, 2 for the gradients and 4 for what these are widened to, 4 for the master weights and
-8 for the moments. Where DeepSpeed has an estimate of its own it is taken as it is, its factor of 1.5 for buffers in host memory included; the rest
-is what this package holds by construction, or what was measured.
+Adam in mixed precision: 2 bytes a parameter for the weights, 2 for the gradients and 4 for what
+these are widened to, 4 for the master weights and 8 for the moments. Where DeepSpeed has an
+estimate of its own it is taken as it is, its factor of 1.5 for buffers in host memory included; the
+rest is what this package holds by construction, or what was measured.
 
-Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8.
+Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs` of
+DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from .traffic import WEIGHT_BYTES, WIDE_BYTES
 
 EXACT_BYTES = int(traffic.STATE_BYTES["exact"])  # of the states of a parameter
 BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
-# What DeepSpeed's optimizer offload to NVMe holds of host memory for each parameter at its peak: 30.6 GB at 1.6 billion, 2.4 GB of them CUDA's and torch's.
+# What DeepSpeed's optimizer offload to NVMe holds of host memory for each parameter at its peak:
+# 30.6 GB at 1.6 billion, 2.4 GB of them CUDA's and torch's.
 DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 # How `zero3.stage3` cuts sub-groups, and the room that it wants beside them.
@@ -63,7 +67,9 @@ STRATEGIES = (
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """How many processes train: *ranks* on each of *nodes* alike machines. zero_init: whether the model is made in parts from the first (zero.Init)."""
+    """How many processes train: *ranks* on each of *nodes* alike machines. zero_init: whether the
+    model is made in parts from the first (zero.Init).
+    """
 
     ranks: int = 1
     nodes: int = 1
@@ -76,7 +82,9 @@ class World:
 
 
 class Needs(NamedTuple):
-    """Bytes a rank. Of the host those beside the budget of this package's swappers; activations come on top of the GPU's."""
+    """Bytes a rank. Of the host those beside the budget of this package's swappers; activations
+    come on top of the GPU's.
+    """
 
     gpu_bytes: int
     host_bytes: int
@@ -87,9 +95,15 @@ def needs(strategy: Strategy, model: Model, world: World) -> Needs:
     """What *strategy* takes of GPU, host and drive for the states of *model*."""
     drive = 0.0
     if strategy.uses_drive:
-        each = EXACT_BYTES + (WEIGHT_BYTES if strategy.parameters == "drive" else 0) + (WEIGHT_BYTES if strategy.ours else WIDE_BYTES)
+        each = (
+            EXACT_BYTES
+            + (WEIGHT_BYTES if strategy.parameters == "drive" else 0)
+            + (WEIGHT_BYTES if strategy.ours else WIDE_BYTES)
+        )
         drive = each * model.parameters / world.size
-    return Needs(_gpu_bytes(strategy, model, world), _host_bytes(strategy, model, world), int(drive))
+    return Needs(
+        _gpu_bytes(strategy, model, world), _host_bytes(strategy, model, world), int(drive)
+    )
 
 
 def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -109,7 +123,14 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
     total, ranks = model.parameters, world.ranks
     whole = WIDE_BYTES * total  # of a model that every rank makes for itself
     if strategy.stage < 3:
-        return int(BUFFER_FACTOR * (whole if strategy.optimizer == "gpu" else total * max(WIDE_BYTES * world.size, 16) / ranks))
+        return int(
+            BUFFER_FACTOR
+            * (
+                whole
+                if strategy.optimizer == "gpu"
+                else total * max(WIDE_BYTES * world.size, 16) / ranks
+            )
+        )
     made = WIDE_BYTES * model.largest_layer if world.zero_init else whole
     if strategy.optimizer == "gpu":
         return int(BUFFER_FACTOR * made)
@@ -133,12 +154,15 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The least budget of a rank that holds its part of the largest parameter."""
-    kept = EXACT_BYTES + WIDE_BYTES + (2 * WEIGHT_BYTES if strategy.parameters == "drive" else 0)  # to either side of the states
+    # to either side of the states
+    kept = EXACT_BYTES + WIDE_BYTES + (2 * WEIGHT_BYTES if strategy.parameters == "drive" else 0)
     return -(-model.largest_parameter // world.size) * kept + (1 << 17)
 
 
 class Streamed(NamedTuple):
-    """Bytes that a rank moves in a step: read and written before the optimizer's part, and in it."""
+    """Bytes that a rank moves in a step: read and written before the optimizer's part, and
+    in it.
+    """
 
     passes_read: float
     passes_written: float
@@ -154,20 +178,29 @@ class Streamed(NamedTuple):
 def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Streamed:
     """What a *budget* leaves to the drive.
 
-    At the end of the backward pass everything is there at once, gradients too, and what does not fit is on the drive. The swapper keeps whole
-    sub-groups; of those that the budget has room for two stand for reading ahead. Gradients push out as much as they are in the backward pass, and
-    what comes after them is written in the update. Where parameters are on the drive too, which are used three times as often, a budget saves of all
-    reads the share that it has of the whole. This follows what `Schedule` does: within a tenth of all.
+    At the end of the backward pass everything is there at once, gradients too, and what does not
+    fit is on the drive. The swapper keeps whole sub-groups; of those that the budget has room for
+    two stand for reading ahead. Gradients push out as much as they are in the backward pass, and
+    what comes after them is written in the update. Where parameters are on the drive too, which are
+    used three times as often, a budget saves of all reads the share that it has of the whole. This
+    follows what `Schedule` does: within a tenth of all.
     """
     each = model.parameters / world.size
     on_drive = strategy.parameters == "drive"
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
-    sub_group = max(min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size)
+    sub_group = max(
+        min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size
+    )
     stays = max(budget - (WIDE_BYTES + AHEAD * EXACT_BYTES) * sub_group, 0.0)
     written = max((EXACT_BYTES + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
     in_backward = min(WEIGHT_BYTES * each, written)
     if not on_drive:
         return Streamed(0.0, in_backward, written, written - in_backward)
     lacking = max(1 - budget / ((EXACT_BYTES + 2 * WEIGHT_BYTES) * each), 0.0)
-    return Streamed(2 * WEIGHT_BYTES * each * lacking, in_backward, (EXACT_BYTES + WEIGHT_BYTES) * each * lacking, written - in_backward)
+    return Streamed(
+        2 * WEIGHT_BYTES * each * lacking,
+        in_backward,
+        (EXACT_BYTES + WEIGHT_BYTES) * each * lacking,
+        written - in_backward,
+    )

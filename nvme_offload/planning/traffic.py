@@ -1,8 +1,11 @@
-"""What training moves between memory and a drive in a step, and the least time that a drive of measured speeds takes for it. Pure.
+"""What training moves between memory and a drive in a step, and the least time that a drive of
+measured speeds takes for it. Pure.
 
-The one table of the bytes of a parameter, which `plan`, the sweep, its report and its warnings read. Mixed-precision Adam keeps an fp32 master and two
-moments for each parameter of 16 bits, which every step reads and writes, in as many bytes as the state format says. ZeRO-Infinity also passes the
-fp32 gradient through the drive. Parameters on the drive are read in 16 bits for the forward and for the backward pass, and written once after the step.
+The one table of the bytes of a parameter, which `plan`, the sweep, its report and its warnings
+read. Mixed-precision Adam keeps an fp32 master and two moments for each parameter of 16 bits, which
+every step reads and writes, in as many bytes as the state format says. ZeRO-Infinity also passes
+the fp32 gradient through the drive. Parameters on the drive are read in 16 bits for the forward and
+for the backward pass, and written once after the step.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from ..hardware.profile import PHASES, Profile
 
 WEIGHT_BYTES = 2  # of a parameter or a gradient in 16 bits
 WIDE_BYTES = 4  # of one in fp32
-# By state format, what is kept of a parameter that Adam updates. Source: `StateFormat.element_bytes`, to which a test compares it.
+# By state format, what is kept of a parameter that Adam updates. Source:
+# `StateFormat.element_bytes`, to which a test compares it.
 STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256}
 
 
 class Load(NamedTuple):
-    """What of a training is on the drive: bytes for each parameter, in the optimizer step and in the passes before it."""
+    """What of a training is on the drive: bytes for each parameter, in the optimizer step and in
+    the passes before it.
+    """
 
     name: str
     step_read: float
@@ -28,27 +34,44 @@ class Load(NamedTuple):
 
 
 def of_states(state_format: str) -> Load:
-    """The load of optimizer states alone, in *state_format*; gradients and parameters are in memory."""
+    """The load of optimizer states alone, in *state_format*; gradients and parameters are in
+    memory.
+    """
     said = "" if state_format == "exact" else f', state_format "{state_format}"'
-    return Load(f"Optimizer states{said}; gradients stay in host memory", STATE_BYTES[state_format], STATE_BYTES[state_format])
+    return Load(
+        f"Optimizer states{said}; gradients stay in host memory",
+        STATE_BYTES[state_format],
+        STATE_BYTES[state_format],
+    )
 
 
 STATES = of_states("exact")
-GRADIENTS = Load("Optimizer states and gradients (ZeRO-Infinity)", *2 * [STATE_BYTES["exact"] + WIDE_BYTES])
-PARAMETERS = Load("Optimizer states, gradients and parameters", GRADIENTS.step_read, GRADIENTS.step_write + WEIGHT_BYTES, 2 * WEIGHT_BYTES)
+GRADIENTS = Load(
+    "Optimizer states and gradients (ZeRO-Infinity)", *2 * [STATE_BYTES["exact"] + WIDE_BYTES]
+)
+PARAMETERS = Load(
+    "Optimizer states, gradients and parameters",
+    GRADIENTS.step_read,
+    GRADIENTS.step_write + WEIGHT_BYTES,
+    2 * WEIGHT_BYTES,
+)
 LOADS = (*map(of_states, STATE_BYTES), GRADIENTS, PARAMETERS)
-STEP_BYTES_7B = 7e9 * GRADIENTS.step_write  # written by a step of the optimizer of 7 billion parameters
+# written by a step of the optimizer of 7 billion parameters
+STEP_BYTES_7B = 7e9 * GRADIENTS.step_write
 
 
 class Floor(NamedTuple):
-    """The least time of a step on the drive, and which of its speeds sets it: "read", "write" or "mixed"."""
+    """The least time of a step on the drive, and which of its speeds sets it: "read", "write" or
+    "mixed".
+    """
 
     seconds: float
     bound: str
 
 
 def floor(load: Load, parameters: float, speeds: Mapping[str, float]) -> Floor:
-    """The least time of *load* for a model of so many parameters; reads for the passes come before the step's.
+    """The least time of *load* for a model of so many parameters; reads for the passes come before
+    the step's.
 
     Units: *speeds* by phase in GB/s.
     """
@@ -57,11 +80,16 @@ def floor(load: Load, parameters: float, speeds: Mapping[str, float]) -> Floor:
 
 
 def transfer(read_bytes: float, written_bytes: float, speeds: Mapping[str, float]) -> Floor:
-    """Reads and writes at the same time: they take as long as the slowest of reading, of writing, and of both through one drive.
+    """Reads and writes at the same time: they take as long as the slowest of reading, of writing,
+    and of both through one drive.
 
     Units: *speeds* by phase in GB/s.
     """
-    bytes_by_phase = {"read": read_bytes, "write": written_bytes, "mixed": read_bytes + written_bytes}
+    bytes_by_phase = {
+        "read": read_bytes,
+        "write": written_bytes,
+        "mixed": read_bytes + written_bytes,
+    }
     seconds = {phase: amount / (speeds[phase] * 1e9) for phase, amount in bytes_by_phase.items()}
     bound = max(seconds, key=lambda phase: seconds[phase])
     return Floor(seconds[bound], bound)
@@ -69,19 +97,25 @@ def transfer(read_bytes: float, written_bytes: float, speeds: Mapping[str, float
 
 def chosen_speeds(profile: Profile) -> dict[str, float]:
     """GB/s of the chosen setting by phase; {} unless all phases were measured."""
-    speeds = {phase: best.gb_per_s for phase, best in profile.performance.items() if best.gb_per_s > 0}
+    speeds = {
+        phase: best.gb_per_s for phase, best in profile.performance.items() if best.gb_per_s > 0
+    }
     return speeds if set(speeds) >= set(PHASES) else {}
 
 
 def stripe_speeds(profile: Profile) -> dict[str, float]:
     """GB/s of all paths together by phase; {} for one path, or unless all phases were measured."""
-    if not profile.stripe or any(path.together.get(phase, 0.0) <= 0 for path in profile.stripe for phase in PHASES):
+    if not profile.stripe or any(
+        path.together.get(phase, 0.0) <= 0 for path in profile.stripe for phase in PHASES
+    ):
         return {}
     return {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
 
 
 def rated_bytes(profile: Profile) -> float | None:
-    """What the drive is rated to write in its life, by what it says of its wear so far; None while it cannot tell, which takes a few per cent."""
+    """What the drive is rated to write in its life, by what it says of its wear so far; None while
+    it cannot tell, which takes a few per cent.
+    """
     health = profile.health_after or profile.health_before
     if health is None or not health.wear or not health.written_bytes or health.wear < 0.03:
         return None

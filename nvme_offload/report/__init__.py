@@ -1,4 +1,6 @@
-"""A drive profile for people: one HTML page, a Markdown text, a table of all trials and charts as PNG files; and two profiles side by side."""
+"""A drive profile for people: one HTML page, a Markdown text, a table of all trials and charts as
+PNG files; and two profiles side by side.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The colours of a report, for light and for dark: read is blue, write orange, both at once green, which colour-blind readers can tell apart too."""
+"""The colours of a report, for light and for dark: read is blue, write orange, both at once green,
+which colour-blind readers can tell apart too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import dataclasses
 class Palette:
     """Colours by what they are for.
 
-    paper, panel, code: grounds. ink, soft: text and quieter text. line: rules and grids. read, write, mixed: the phases. slower: worse than the
-    defaults. on_fill, on_half: text on a full and on a half-strong fill. good, care: states.
+    paper, panel, code: grounds. ink, soft: text and quieter text. line: rules and grids. read,
+    write, mixed: the phases. slower: worse than the defaults. on_fill, on_half: text on a full and
+    on a half-strong fill. good, care: states.
     """
 
     paper: str
@@ -34,7 +37,10 @@ class Palette:
 
     def css(self) -> str:
         """The colours as declarations of CSS variables."""
-        return " ".join(f"{_variable(field.name)}: {getattr(self, field.name)};" for field in dataclasses.fields(self))
+        return " ".join(
+            f"{_variable(field.name)}: {getattr(self, field.name)};"
+            for field in dataclasses.fields(self)
+        )
 
 
 LIGHT = Palette(
@@ -71,15 +77,23 @@ DARK = Palette(
     care="#eab960",
 )
 
-PRINT = dataclasses.replace(LIGHT, paper="#ffffff", code="#f6f6f6", ink="#111111", soft="#4c4c4c", line="#cccccc")
+PRINT = dataclasses.replace(
+    LIGHT, paper="#ffffff", code="#f6f6f6", ink="#111111", soft="#4c4c4c", line="#cccccc"
+)
 
 
 def _variable(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# Drawn with these, a chart has a word in place of each colour: `themed` then gives it the variables of the page, light or dark as the reader's are.
-STAND_INS = Palette(**{field.name: f"#0a0b{index:02x}" for index, field in enumerate(dataclasses.fields(Palette), 16)})
+# Drawn with these, a chart has a word in place of each colour: `themed` then gives it the variables
+# of the page, light or dark as the reader's are.
+STAND_INS = Palette(
+    **{
+        field.name: f"#0a0b{index:02x}"
+        for index, field in enumerate(dataclasses.fields(Palette), 16)
+    }
+)
 
 
 def themed(svg: str) -> str:

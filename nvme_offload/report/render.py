@@ -1,4 +1,6 @@
-"""A profile as files for people: `report.html`, `report.md`, `trials.csv` and the charts as `charts/*.png`."""
+"""A profile as files for people: `report.html`, `report.md`, `trials.csv` and the charts as
+`charts/*.png`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .charts.canvas import Chart
 if TYPE_CHECKING:
     import jinja2
 
-# What a reader wants of `drive`, in this order; `workload` and `engine` are shown whole, under their own keys.
+# What a reader wants of `drive`, in this order; `workload` and `engine` are shown whole, under
+# their own keys.
 _DRIVE_LABELS = {
     "path": "Path",
     "model": "Model",
@@ -48,7 +51,8 @@ _DRIVE_LABELS = {
 
 
 def write(profile: Profile, directory: Path) -> list[Path]:
-    """Write all files into *directory*, which is made when it is missing, over what is there; the paths written.
+    """Write all files into *directory*, which is made when it is missing, over what is there; the
+    paths written.
 
     `profile.json` and `ds_config.json`, which the pages link to, are the caller's.
     Raises: OSError when a file cannot be written.
@@ -72,7 +76,9 @@ def html(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
     environment = environment_of_pages()
     drawn = charts.of(profile) if drawn is None else drawn
     drawings = _absent_are_none({name: Markup(chart.svg()) for name, chart in drawn.items()})
-    return environment.get_template("report.html.j2").render(_context(profile, drawn), drawings=drawings, **page_parts(environment))
+    return environment.get_template("report.html.j2").render(
+        _context(profile, drawn), drawings=drawings, **page_parts(environment)
+    )
 
 
 def markdown(profile: Profile, drawn: dict[str, Chart] | None = None) -> str:
@@ -114,10 +120,14 @@ def environment_of_pages() -> jinja2.Environment:
 
 
 def page_parts(environment: jinja2.Environment) -> dict[str, Any]:
-    """What every page has: its style, its one script, and the policy that lets these through and nothing else."""
+    """What every page has: its style, its one script, and the policy that lets these through and
+    nothing else.
+    """
     from markupsafe import Markup
 
-    style = environment.get_template("style.css.j2").render(light=palette.LIGHT.css(), dark=palette.DARK.css(), printed=palette.PRINT.css())
+    style = environment.get_template("style.css.j2").render(
+        light=palette.LIGHT.css(), dark=palette.DARK.css(), printed=palette.PRINT.css()
+    )
     script = environment.get_template("copy.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Inline styles cannot be listed by their hashes: the charts have some hundred.
@@ -138,14 +148,29 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "by_deepspeed": profile.engine.get("name") == "deepspeed",
         "phases": [phase for phase in PHASES if phase in profile.performance],
         "phase_names": wording.PHASE_NAMES,
-        "control_gb_per_s": {phase: summary.control_gb_per_s(profile, phase) or 0.0 for phase in PHASES},
-        "judgements": {phase: _judgement(best, chosen) for phase, best in profile.performance.items()},
+        "control_gb_per_s": {
+            phase: summary.control_gb_per_s(profile, phase) or 0.0 for phase in PHASES
+        },
+        "judgements": {
+            phase: _judgement(best, chosen) for phase, best in profile.performance.items()
+        },
         "fio": summary.beside(profile, "fio"),
-        "fio_version": next((f"fio {other.version.removeprefix('fio-')}".strip() for other in profile.beside if other.name == "fio"), ""),
+        "fio_version": next(
+            (
+                f"fio {other.version.removeprefix('fio-')}".strip()
+                for other in profile.beside
+                if other.name == "fio"
+            ),
+            "",
+        ),
         "backends_judgement": _backends_judgement(profile),
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
-        "drive_facts": [(label, drive[key], key) for key, label in _DRIVE_LABELS.items() if drive.get(key) not in (None, "", [], ())],
+        "drive_facts": [
+            (label, drive[key], key)
+            for key, label in _DRIVE_LABELS.items()
+            if drive.get(key) not in (None, "", [], ())
+        ],
         "charts": _absent_are_none(drawn),
         "tables": _absent_are_none(tables.of(profile)),
         "default_load": traffic.GRADIENTS,
@@ -186,7 +211,9 @@ def _lead(profile: Profile) -> str:
 
 
 def _judgement(best: Best, chosen: Setting) -> str:
-    """How the chosen setting stands to the control: "same", "faster", "slower" or "alike" when the interval cannot tell."""
+    """How the chosen setting stands to the control: "same", "faster", "slower" or "alike" when the
+    interval cannot tell.
+    """
     if summary.is_defaults(chosen):
         return "same"
     if best.relative_low > 1:
@@ -196,7 +223,14 @@ def _judgement(best: Best, chosen: Setting) -> str:
 
 def _backends_judgement(profile: Profile) -> str:
     """What the comparison of kernel interfaces says, in a sentence; "" where there was none."""
-    other = next((other for other in profile.beside if other.name != "fio" and other.phase == "mixed" and other.relative_low > 0), None)
+    other = next(
+        (
+            other
+            for other in profile.beside
+            if other.name != "fio" and other.phase == "mixed" and other.relative_low > 0
+        ),
+        None,
+    )
     if other is None:
         return ""
     beside = f"{profile.chosen.backend}, {wording.ratio(other.relative)}"

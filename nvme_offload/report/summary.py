@@ -8,7 +8,16 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Latency, Profile, Setting, Trial
+from nvme_offload.hardware.profile import (
+    DEEPSPEED_DEFAULTS,
+    PHASES,
+    Beside,
+    Best,
+    Latency,
+    Profile,
+    Setting,
+    Trial,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -37,7 +46,9 @@ def frame(trials: Iterable[Trial]) -> pandas.DataFrame:
     import pandas
 
     names = [field.name for field in dataclasses.fields(Trial) if field.name != "samples"]
-    return pandas.DataFrame([[getattr(trial, name) for name in names] for trial in trials], columns=names)
+    return pandas.DataFrame(
+        [[getattr(trial, name) for name in names] for trial in trials], columns=names
+    )
 
 
 def _with_settings(trials: Iterable[Trial]) -> pandas.DataFrame:
@@ -48,8 +59,13 @@ def _with_settings(trials: Iterable[Trial]) -> pandas.DataFrame:
 def medians(trials: Iterable[Trial], phase: str) -> dict[Setting, Median]:
     """By setting: the medians of its sound trials under *phase*, runs as the control among them."""
     tried = _with_settings(trial for trial in sound(trials) if trial.phase == phase)
-    found = tried.groupby("setting", sort=False).agg(speed=("gb_per_s", "median"), relative=("relative", "median"), trials=("phase", "size"))
-    return {row.Index: Median(float(row.speed), float(row.relative), int(row.trials)) for row in found.itertuples()}
+    found = tried.groupby("setting", sort=False).agg(
+        speed=("gb_per_s", "median"), relative=("relative", "median"), trials=("phase", "size")
+    )
+    return {
+        row.Index: Median(float(row.speed), float(row.relative), int(row.trials))
+        for row in found.itertuples()
+    }
 
 
 def phases_tried(trials: Iterable[Trial]) -> list[str]:
@@ -59,7 +75,9 @@ def phases_tried(trials: Iterable[Trial]) -> list[str]:
 
 
 def last_stage(trials: Sequence[Trial]) -> str:
-    """The stage that decided: "final" where the search came so far, or else the last one; "" without any sound trial."""
+    """The stage that decided: "final" where the search came so far, or else the last one; ""
+    without any sound trial.
+    """
     stages = [trial.stage for trial in sound(trials)]
     return "final" if "final" in stages else stages[-1] if stages else ""
 
@@ -71,11 +89,15 @@ def decisive(profile: Profile) -> list[Trial]:
 
 
 def control_gb_per_s(profile: Profile, phase: str) -> float | None:
-    """The speed of the control setting: what it ran at when the chosen one was judged, or else the median of all its runs."""
+    """The speed of the control setting: what it ran at when the chosen one was judged, or else the
+    median of all its runs.
+    """
     reached = profile.performance.get(phase)
     if reached is not None and reached.relative > 0:
         return reached.gb_per_s / reached.relative
-    runs = [trial.gb_per_s for trial in sound(profile.trials) if trial.control and trial.phase == phase]
+    runs = [
+        trial.gb_per_s for trial in sound(profile.trials) if trial.control and trial.phase == phase
+    ]
     return statistics.median(runs) if runs else None
 
 
@@ -86,12 +108,22 @@ def interval_gb_per_s(best: Best) -> tuple[float, float]:
 
 
 def control_runs(profile: Profile, phase: str) -> list[tuple[float, float]]:
-    """(seconds since the sweep began, GB/s) of the control's runs; those around which the drive jumped are what one wants to see here."""
-    return sorted((trial.started_seconds, trial.gb_per_s) for trial in profile.trials if trial.control and trial.phase == phase and trial.flaw != "impossible")
+    """(seconds since the sweep began, GB/s) of the control's runs; those around which the drive
+    jumped are what one wants to see here.
+    """
+    return sorted(
+        (trial.started_seconds, trial.gb_per_s)
+        for trial in profile.trials
+        if trial.control and trial.phase == phase and trial.flaw != "impossible"
+    )
 
 
-def slopes(samples: Iterable[tuple[float, int]], most_points: int = 48) -> list[tuple[float, float]]:
-    """(seconds, GB/s) between (seconds, bytes so far) *samples*, in at most *most_points* steps of about the same length."""
+def slopes(
+    samples: Iterable[tuple[float, int]], most_points: int = 48
+) -> list[tuple[float, float]]:
+    """(seconds, GB/s) between (seconds, bytes so far) *samples*, in at most *most_points* steps of
+    about the same length.
+    """
     points = sorted({(0.0, 0), *samples})
     if len(points) < 3:
         return []
@@ -100,27 +132,44 @@ def slopes(samples: Iterable[tuple[float, int]], most_points: int = 48) -> list[
     for point in points[1:]:
         if point[0] - kept[-1][0] >= step:
             kept.append(point)
-    return [((before[0] + after[0]) / 2, (after[1] - before[1]) / (after[0] - before[0]) / 1e9) for before, after in itertools.pairwise(kept)]
+    return [
+        ((before[0] + after[0]) / 2, (after[1] - before[1]) / (after[0] - before[0]) / 1e9)
+        for before, after in itertools.pairwise(kept)
+    ]
 
 
 def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
-    """By setting: the median GB/s read and written at the same time, in the deciding stage where it was there, or else in all."""
+    """By setting: the median GB/s read and written at the same time, in the deciding stage where it
+    was there, or else in all.
+    """
     mixed = _with_settings(trial for trial in sound(profile.trials) if trial.phase == "mixed")
     late = mixed[mixed["stage"] == last_stage(profile.trials)]
-    decided = mixed[mixed["setting"].isin(late["setting"]) == mixed.index.isin(late.index)]  # all trials of a setting that did not come so far
+    # all trials of a setting that did not come so far
+    decided = mixed[mixed["setting"].isin(late["setting"]) == mixed.index.isin(late.index)]
     found = decided.groupby("setting", sort=False)[["read_gb_per_s", "write_gb_per_s"]].median()
-    return {row.Index: (float(row.read_gb_per_s), float(row.write_gb_per_s)) for row in found.itertuples()}
+    return {
+        row.Index: (float(row.read_gb_per_s), float(row.write_gb_per_s))
+        for row in found.itertuples()
+    }
 
 
 def beside(profile: Profile, name: str) -> dict[str, Beside]:
     """By phase: what *name* reached at the chosen setting, unless nothing moved."""
-    moved = [other for other in profile.beside if other.name == name and 0 < other.relative_low <= other.relative_high]
+    moved = [
+        other
+        for other in profile.beside
+        if other.name == name and 0 < other.relative_low <= other.relative_high
+    ]
     return {other.phase: other for phase in PHASES for other in moved if other.phase == phase}
 
 
 def latency(profile: Profile, setting: Setting) -> dict[str, Latency]:
     """By phase: how long the requests of *setting* took, where there were any."""
-    timed = [each for each in profile.latencies if each.setting == setting and 0 < each.p50_ms <= each.p99_ms <= each.max_ms]
+    timed = [
+        each
+        for each in profile.latencies
+        if each.setting == setting and 0 < each.p50_ms <= each.p99_ms <= each.max_ms
+    ]
     return {each.phase: each for phase in PHASES for each in timed if each.phase == phase}
 
 
@@ -132,16 +181,32 @@ class Finalist(NamedTuple):
 
 
 def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
-    """The settings of the deciding stage, the fastest first; the chosen one and the control stay when there are too many."""
+    """The settings of the deciding stage, the fastest first; the chosen one and the control stay
+    when there are too many.
+    """
     trials = decisive(profile)
     by_phase = {phase: medians(trials, phase) for phase in PHASES}
     controls = {trial.setting for trial in trials if trial.control}
     settings = dict.fromkeys(trial.setting for trial in trials)
-    found = [Finalist(setting, {phase: reached[setting] for phase, reached in by_phase.items() if setting in reached}) for setting in settings]
+    found = [
+        Finalist(
+            setting,
+            {phase: reached[setting] for phase, reached in by_phase.items() if setting in reached},
+        )
+        for setting in settings
+    ]
 
     def speed(finalist: Finalist) -> tuple[int, float]:
         mixed = finalist.phases.get("mixed")
-        return (1, mixed.relative) if mixed else (0, max(reached.relative for reached in finalist.phases.values()))
+        return (
+            (1, mixed.relative)
+            if mixed
+            else (0, max(reached.relative for reached in finalist.phases.values()))
+        )
 
     found.sort(key=speed, reverse=True)
-    return found[:most] + [finalist for finalist in found[most:] if finalist.setting == profile.chosen or finalist.setting in controls]
+    return found[:most] + [
+        finalist
+        for finalist in found[most:]
+        if finalist.setting == profile.chosen or finalist.setting in controls
+    ]

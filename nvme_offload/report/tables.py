@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Health, Profile, Setting
+from nvme_offload.hardware.profile import (
+    DEEPSPEED_DEFAULTS,
+    PHASES,
+    Beside,
+    Health,
+    Profile,
+    Setting,
+)
 from nvme_offload.planning import traffic
 
 from . import summary, training, wording
@@ -16,7 +23,8 @@ from .wording import DASH, NONE, PHASE_NAMES, SPACE, TIMES
 class Table:
     """Rows of cells, the first of each its name.
 
-    columns: a line break in a name is where it may be broken. strong: rows to stand out. words: columns that hold text rather than numbers.
+    columns: a line break in a name is where it may be broken. strong: rows to stand out. words:
+    columns that hold text rather than numbers.
     """
 
     name: str
@@ -29,8 +37,17 @@ class Table:
     def markdown(self) -> str:
         """As a table of Markdown, without the caption."""
         lines = [_cells(tuple(column.replace("\n", " ") for column in self.columns))]
-        lines += [[f"**{cell}**" if cell and index in self.strong else cell for cell in row] for index, row in enumerate(map(_cells, self.rows))]
-        rule = "|" + "|".join("---" if index in self.words else "---:" for index in range(len(self.columns))) + "|"
+        lines += [
+            [f"**{cell}**" if cell and index in self.strong else cell for cell in row]
+            for index, row in enumerate(map(_cells, self.rows))
+        ]
+        rule = (
+            "|"
+            + "|".join(
+                "---" if index in self.words else "---:" for index in range(len(self.columns))
+            )
+            + "|"
+        )
         header, *rows = ("| " + " | ".join(line) + " |" for line in lines)
         return "\n".join([header, rule, *rows])
 
@@ -53,7 +70,11 @@ def steps(profile: Profile) -> Table:
         gpus = wording.plural(step.gpus, "GPU")
         drives = wording.plural(step.drives, "drive")
         saved = step.default_seconds - step.seconds
-        times = (wording.duration(step.seconds), wording.duration(step.default_seconds), _signed(saved))
+        times = (
+            wording.duration(step.seconds),
+            wording.duration(step.default_seconds),
+            _signed(saved),
+        )
         moved = (wording.decimal_bytes(step.rank_bytes), wording.decimal_bytes(step.drive_bytes))
         rows.append((f"{wording.model(step.parameters)}, {gpus}, {drives}", *times, *moved))
         stripe_speeds = traffic.stripe_speeds(profile)
@@ -61,13 +82,28 @@ def steps(profile: Profile) -> Table:
             paths = len(profile.stripe)
             seconds = traffic.floor(traffic.GRADIENTS, step.parameters, stripe_speeds).seconds
             who = f"{wording.model(step.parameters)}, {gpus}, these {paths}{SPACE}paths"
-            rows.append((who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all"))
-    columns = ("Parameters, GPUs, drives", "With this\nsetting", "With the\ndefaults", "Saved\na step", "Each rank\nmoves", "Each drive\nmoves")
+            rows.append(
+                (who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all")
+            )
+    columns = (
+        "Parameters, GPUs, drives",
+        "With this\nsetting",
+        "With the\ndefaults",
+        "Saved\na step",
+        "Each rank\nmoves",
+        "Each drive\nmoves",
+    )
     return Table("steps", "The drive's time in one optimizer step", columns, tuple(rows))
 
 
 def _signed(seconds: float) -> str:
-    return NONE if seconds == 0 else wording.duration(seconds) if seconds > 0 else f"\N{MINUS SIGN}{wording.duration(-seconds)}"
+    return (
+        NONE
+        if seconds == 0
+        else wording.duration(seconds)
+        if seconds > 0
+        else f"\N{MINUS SIGN}{wording.duration(-seconds)}"
+    )
 
 
 def loads(profile: Profile) -> Table:
@@ -77,9 +113,29 @@ def loads(profile: Profile) -> Table:
     for load in traffic.LOADS if speeds else ():
         floors = [traffic.floor(load, parameters, speeds) for parameters in training.MODELS]
         reads = f"{load.step_read:.3g}" + (f" + {load.passes_read:.3g}" if load.passes_read else "")
-        rows.append((load.name, reads, f"{load.step_write:.3g}", PHASE_NAMES[floors[0].bound], *(wording.duration(each.seconds) for each in floors)))
-    columns = ("On the drive", "Read,\nbytes/param.", "Written,\nbytes/param.", "Bound by", *(wording.model(parameters) for parameters in training.MODELS))
-    return Table("loads", "What goes through the drive decides", columns, tuple(rows), words=frozenset({0, 3}))
+        rows.append(
+            (
+                load.name,
+                reads,
+                f"{load.step_write:.3g}",
+                PHASE_NAMES[floors[0].bound],
+                *(wording.duration(each.seconds) for each in floors),
+            )
+        )
+    columns = (
+        "On the drive",
+        "Read,\nbytes/param.",
+        "Written,\nbytes/param.",
+        "Bound by",
+        *(wording.model(parameters) for parameters in training.MODELS),
+    )
+    return Table(
+        "loads",
+        "What goes through the drive decides",
+        columns,
+        tuple(rows),
+        words=frozenset({0, 3}),
+    )
 
 
 def wear(profile: Profile) -> Table:
@@ -87,7 +143,11 @@ def wear(profile: Profile) -> Table:
     rated = traffic.rated_bytes(profile)
     rows = []
     for each in training.wear():
-        row = [wording.model(each.parameters), wording.decimal_bytes(each.written_bytes), f"{each.steps:,.0f}"]
+        row = [
+            wording.model(each.parameters),
+            wording.decimal_bytes(each.written_bytes),
+            f"{each.steps:,.0f}",
+        ]
         if rated is not None:
             row.append(f"{rated / each.written_bytes:,.0f}")
         rows.append(tuple(row))
@@ -111,18 +171,32 @@ def limits(profile: Profile) -> Table:
         row = [PHASE_NAMES[phase]]
         if fio:
             other = fio.get(phase)
-            row += [*map(wording.speed, (other.chosen_gb_per_s, other.gb_per_s)), wording.percent(1 / other.relative), _inverse(other)] if other else [NONE] * 4
+            row += (
+                [
+                    *map(wording.speed, (other.chosen_gb_per_s, other.gb_per_s)),
+                    wording.percent(1 / other.relative),
+                    _inverse(other),
+                ]
+                if other
+                else [NONE] * 4
+            )
         else:
             row.append(wording.speed(reached.gb_per_s))
         if link:
             # Each direction has its own lanes.
             busiest = 1.0
             if phase == "mixed":
-                busiest = max(directions) / sum(directions) if directions and sum(directions) else 0.5
+                busiest = (
+                    max(directions) / sum(directions) if directions and sum(directions) else 0.5
+                )
             row.append(wording.percent(reached.gb_per_s * 1e9 * busiest / link))
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
-    columns = ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"] if fio else columns
+    columns = (
+        ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"]
+        if fio
+        else columns
+    )
     columns += [f"Of the link,\n{wording.speed(link / 1e9)}{SPACE}GB/s each way"] if link else []
     return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
 
@@ -139,28 +213,51 @@ def backends(profile: Profile) -> Table:
     for name in names:
         for phase, other in summary.beside(profile, name).items():
             spread = NONE if other.relative_low == other.relative_high else wording.interval(other)
-            rows.append((PHASE_NAMES[phase], wording.speed(other.chosen_gb_per_s), wording.speed(other.gb_per_s), wording.ratio(other.relative), spread))
+            rows.append(
+                (
+                    PHASE_NAMES[phase],
+                    wording.speed(other.chosen_gb_per_s),
+                    wording.speed(other.gb_per_s),
+                    wording.ratio(other.relative),
+                    spread,
+                )
+            )
     ours, others = profile.chosen.backend, " or ".join(names)
     columns = ("Load", f"{ours},\nGB/s", f"{others},\nGB/s", f"{others} over\n{ours}", "Range")
-    return Table("backends", f"{ours} and {others}, interleaved at this setting", columns, tuple(rows))
+    return Table(
+        "backends", f"{ours} and {others}, interleaved at this setting", columns, tuple(rows)
+    )
 
 
 def best(profile: Profile) -> Table:
     """The best setting of each phase, were it the only one that counts."""
     rows = tuple(
-        (PHASE_NAMES[phase], *_setting_cells(found.setting), wording.speed(found.gb_per_s), wording.ratio(found.relative), wording.interval(found))
+        (
+            PHASE_NAMES[phase],
+            *_setting_cells(found.setting),
+            wording.speed(found.gb_per_s),
+            wording.ratio(found.relative),
+            wording.interval(found),
+        )
         for phase in PHASES
         if (found := profile.best.get(phase)) is not None
     )
     columns = ("Load", *_SETTING_COLUMNS, "GB/s", "Over the\ndefaults", f"90{SPACE}% interval")
-    return Table("best", "The best setting of each load, were it the only one that counts", columns, rows)
+    return Table(
+        "best", "The best setting of each load, were it the only one that counts", columns, rows
+    )
 
 
 _SETTING_COLUMNS = ("Block\nsize", "Queue\ndepth", "Threads", "In\nflight")
 
 
 def _setting_cells(setting: Setting) -> tuple[str, ...]:
-    return wording.size(setting.block_size), str(setting.queue_depth), str(setting.thread_count), wording.size(setting.bytes_in_flight)
+    return (
+        wording.size(setting.block_size),
+        str(setting.queue_depth),
+        str(setting.thread_count),
+        wording.size(setting.bytes_in_flight),
+    )
 
 
 def finalists(profile: Profile) -> Table:
@@ -169,15 +266,37 @@ def finalists(profile: Profile) -> Table:
     found = summary.finalists(profile)
     rows, strong = [], set()
     for index, finalist in enumerate(found):
-        roles = [name for name, holds in (("chosen", finalist.setting == profile.chosen), ("defaults", finalist.setting in controls)) if holds]
-        cells = [
-            f"{wording.speed(reached.gb_per_s)} ({wording.ratio(reached.relative)})" if (reached := finalist.phases.get(phase)) else NONE for phase in PHASES
+        roles = [
+            name
+            for name, holds in (
+                ("chosen", finalist.setting == profile.chosen),
+                ("defaults", finalist.setting in controls),
+            )
+            if holds
         ]
-        rows.append((*_setting_cells(finalist.setting), *cells, str(sum(reached.trials for reached in finalist.phases.values())), ", ".join(roles)))
+        cells = [
+            f"{wording.speed(reached.gb_per_s)} ({wording.ratio(reached.relative)})"
+            if (reached := finalist.phases.get(phase))
+            else NONE
+            for phase in PHASES
+        ]
+        rows.append(
+            (
+                *_setting_cells(finalist.setting),
+                *cells,
+                str(sum(reached.trials for reached in finalist.phases.values())),
+                ", ".join(roles),
+            )
+        )
         if "chosen" in roles:
             strong.add(index)
     stage = summary.last_stage(profile.trials)
-    columns = (*_SETTING_COLUMNS, *(PHASE_NAMES[phase].capitalize() for phase in PHASES), "Trials", "Role")
+    columns = (
+        *_SETTING_COLUMNS,
+        *(PHASE_NAMES[phase].capitalize() for phase in PHASES),
+        "Trials",
+        "Role",
+    )
     caption = f"The last stage ({stage}): median GB/s, and the ratio to the defaults; the fastest under both at once first"
     return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
 
@@ -191,10 +310,17 @@ def stages(profile: Profile) -> Table:
         groups.setdefault(trial.flaw or trial.stage, []).append(trial.seconds)
         settings.setdefault(trial.flaw or trial.stage, set()).add(trial.setting)
     rows = tuple(
-        (f"left out: {name}" if name in flaws else name, str(len(settings[name])), str(len(seconds)), wording.duration(sum(seconds) / len(seconds)))
+        (
+            f"left out: {name}" if name in flaws else name,
+            str(len(settings[name])),
+            str(len(seconds)),
+            wording.duration(sum(seconds) / len(seconds)),
+        )
         for name, seconds in groups.items()
     )
-    return Table("stages", "The stages of the search", ("Stage", "Settings", "Trials", "A trial takes"), rows)
+    return Table(
+        "stages", "The stages of the search", ("Stage", "Settings", "Trials", "A trial takes"), rows
+    )
 
 
 def stripe(profile: Profile) -> Table:
@@ -202,14 +328,39 @@ def stripe(profile: Profile) -> Table:
     rows: list[tuple[str, ...]] = []
     for path in profile.stripe:
         share = f"{100 * path.weight:.1f}{SPACE}%"
-        rows.append((path.path, path.model or path.device, wording.setting(path.setting), share, *_by_phase(path.alone), *_by_phase(path.together)))
+        rows.append(
+            (
+                path.path,
+                path.model or path.device,
+                wording.setting(path.setting),
+                share,
+                *_by_phase(path.alone),
+                *_by_phase(path.together),
+            )
+        )
     strong = frozenset[int]()
     if together := traffic.stripe_speeds(profile):
-        rows.append(("All together", "", "", f"100{SPACE}%", NONE, NONE, NONE, *_by_phase(together)))
+        rows.append(
+            ("All together", "", "", f"100{SPACE}%", NONE, NONE, NONE, *_by_phase(together))
+        )
         strong = frozenset({len(rows) - 1})
     names = [f"{PHASE_NAMES[phase].capitalize()}" for phase in PHASES]
-    columns = ("Path", "Drive", f"Block {TIMES} depth\n{TIMES} threads", "Weight", *(f"{n},\nalone" for n in names), *(f"{n},\ntogether" for n in names))
-    return Table("stripe", "Each path alone and while all are used at once, GB/s", columns, tuple(rows), strong, frozenset({0, 1, 2}))
+    columns = (
+        "Path",
+        "Drive",
+        f"Block {TIMES} depth\n{TIMES} threads",
+        "Weight",
+        *(f"{n},\nalone" for n in names),
+        *(f"{n},\ntogether" for n in names),
+    )
+    return Table(
+        "stripe",
+        "Each path alone and while all are used at once, GB/s",
+        columns,
+        tuple(rows),
+        strong,
+        frozenset({0, 1, 2}),
+    )
 
 
 def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
@@ -222,15 +373,25 @@ def health(profile: Profile) -> Table:
 
     def facts(one: Health) -> dict[str, str | None]:
         return {
-            "Temperature": None if one.temperature_celsius is None else wording.shown(one.temperature_celsius, "temperature_celsius"),
+            "Temperature": None
+            if one.temperature_celsius is None
+            else wording.shown(one.temperature_celsius, "temperature_celsius"),
             "Rated life used": None if one.wear is None else wording.percent(one.wear),
-            "Written in its life": None if one.written_bytes is None else wording.decimal_bytes(one.written_bytes),
-            "Slowed by heat in its life": None if one.throttled_seconds is None else wording.duration(one.throttled_seconds),
+            "Written in its life": None
+            if one.written_bytes is None
+            else wording.decimal_bytes(one.written_bytes),
+            "Slowed by heat in its life": None
+            if one.throttled_seconds is None
+            else wording.duration(one.throttled_seconds),
             "It warns of": one.critical or None,
         }
 
     found = [facts(one) if one else {} for one in both]
-    names = dict.fromkeys(name for each in found for name, value in each.items() if value is not None)
+    names = dict.fromkeys(
+        name for each in found for name, value in each.items() if value is not None
+    )
     rows = tuple((name, *(each.get(name) or NONE for each in found)) for name in names)
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))
-    return Table("health", f"What the drive says of itself ({sources})", ("", "Before", "After"), rows)
+    return Table(
+        "health", f"What the drive says of itself ({sources})", ("", "Before", "After"), rows
+    )

@@ -16,7 +16,9 @@ LIFE_BYTES = 100e12  # what wear is told for where a drive does not say what it 
 
 
 class Step(NamedTuple):
-    """An optimizer step on a node with *gpus* ranks that share *drives* alike drives; bytes of both directions together."""
+    """An optimizer step on a node with *gpus* ranks that share *drives* alike drives; bytes of both
+    directions together.
+    """
 
     parameters: float
     gpus: int
@@ -34,7 +36,9 @@ def default_speeds(profile: Profile) -> dict[str, float]:
 
 
 def steps(profile: Profile, load: Load = GRADIENTS, models: Sequence[float] = MODELS) -> list[Step]:
-    """Each model on one GPU, on eight that share the drive, and on eight with a drive each; nothing without all three speeds."""
+    """Each model on one GPU, on eight that share the drive, and on eight with a drive each; nothing
+    without all three speeds.
+    """
     chosen, defaults = chosen_speeds(profile), default_speeds(profile)
     if not chosen or not defaults:
         return []
@@ -43,7 +47,17 @@ def steps(profile: Profile, load: Load = GRADIENTS, models: Sequence[float] = MO
         total = parameters * (load.step_read + load.step_write + load.passes_read)
         before, after = (floor(load, parameters, speeds).seconds for speeds in (defaults, chosen))
         for gpus, drives in ((1, 1), (GPUS, 1), (GPUS, GPUS)):
-            found.append(Step(parameters, gpus, drives, total / gpus, total / drives, after / drives, before / drives))
+            found.append(
+                Step(
+                    parameters,
+                    gpus,
+                    drives,
+                    total / gpus,
+                    total / drives,
+                    after / drives,
+                    before / drives,
+                )
+            )
     return found
 
 
@@ -57,10 +71,15 @@ class Wear(NamedTuple):
 
 def wear(load: Load = GRADIENTS, models: Sequence[float] = MODELS) -> list[Wear]:
     """By model."""
-    return [Wear(parameters, parameters * load.step_write, LIFE_BYTES / (parameters * load.step_write)) for parameters in models]
+    return [
+        Wear(parameters, parameters * load.step_write, LIFE_BYTES / (parameters * load.step_write))
+        for parameters in models
+    ]
 
 
 def life_seconds(profile: Profile, load: Load = GRADIENTS) -> float | None:
-    """How soon *LIFE_BYTES* are written by a drive that does nothing but steps; None without all three speeds."""
+    """How soon *LIFE_BYTES* are written by a drive that does nothing but steps; None without all
+    three speeds.
+    """
     speeds = chosen_speeds(profile)
     return floor(load, LIFE_BYTES / load.step_write, speeds).seconds if speeds else None

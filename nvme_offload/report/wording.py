@@ -12,7 +12,12 @@ from nvme_offload.units import format_bytes
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-TIMES, DASH, SPACE, NONE = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}", "\N{EN DASH}"
+TIMES, DASH, SPACE, NONE = (
+    "\N{MULTIPLICATION SIGN}",
+    "\N{EN DASH}",
+    "\N{NO-BREAK SPACE}",
+    "\N{EN DASH}",
+)
 PHASE_NAMES = {"read": "read", "write": "write", "mixed": f"both{SPACE}at{SPACE}once"}
 
 _UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
@@ -67,7 +72,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours / 24:.3g}{SPACE}days"
-    return f"{hours}{SPACE}h {minutes}{SPACE}min" if hours else f"{minutes}{SPACE}min {rest}{SPACE}s"
+    return (
+        f"{hours}{SPACE}h {minutes}{SPACE}min" if hours else f"{minutes}{SPACE}min {rest}{SPACE}s"
+    )
 
 
 def milliseconds(value: float) -> str:
@@ -108,7 +115,10 @@ def shown(value: Any, key: str) -> str:
         return _number(value, key)
     if isinstance(value, dict):
         # {"file_bytes": {"read": n}}: the unit may stand in the outer key.
-        return ", ".join(f"{inner} {shown(item, key if key.endswith(_UNITS) else inner)}" for inner, item in value.items())
+        return ", ".join(
+            f"{inner} {shown(item, key if key.endswith(_UNITS) else inner)}"
+            for inner, item in value.items()
+        )
     if isinstance(value, (list, tuple)):
         return ", ".join(shown(item, key) for item in value)
     return "not known" if value in (None, "") else str(value)
@@ -152,4 +162,7 @@ def markdown_code(text: str) -> str:
 
 def markdown_prose(text: str) -> str:
     """A sentence as Markdown outside of a table: plain text, but for its code between backticks."""
-    return "".join(part if index % 2 else markdown_cell(part) for index, part in enumerate(re.split(r"(`[^`\n]+`)", text)))
+    return "".join(
+        part if index % 2 else markdown_cell(part)
+        for index, part in enumerate(re.split(r"(`[^`\n]+`)", text))
+    )

@@ -1,4 +1,6 @@
-"""Room on drives: `Slabs` on one, in preallocated files without names; `Stripes` over several, by weight."""
+"""Room on drives: `Slabs` on one, in preallocated files without names; `Stripes` over several, by
+weight.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from ..units import format_bytes
 
 GRANULE_BYTES = 4096
 _GROWTH_BYTES = 1 << 30
-_STRIPED_FROM_BYTES = 4 << 20  # below, cutting a tensor over the drives costs more in requests than it gains
+# below, cutting a tensor over the drives costs more in requests than it gains
+_STRIPED_FROM_BYTES = 4 << 20
 _STRIPE_UNIT_BYTES = 64 << 10
 
 
 class Extent(NamedTuple):
-    """*nbytes* that belong to someone, from *offset* bytes into *file*, one of the drive *slabs*."""
+    """*nbytes* that belong to someone, from *offset* bytes into *file*, one of the drive
+    *slabs*.
+    """
 
     slabs: Slabs
     file: File
@@ -33,12 +38,13 @@ class Extent(NamedTuple):
 class Slabs:
     """The room that a store has on the drive of *path*; not for several threads at once.
 
-    It grows by one more file at a time: that needs nobody to wait for transfers in the others, and `reserve` makes it a single one. The files have
-    no names, so nothing of them stays behind a process that is killed, and no other process can meet them.
+    It grows by one more file at a time: that needs nobody to wait for transfers in the others, and
+    `reserve` makes it a single one. The files have no names, so nothing of them stays behind a
+    process that is killed, and no other process can meet them.
 
     *weight* is the share of new bytes that this drive is to get, beside the weights of the others.
-    Raises: IOFailure when *path* is no directory that can be written to; UnsupportedError when it lacks what the engine's configuration demands.
-    Source: open(2) for O_TMPFILE, fallocate(2).
+    Raises: IOFailure when *path* is no directory that can be written to; UnsupportedError when it
+    lacks what the engine's configuration demands. Source: open(2) for O_TMPFILE, fallocate(2).
     """
 
     def __init__(self, engine: Engine, path: str, weight: float) -> None:
@@ -62,13 +68,19 @@ class Slabs:
         return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
 
     def take(self, nbytes: int) -> list[Extent]:
-        """Take *nbytes* in as few places as can be: in one unless the drive is nearly full, and fewer bytes than that only when it is full."""
-        place = self._take_whole(nbytes) or (self._take_whole(nbytes) if self._grow_for(nbytes) else None)
+        """Take *nbytes* in as few places as can be: in one unless the drive is nearly full, and
+        fewer bytes than that only when it is full.
+        """
+        place = self._take_whole(nbytes) or (
+            self._take_whole(nbytes) if self._grow_for(nbytes) else None
+        )
         if place is not None:
             return [place]
         taken: list[Extent] = []
         try:
-            while nbytes > 0 and (largest := self._largest_hole_bytes() or self._grow_to_the_end(nbytes)):
+            while nbytes > 0 and (
+                largest := self._largest_hole_bytes() or self._grow_to_the_end(nbytes)
+            ):
                 place = self._take_whole(min(nbytes, largest))
                 assert place is not None  # as large as a hole that is there
                 taken.append(place)
@@ -97,7 +109,9 @@ class Slabs:
         """Allocate *nbytes* more on the drive. Raises: NoSpaceError."""
         size = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         if size > 0:
-            self._files[self._engine.open_anonymous(self.path, size, padded=True)] = Extents(size, GRANULE_BYTES)
+            self._files[self._engine.open_anonymous(self.path, size, padded=True)] = Extents(
+                size, GRANULE_BYTES
+            )
 
     def close(self) -> None:
         """Give all room back to the drive, once the transfers under way are finished."""
@@ -114,7 +128,8 @@ class Slabs:
         return None
 
     def _grow_for(self, nbytes: int) -> bool:
-        # In steps that leave the drive room for others when there is little, yet stay few, since each is an open file.
+        # In steps that leave the drive room for others when there is little, yet stay few, since
+        # each is an open file.
         step = min(max(_GROWTH_BYTES, self.nbytes // 10), self.available_bytes // 4)
         return any(self._grown(size) for size in (max(nbytes, step), nbytes))
 
@@ -123,7 +138,8 @@ class Slabs:
 
     def _grow_to_the_end(self, nbytes: int) -> int:
         size = min(nbytes, self.available_bytes // GRANULE_BYTES * GRANULE_BYTES)
-        while size >= GRANULE_BYTES:  # what a filesystem calls available it may need for its own books in part
+        # what a filesystem calls available it may need for its own books in part
+        while size >= GRANULE_BYTES:
             if self._grown(size):
                 return self._largest_hole_bytes()
             size = size // 2 // GRANULE_BYTES * GRANULE_BYTES
@@ -144,12 +160,15 @@ class Slabs:
 class Stripes:
     """The room of a store on all its drives; not for several threads at once.
 
-    What has 4 MiB or more is cut over the drives in proportion to their weights, in units of 64 KiB; what is smaller goes whole to the drive that
-    has the least for its weight. A drive that is full leaves its share to the others.
+    What has 4 MiB or more is cut over the drives in proportion to their weights, in units of 64
+    KiB; what is smaller goes whole to the drive that has the least for its weight. A drive that is
+    full leaves its share to the others.
     """
 
     def __init__(self, engine: Engine, paths: Sequence[str], weights: Sequence[float]) -> None:
-        self.drives = [Slabs(engine, path, weight) for path, weight in zip(paths, weights, strict=True)]
+        self.drives = [
+            Slabs(engine, path, weight) for path, weight in zip(paths, weights, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +186,9 @@ class Stripes:
         return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
 
     def take(self, nbytes: int, operation: str) -> list[Extent]:
-        """Take *nbytes*, in the order of the bytes. Raises: NoSpaceError, of *operation*, and none is taken."""
+        """Take *nbytes*, in the order of the bytes. Raises: NoSpaceError, of *operation*, and none
+        is taken.
+        """
         taken: list[Extent] = []
         try:
             for drive, share in zip(self.drives, self._shares(nbytes), strict=True):
@@ -183,7 +204,8 @@ class Stripes:
         except BaseException:
             self.give_back(taken)
             raise
-        # The one that is no whole number of granules comes last, so that all others begin on a granule of the tensor as well.
+        # The one that is no whole number of granules comes last, so that all others begin on a
+        # granule of the tensor as well.
         return sorted(taken, key=lambda extent: extent.nbytes % GRANULE_BYTES != 0)
 
     def give_back(self, extents: Sequence[Extent]) -> None:
@@ -198,7 +220,9 @@ class Stripes:
             raise self._no_space("reserve", nbytes, missing - self.available_bytes)
         weights = sum(drive.weight for drive in self.drives)
         for drive in self.drives:
-            missing -= drive.grow_up_to(min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes))
+            missing -= drive.grow_up_to(
+                min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes)
+            )
         for drive in self.drives:  # what did not fit on its own drive
             missing -= drive.grow_up_to(missing)
         if missing > 0:
@@ -216,7 +240,12 @@ class Stripes:
         total, reached, ends = sum(drive.weight for drive in self.drives), 0.0, [0]
         for drive in self.drives:
             reached += drive.weight
-            ends.append(min(nbytes, round(nbytes * reached / total / _STRIPE_UNIT_BYTES) * _STRIPE_UNIT_BYTES))
+            ends.append(
+                min(
+                    nbytes,
+                    round(nbytes * reached / total / _STRIPE_UNIT_BYTES) * _STRIPE_UNIT_BYTES,
+                )
+            )
         ends[-1] = nbytes
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -227,7 +256,9 @@ class Stripes:
         )
         reason = f"{os.strerror(errno.ENOSPC)} for {format_bytes(nbytes)}: {room}; {missing} bytes are missing"
         path = ", ".join(drive.path for drive in self.drives)
-        return NoSpaceError(errno.ENOSPC, reason, operation=operation, path=path, offset=0, nbytes=0, done=0)
+        return NoSpaceError(
+            errno.ENOSPC, reason, operation=operation, path=path, offset=0, nbytes=0, done=0
+        )
 
 
 def _fullness(drive: Slabs) -> float:

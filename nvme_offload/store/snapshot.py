@@ -1,10 +1,14 @@
-"""`Snapshot`: the tensors of a store in a directory, such that a crash leaves the old ones or the new ones.
+"""`Snapshot`: the tensors of a store in a directory, such that a crash leaves the old ones or the
+new ones.
 
-The directory has a file of data, `tensors-` and a number drawn for it, and `snapshot.json`, which names the data and says what is where in them. A
-new snapshot writes data of its own beside the old, and then renames its `snapshot.json` over the old one: that is the instant at which it counts.
-What is not named there is left from a process that was killed, or about to go, and the next snapshot removes it.
+The directory has a file of data, `tensors-` and a number drawn for it, and `snapshot.json`, which
+names the data and says what is where in them. A new snapshot writes data of its own beside the old,
+and then renames its `snapshot.json` over the old one: that is the instant at which it counts. What
+is not named there is left from a process that was killed, or about to go, and the next snapshot
+removes it.
 
-The data are all tensors, each from a multiple of 4096 bytes on, and move in windows, each of which has a checksum.
+The data are all tensors, each from a multiple of 4096 bytes on, and move in windows, each of which
+has a checksum.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ _TEMPORARY = re.compile(r"snapshot\.json\.tmp-[0-9a-f]{32}")  # of earlier versi
 
 @dataclasses.dataclass
 class Part:
-    """A piece of a value: *nbytes* from *start* bytes into it lie at *offset* of the extent's file, and have *checksum* where one is kept."""
+    """A piece of a value: *nbytes* from *start* bytes into it lie at *offset* of the extent's file,
+    and have *checksum* where one is kept.
+    """
 
     extent: Extent
     offset: int
@@ -78,7 +84,9 @@ class Snapshot:
         self._engine = engine
 
     def save(self, tensors: Mapping[str, Sequence[Part]]) -> None:
-        """Copy *tensors* here, in place of what was here. Raises: OffloadError, and what was here still is."""
+        """Copy *tensors* here, in place of what was here. Raises: OffloadError, and what was here
+        still is.
+        """
         directory = self.directory
         with _system_errors("snapshot", directory):
             commit.make_directory(directory)
@@ -100,8 +108,13 @@ class Snapshot:
                         "data": data.name,
                         "nbytes": nbytes,
                         "checksum": "xxh3" if summed else "crc32",
-                        "windows": [[window.nbytes, sums[number]] for number, window in enumerate(windows)],
-                        "tensors": [[name, offsets[name], sum(part.nbytes for part in parts)] for name, parts in tensors.items()],
+                        "windows": [
+                            [window.nbytes, sums[number]] for number, window in enumerate(windows)
+                        ],
+                        "tensors": [
+                            [name, offsets[name], sum(part.nbytes for part in parts)]
+                            for name, parts in tensors.items()
+                        ],
                     }
                 )
             finally:
@@ -129,16 +142,31 @@ class Snapshot:
                     raise self._corrupt(f"its data, {path.name}, are missing") from None
                 raise
             if file.size != manifest["nbytes"]:
-                raise self._corrupt(f"{path.name} has {file.size} bytes rather than {manifest['nbytes']}")
+                raise self._corrupt(
+                    f"{path.name} has {file.size} bytes rather than {manifest['nbytes']}"
+                )
             yield Saved(manifest, file, engine, self._engine)
 
-    def _copy_out(self, engine: Engine, file: File, windows: Sequence[_Window], summed: bool, sums: dict[int, int]) -> None:
+    def _copy_out(
+        self,
+        engine: Engine,
+        file: File,
+        windows: Sequence[_Window],
+        summed: bool,
+        sums: dict[int, int],
+    ) -> None:
         starts = _starts(windows)
 
         def read(number: int, buffer: memoryview, tickets: list[tuple[str, Ticket]]) -> None:
             for name, part, skip, begin, nbytes in windows[number].pieces:
-                expected = False if part.checksum is None else part.checksum  # of the whole part, which such a piece always is
-                transfer = self._engine.read(buffer[begin : begin + nbytes], part.extent.file, part.offset + skip, checksum=expected)
+                # of the whole part, which such a piece always is
+                expected = False if part.checksum is None else part.checksum
+                transfer = self._engine.read(
+                    buffer[begin : begin + nbytes],
+                    part.extent.file,
+                    part.offset + skip,
+                    checksum=expected,
+                )
                 tickets.append((name, transfer))
                 padding = -nbytes % GRANULE_BYTES
                 buffer[begin + nbytes : begin + nbytes + padding] = bytes(padding)
@@ -159,7 +187,8 @@ class Snapshot:
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
         path = self.directory / _MANIFEST
         with _system_errors("snapshot", path):
-            commit.sync_directory(self.directory)  # the data are there under their name before they are spoken of
+            # the data are there under their name before they are spoken of
+            commit.sync_directory(self.directory)
             commit.write_file(path, sealed.dumps(manifest))
 
     def _named_data(self) -> str | None:
@@ -172,9 +201,12 @@ class Snapshot:
 
     def _remove_all_but(self, data: str | None) -> None:
         with _system_errors("snapshot", self.directory):
-            broken = data is None and (self.directory / _MANIFEST).exists()  # somebody may want to look at what is left of it
+            # somebody may want to look at what is left of it
+            broken = data is None and (self.directory / _MANIFEST).exists()
             for entry in list(self.directory.iterdir()):
-                stale = _TEMPORARY.fullmatch(entry.name) or (_DATA.fullmatch(entry.name) and entry.name != data and not broken)
+                stale = _TEMPORARY.fullmatch(entry.name) or (
+                    _DATA.fullmatch(entry.name) and entry.name != data and not broken
+                )
                 if stale:
                     entry.unlink(missing_ok=True)
 
@@ -193,19 +225,25 @@ class Snapshot:
         if manifest.get("format") != _FORMAT:
             raise UsageError(f"{path} is not of a snapshot of this package")
         if manifest.get("version") != _VERSION:
-            raise UnsupportedError(f"{path} is of version {manifest.get('version')!r} and this package reads version {_VERSION}: install the one that wrote it")
+            raise UnsupportedError(
+                f"{path} is of version {manifest.get('version')!r} and this package reads version {_VERSION}: install the one that wrote it"
+            )
         if not whole or not _is_sound(manifest):
             raise self._corrupt(f"{_MANIFEST} is not as it was written")
         return manifest
 
     def _corrupt(self, reason: str) -> CorruptionError:
-        return CorruptionError(reason, operation="restore", path=str(self.directory), offset=0, nbytes=0, done=0)
+        return CorruptionError(
+            reason, operation="restore", path=str(self.directory), offset=0, nbytes=0, done=0
+        )
 
 
 class Saved:
     """A snapshot that is open for reading."""
 
-    def __init__(self, manifest: dict[str, Any], file: File, engine: Engine, store_engine: Engine) -> None:
+    def __init__(
+        self, manifest: dict[str, Any], file: File, engine: Engine, store_engine: Engine
+    ) -> None:
         self._manifest = manifest
         self._file = file
         self._engine = engine
@@ -216,11 +254,15 @@ class Saved:
         return {name: nbytes for name, _, nbytes in self._manifest["tensors"]}
 
     def load(self, places: Mapping[str, Sequence[Extent]], summed: bool) -> dict[str, list[Part]]:
-        """Copy every tensor to its extents in *places*, and return its parts there, with their checksums if *summed*. Raises: OffloadError."""
+        """Copy every tensor to its extents in *places*, and return its parts there, with their
+        checksums if *summed*. Raises: OffloadError.
+        """
         manifest, engine = self._manifest, self._engine
         crc = manifest["checksum"] == "crc32"
         if not crc and not _has_checksums(engine, self._file):
-            raise UnsupportedError(f"{self._file.path} has XXH3 checksums, and this build none: install libxxhash-dev or xxhash-devel, and nvme-offload again")
+            raise UnsupportedError(
+                f"{self._file.path} has XXH3 checksums, and this build none: install libxxhash-dev or xxhash-devel, and nvme-offload again"
+            )
         windows = [_Window(nbytes, []) for nbytes, _ in manifest["windows"]]
         starts = _starts(windows)
         parts: dict[str, list[Part]] = {}
@@ -232,7 +274,12 @@ class Saved:
                 while done < extent.nbytes:
                     number = bisect_right(starts, offset + start) - 1
                     begin = offset + start - starts[number]
-                    part = Part(extent, extent.offset + done, start, min(extent.nbytes - done, windows[number].nbytes - begin))
+                    part = Part(
+                        extent,
+                        extent.offset + done,
+                        start,
+                        min(extent.nbytes - done, windows[number].nbytes - begin),
+                    )
                     parts[name].append(part)
                     windows[number].pieces.append(_Piece(name, part, 0, begin, part.nbytes))
                     done += part.nbytes
@@ -240,15 +287,42 @@ class Saved:
 
         def read(number: int, buffer: memoryview, tickets: list[tuple[str, Ticket]]) -> None:
             nbytes, checksum = manifest["windows"][number]
-            tickets.append(("", engine.read(buffer[:nbytes], self._file, starts[number], checksum=False if crc else checksum)))
+            tickets.append(
+                (
+                    "",
+                    engine.read(
+                        buffer[:nbytes],
+                        self._file,
+                        starts[number],
+                        checksum=False if crc else checksum,
+                    ),
+                )
+            )
 
         def write(number: int, buffer: memoryview, tickets: list[tuple[str, Ticket]]) -> None:
             nbytes, checksum = manifest["windows"][number]
             if crc and zlib.crc32(buffer[:nbytes]) != checksum:
                 reason = "the checksum is not that of what was written"
-                raise CorruptionError(reason, operation="read", path=self._file.path, offset=starts[number], nbytes=nbytes, done=nbytes)
+                raise CorruptionError(
+                    reason,
+                    operation="read",
+                    path=self._file.path,
+                    offset=starts[number],
+                    nbytes=nbytes,
+                    done=nbytes,
+                )
             for name, part, _, begin, size in windows[number].pieces:
-                tickets.append((name, self._store_engine.write(buffer[begin : begin + size], part.extent.file, part.offset, checksum=summed)))
+                tickets.append(
+                    (
+                        name,
+                        self._store_engine.write(
+                            buffer[begin : begin + size],
+                            part.extent.file,
+                            part.offset,
+                            checksum=summed,
+                        ),
+                    )
+                )
 
         def finished(number: int, tickets: list[tuple[str, Ticket]]) -> None:
             for piece, (_, ticket) in zip(windows[number].pieces, tickets, strict=True):
@@ -261,8 +335,14 @@ class Saved:
 _Start = Callable[[int, memoryview, "list[tuple[str, Ticket]]"], None]
 
 
-def _pump(count: int, read: _Start, write: _Start, finished: Callable[[int, list[tuple[str, Ticket]]], None]) -> None:
-    """Move windows 0 to *count* through a few buffers, some being read into while others are written from; both add their tickets to a list.
+def _pump(
+    count: int,
+    read: _Start,
+    write: _Start,
+    finished: Callable[[int, list[tuple[str, Ticket]]], None],
+) -> None:
+    """Move windows 0 to *count* through a few buffers, some being read into while others are
+    written from; both add their tickets to a list.
 
     Raises: what they raise, and what their tickets do, when no transfer is under way any more.
     """
@@ -307,7 +387,9 @@ def _wait(tickets: Sequence[tuple[str, Ticket]]) -> None:
 
 
 def _windows_of(tensors: Mapping[str, Sequence[Part]]) -> tuple[list[_Window], dict[str, int]]:
-    """Windows over *tensors* one after the other, and the offset of each in the data; a part that has a checksum is in one window whole."""
+    """Windows over *tensors* one after the other, and the offset of each in the data; a part that
+    has a checksum is in one window whole.
+    """
     windows: list[_Window] = []
     offsets: dict[str, int] = {}
     pieces: list[_Piece] = []
@@ -350,14 +432,29 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
     try:
         end = 0
         for nbytes, checksum in manifest["windows"]:
-            if not (_is_count(checksum) and _is_count(nbytes) and 0 < nbytes <= WINDOW_BYTES and nbytes % GRANULE_BYTES == 0):
+            if not (
+                _is_count(checksum)
+                and _is_count(nbytes)
+                and 0 < nbytes <= WINDOW_BYTES
+                and nbytes % GRANULE_BYTES == 0
+            ):
                 return False
             end += nbytes
-        if not (_DATA.fullmatch(manifest["data"]) and manifest["nbytes"] == end and manifest["checksum"] in ("xxh3", "crc32")):
+        if not (
+            _DATA.fullmatch(manifest["data"])
+            and manifest["nbytes"] == end
+            and manifest["checksum"] in ("xxh3", "crc32")
+        ):
             return False
         reached, names = 0, set()
         for name, offset, nbytes in manifest["tensors"]:
-            if not (isinstance(name, str) and _is_count(offset) and _is_count(nbytes) and reached <= offset and offset % GRANULE_BYTES == 0):
+            if not (
+                isinstance(name, str)
+                and _is_count(offset)
+                and _is_count(nbytes)
+                and reached <= offset
+                and offset % GRANULE_BYTES == 0
+            ):
                 return False
             reached = offset + nbytes
             names.add(name)
@@ -379,8 +476,12 @@ def _has_checksums(engine: Engine, file: File) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(engine: Engine, path: Path, mode: str, nbytes: int | None = None) -> Iterator[tuple[Engine, File]]:
-    """The file, with *engine*, or where that demands O_DIRECT and the filesystem has none, with one that goes through the page cache."""
+def _opened(
+    engine: Engine, path: Path, mode: str, nbytes: int | None = None
+) -> Iterator[tuple[Engine, File]]:
+    """The file, with *engine*, or where that demands O_DIRECT and the filesystem has none, with one
+    that goes through the page cache.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = engine.open(path, mode, nbytes)
@@ -399,13 +500,16 @@ def _locked(directory: Path, mode: int) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{directory} is in use: a snapshot is being written to it or restored from it just now") from None
+            raise UsageError(
+                f"{directory} is in use: a snapshot is being written to it or restored from it just now"
+            ) from None
         except OSError:
             pass  # a network filesystem that locks no directories
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile holds the descriptor, too
+            # a child forked meanwhile holds the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -1,4 +1,6 @@
-"""The values of a store: what bytes each name has, who uses them, and what follows when a transfer ends."""
+"""The values of a store: what bytes each name has, who uses them, and what follows when a transfer
+ends.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from .snapshot import WINDOW_BYTES, Part, name_tensor
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """The bytes of a name, and who uses them: they keep their room until they are *gone* and nobody does; *lost_by* is the put that failed on them."""
+    """The bytes of a name, and who uses them: they keep their room until they are *gone* and nobody
+    does; *lost_by* is the put that failed on them.
+    """
 
     nbytes: int
     extents: list[Extent]
@@ -43,8 +47,9 @@ class Hold:
 class StoreTicket:
     """The caller's handle on one put or get.
 
-    Lifetime: the transfers do not need it: dropping a ticket neither cancels them nor frees the tensor's memory early. A failure that nobody
-    waited for is raised by `TensorStore.close`, unless the name was deleted.
+    Lifetime: the transfers do not need it: dropping a ticket neither cancels them nor frees the
+    tensor's memory early. A failure that nobody waited for is raised by `TensorStore.close`, unless
+    the name was deleted.
     """
 
     def __init__(self, values: Values, name: str, value: Value, writes: bool) -> None:
@@ -67,23 +72,25 @@ class StoreTicket:
         return all(transfer.done() for transfer in self._transfers)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the bytes asked for once every one of them has been moved; a second call answers the same.
+        """Return the bytes asked for once every one of them has been moved; a second call answers
+        the same.
 
-        Units: *timeout* in seconds, None for as long as it takes.
-        Raises: IOFailure, NoSpaceError, TruncatedError or CorruptionError, which name the tensor: the first of the parts' failures, when all
-        parts are finished; CancelledError when it never started; WaitTimeout when they are not in time, which leaves them going on; UsageError in a
-        process forked since.
+        Units: *timeout* in seconds, None for as long as it takes. Raises: IOFailure, NoSpaceError,
+        TruncatedError or CorruptionError, which name the tensor: the first of the parts' failures,
+        when all parts are finished; CancelledError when it never started; WaitTimeout when they are
+        not in time, which leaves them going on; UsageError in a process forked since.
         """
         self.finish(timeout)
         self.raise_failure()
         return self.nbytes
 
     def cancel(self) -> bool:
-        """End the put or get before it starts, and with it those that are to follow it: they fail with CancelledError, which `TensorStore.close` is
-        silent of. The name then has the value that it had before.
+        """End the put or get before it starts, and with it those that are to follow it: they fail
+        with CancelledError, which `TensorStore.close` is silent of. The name then has the value
+        that it had before.
 
-        Returns whether it was ended so; False where it is finished, or where a drive was asked for some of it already: then it goes on.
-        Raises: UsageError in a process forked since.
+        Returns whether it was ended so; False where it is finished, or where a drive was asked for
+        some of it already: then it goes on. Raises: UsageError in a process forked since.
         """
         self._values.check_process()
         if not cancel_all(self._transfers):
@@ -98,7 +105,9 @@ class StoreTicket:
             raise copy.copy(self._failure)
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for the end of every part, good or bad, and draw the consequences. Raises: WaitTimeout; UsageError as `wait`."""
+        """Wait for the end of every part, good or bad, and draw the consequences. Raises:
+        WaitTimeout; UsageError as `wait`.
+        """
         self._values.check_process()
         outcome = self._outcome(time_limit(timeout))
         with self._values.lock:
@@ -112,7 +121,9 @@ class StoreTicket:
             try:
                 transfer.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             except WaitTimeout:
-                raise WaitTimeout(f"{'put' if self._writes else 'get'} of tensor {self.name!r} is not done within {timeout} s; it goes on") from None
+                raise WaitTimeout(
+                    f"{'put' if self._writes else 'get'} of tensor {self.name!r} is not done within {timeout} s; it goes on"
+                ) from None
             except OffloadError as error:
                 failure = failure or error
         if failure is not None:
@@ -139,9 +150,11 @@ class Use:
 
 
 class Values:
-    """What is under which name. All but `using`, `held` and `check_process` want *lock* to be held, as it is within `using`.
+    """What is under which name. All but `using`, `held` and `check_process` want *lock* to be held,
+    as it is within `using`.
 
-    A put to a name is beside its value until it is done: then it is the value, and the room of the old one is free when nobody uses it any more.
+    A put to a name is beside its value until it is done: then it is the value, and the room of the
+    old one is free when nobody uses it any more.
     """
 
     def __init__(self, room: Stripes, summed: bool) -> None:
@@ -159,7 +172,9 @@ class Values:
     def check_process(self) -> None:
         """Raises: UsageError in a process forked since."""
         if os.getpid() != self._process_id:
-            raise UsageError("the store belongs to the process that this one was forked from: make one here")
+            raise UsageError(
+                "the store belongs to the process that this one was forked from: make one here"
+            )
 
     def using(self) -> Use:
         """The lock, held, of a store that can be used. Raises: UsageError."""
@@ -167,7 +182,9 @@ class Values:
 
     @contextlib.contextmanager
     def held(self, names: Sequence[str]) -> Iterator[dict[str, Value]]:
-        """The values of *names*, which are neither overwritten nor freed meanwhile. Raises: as `current`."""
+        """The values of *names*, which are neither overwritten nor freed meanwhile. Raises: as
+        `current`.
+        """
         hold = Hold()
         values: dict[str, Value] = {}
         try:
@@ -193,7 +210,9 @@ class Values:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every name as of its last put, those under way and those lost included."""
-        return {name: value.nbytes for name, value in self._values.items()} | {name: put.nbytes for name, put in self._puts.items()}
+        return {name: value.nbytes for name, value in self._values.items()} | {
+            name: put.nbytes for name, put in self._puts.items()
+        }
 
     def nbytes(self, name: object) -> int | None:
         """The same of one name, None when there is no such."""
@@ -201,7 +220,9 @@ class Values:
         return None if found is None else int(found.nbytes)
 
     def current(self, name: str) -> Value:
-        """The value of *name*: what is being put to it, if anything. Raises: UsageError when there is none; the error of the put that lost it."""
+        """The value of *name*: what is being put to it, if anything. Raises: UsageError when there
+        is none; the error of the put that lost it.
+        """
         if name in self._puts:
             return self._puts[name]._value
         value = self._values.get(name)
@@ -211,13 +232,19 @@ class Values:
             value.lost_by.raise_failure()
         return value
 
-    def conflicts(self, name: str, written_bytes: int | None = None, after: Sequence[StoreTicket] = ()) -> list[StoreTicket | Hold]:
-        """What a get of *name* has to wait for, or a put of *written_bytes*: the put under way, and where it would overwrite, who reads.
+    def conflicts(
+        self, name: str, written_bytes: int | None = None, after: Sequence[StoreTicket] = ()
+    ) -> list[StoreTicket | Hold]:
+        """What a get of *name* has to wait for, or a put of *written_bytes*: the put under way, and
+        where it would overwrite, who reads.
 
-        Those of *after* need not be waited for, but for the put that a put replaces: two of one name are never under way.
+        Those of *after* need not be waited for, but for the put that a put replaces: two of one
+        name are never under way.
         """
         put = self._puts.get(name)
-        found: list[StoreTicket | Hold] = [] if put is None or (written_bytes is None and put in after) else [put]
+        found: list[StoreTicket | Hold] = (
+            [] if put is None or (written_bytes is None and put in after) else [put]
+        )
         value = self._values.get(name)
         if value is not None and value.readers and value.nbytes == written_bytes:
             found += [reader for reader in value.readers if reader not in after]
@@ -228,7 +255,9 @@ class Values:
         return self._puts.get(name)
 
     def place_for(self, name: str, nbytes: int) -> Value:
-        """What a put of *nbytes* to *name* writes to: the value that is there when it has that size, else a new one. Raises: NoSpaceError."""
+        """What a put of *nbytes* to *name* writes to: the value that is there when it has that
+        size, else a new one. Raises: NoSpaceError.
+        """
         value = self._values.get(name)
         return value if value is not None and value.nbytes == nbytes else self.new(nbytes, "put")
 
@@ -237,9 +266,17 @@ class Values:
         extents = self._room.take(nbytes, operation)
         parts, start = [], 0
         for extent in extents:
-            step = WINDOW_BYTES if self._summed else extent.nbytes  # what has a sum of its own can be checked as a snapshot copies it
+            # what has a sum of its own can be checked as a snapshot copies it
+            step = WINDOW_BYTES if self._summed else extent.nbytes
             for inner in range(0, extent.nbytes, step):
-                parts.append(Part(extent, extent.offset + inner, start + inner, min(step, extent.nbytes - inner)))
+                parts.append(
+                    Part(
+                        extent,
+                        extent.offset + inner,
+                        start + inner,
+                        min(step, extent.nbytes - inner),
+                    )
+                )
             start += extent.nbytes
         return Value(nbytes, extents, parts)
 
@@ -268,7 +305,12 @@ class Values:
             transfer.cancel()
         with contextlib.suppress(OffloadError):
             ticket._outcome()
-        self.settle(ticket, refusal if isinstance(refusal, OffloadError) else OffloadError(f"interrupted by {refusal!r}"))
+        self.settle(
+            ticket,
+            refusal
+            if isinstance(refusal, OffloadError)
+            else OffloadError(f"interrupted by {refusal!r}"),
+        )
         ticket._heard = True
 
     def settle(self, ticket: StoreTicket, failure: OffloadError | None) -> None:
@@ -283,7 +325,9 @@ class Values:
         if failure is not None:
             name_tensor(failure, ticket.name)
             if not value.gone and not isinstance(failure, CancelledError):
-                self._unheard = [earlier for earlier in self._unheard if not earlier._heard] + [ticket]
+                self._unheard = [earlier for earlier in self._unheard if not earlier._heard] + [
+                    ticket
+                ]
         if not ticket._writes:
             value.readers.remove(ticket)
         elif self._puts.get(ticket.name) is ticket:

@@ -1,4 +1,6 @@
-"""`AccessOrder`: in what order named values are used, learned from one period of training to the next."""
+"""`AccessOrder`: in what order named values are used, learned from one period of training to the
+next.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Use(NamedTuple):
 class Period:
     """The uses of one period, in order, and at which places each name is used. Never changed.
 
-    *ends* has for each use the place of the first that began after its end; `NEVER` where there was none.
+    *ends* has for each use the place of the first that began after its end; `NEVER` where there was
+    none.
     """
 
     def __init__(self, uses: list[Use], ends: list[int]) -> None:
@@ -167,7 +170,9 @@ class AccessOrder:
             self._hint_number += 1
 
     def hinted(self, name: str) -> int | None:
-        """The number of the hint of *name*, which grows from hint to hint; None where there is none."""
+        """The number of the hint of *name*, which grows from hint to hint; None where there is
+        none.
+        """
         hint = self._hints.get(name)
         return None if hint is None else hint[0]
 
@@ -176,7 +181,9 @@ class AccessOrder:
         self._hints.pop(name, None)
 
     def next_use(self, name: str) -> int | None:
-        """The position of the next use of *name* in the learned order; None when it is not known."""
+        """The position of the next use of *name* in the learned order; None when it is not
+        known.
+        """
         period = self.period
         places = period.places.get(name)
         if places is None:

@@ -9,7 +9,9 @@ Owner = TypeVar("Owner")
 
 
 class Leaving(Protocol):
-    """A write of bytes that lie from *offset* on in *room* bytes, which are not to be touched before it has *ended*."""
+    """A write of bytes that lie from *offset* on in *room* bytes, which are not to be touched
+    before it has *ended*.
+    """
 
     @property
     def offset(self) -> int:
@@ -33,7 +35,9 @@ class Block(Generic[Owner]):
 
     __slots__ = ("end", "following", "open", "owner", "previous", "start", "writes")
 
-    def __init__(self, start: int, end: int, owner: Owner | None, previous: Block[Owner] | None) -> None:
+    def __init__(
+        self, start: int, end: int, owner: Owner | None, previous: Block[Owner] | None
+    ) -> None:
         self.start = start
         self.end = end
         self.owner = owner
@@ -61,7 +65,8 @@ class Arena(Generic[Owner]):
         self._starts: list[int] = []  # of all runs
         self._runs: dict[int, tuple[int, Block[Owner]]] = {}  # start -> (end, first block)
         self._run_ends: dict[int, int] = {}  # end -> start
-        self._sizes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (bytes, start), below and above
+        # (bytes, start), below and above
+        self._sizes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         if nbytes:
             self.open(self.first)
 
@@ -90,7 +95,9 @@ class Arena(Generic[Owner]):
             block = following
 
     def best_fit(self, nbytes: int, above: bool) -> int | None:
-        """The start of the smallest run of at least *nbytes* above the boundary or below it, the lowest of equals."""
+        """The start of the smallest run of at least *nbytes* above the boundary or below it, the
+        lowest of equals.
+        """
         sizes = self._sizes[above]
         index = bisect_left(sizes, (nbytes, 0))
         return sizes[index][1] if index < len(sizes) else None
@@ -132,7 +139,13 @@ class Arena(Generic[Owner]):
         if block.open:
             return
         previous = block.previous
-        if previous is not None and previous.open and previous.owner is None and block.start != self.boundary and not block.writes:
+        if (
+            previous is not None
+            and previous.open
+            and previous.owner is None
+            and block.start != self.boundary
+            and not block.writes
+        ):
             previous.writes = _unended(previous.writes)
             if not previous.writes:
                 self.close(previous)
@@ -142,7 +155,8 @@ class Arena(Generic[Owner]):
         self.open(block)
 
     def take(self, start: int, nbytes: int, owner: Owner) -> tuple[Block[Owner], list[Owner]]:
-        """Give *nbytes* from *start* on, all on offer, to *owner*; the block, and the owners that have lost theirs.
+        """Give *nbytes* from *start* on, all on offer, to *owner*; the block, and the owners that
+        have lost theirs.
 
         The block's *writes* are those that have to end before its bytes may be touched.
         """
@@ -174,7 +188,12 @@ class Arena(Generic[Owner]):
             if covered.owner is not None:
                 lost.append(covered.owner)
             for write in covered.writes:
-                if not write.ended and write not in writes and write.offset < end and start < write.offset + write.room:
+                if (
+                    not write.ended
+                    and write not in writes
+                    and write.offset < end
+                    and start < write.offset + write.room
+                ):
                     writes.append(write)
             if covered.end > end:
                 tail = self._split(covered, end)
@@ -201,7 +220,9 @@ class Arena(Generic[Owner]):
         return given, lost
 
     def overlapping(self, start: int, end: int) -> list[Block[Owner]]:
-        """Every block with bytes from *start* to *end*. Costs O(blocks): for what happens rarely."""
+        """Every block with bytes from *start* to *end*. Costs O(blocks): for what happens
+        rarely.
+        """
         found = []
         block: Block[Owner] | None = self.first
         while block is not None and block.start < end:

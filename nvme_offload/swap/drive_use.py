@@ -1,4 +1,6 @@
-"""`DriveUse`: what a step moved to and from the drives of a tier, and how long it waited for them; a `Meter` reads it off."""
+"""`DriveUse`: what a step moved to and from the drives of a tier, and how long it waited for them;
+a `Meter` reads it off.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 class DriveUse:
     """One step.
 
-    step: counted from 1. seconds: all of it. bytes_read, bytes_written: from and to the drives. waited_seconds: in which the step stood still for a drive.
-    resident_bytes: of what is offloaded, those that are in host memory at the end. peak_bytes: the most host memory of the pool that was ever in use.
-    tuned_bytes_per_second: what the drive's profile promises for reads and writes at once; None where the drive has no profile.
+    step: counted from 1. seconds: all of it. bytes_read, bytes_written: from and to the drives.
+    waited_seconds: in which the step stood still for a drive. resident_bytes: of what is offloaded,
+    those that are in host memory at the end. peak_bytes: the most host memory of the pool that was
+    ever in use. tuned_bytes_per_second: what the drive's profile promises for reads and writes at
+    once; None where the drive has no profile.
     """
 
     step: int
@@ -58,14 +62,19 @@ class Meter:
         self._before = tier.swapper.stats()
         self._tuned: float | None = None
         with contextlib.suppress(OffloadError, OSError):  # never swept
-            self._tuned = sum(profile_shelf.find(path).performance["mixed"].gb_per_s for path in tier.paths) * 1e9
+            self._tuned = (
+                sum(profile_shelf.find(path).performance["mixed"].gb_per_s for path in tier.paths)
+                * 1e9
+            )
 
     def waited_seconds(self) -> float:
         """How long callers of the tier have waited for a drive since the last `take`."""
         return self._waited_until(self._tier.swapper.stats())
 
     def take(self) -> dict[str, Any]:
-        """The fields of `DriveUse` that are no times of the caller's, since the last call or since this was made."""
+        """The fields of `DriveUse` that are no times of the caller's, since the last call or since
+        this was made.
+        """
         before, now = self._before, self._tier.swapper.stats()
         waited = self._waited_until(now)
         self._before = now
@@ -80,4 +89,9 @@ class Meter:
 
     def _waited_until(self, now: SwapperStats) -> float:
         before = self._before
-        return now.read_wait_seconds + now.room_wait_seconds - before.read_wait_seconds - before.room_wait_seconds
+        return (
+            now.read_wait_seconds
+            + now.room_wait_seconds
+            - before.read_wait_seconds
+            - before.room_wait_seconds
+        )

@@ -1,4 +1,6 @@
-"""`Schedule`: which named values lie where in a budget of memory, and what to read and write next."""
+"""`Schedule`: which named values lie where in a budget of memory, and what to read and
+write next.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from .arena import Arena, Block
 from .residents import Chooser
 from .value_states import TABLE, Event, State
 
-# How late a value is used again, as a number: who is used last leaves first. Positions of the learned order lie between.
+# How late a value is used again, as a number: who is used last leaves first. Positions of the
+# learned order lie between.
 _HINTED = -(1 << 62)  # plus the number of the hint
-_UNKNOWN = 1 << 62  # plus the time of the last use: where no order is known, what was used last leaves first
+# plus the time of the last use: where no order is known, what was used last leaves first
+_UNKNOWN = 1 << 62
 _PLACES_A_CALL = 256  # that are looked ahead in one call of `plan`
 _VICTIMS_A_ROOM = 16  # that are tried for one room
-_GOOD_ENOUGH = 0.95  # of what could be saved: then those that stay are not chosen anew, since all would move
-_NEWS = 8  # a hint that is no farther away in the learned order than this and twice the hints is no news
+# of what could be saved: then those that stay are not chosen anew, since all would move
+_GOOD_ENOUGH = 0.95
+# a hint that is no farther away in the learned order than this and twice the hints is no news
+_NEWS = 8
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.STUCK, State.WRITING, State.REDIRTY})
 _IN_USE = frozenset({State.USED, State.USED_NEW, State.USED_WRITING, State.USED_OVER})
@@ -30,10 +36,12 @@ _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Transfer:
-    """What to move between memory and drive: the first *nbytes* of *name*, from *offset* bytes into the memory.
+    """What to move between memory and drive: the first *nbytes* of *name*, from *offset* bytes into
+    the memory.
 
-    room: bytes from *offset* on that are the value's. after: the writes that have to end well before
-    this may start. ended: it has. void: it must not start any more, since one of *after* has failed.
+    room: bytes from *offset* on that are the value's. after: the writes that have to end well
+    before this may start. ended: it has. void: it must not start any more, since one of *after* has
+    failed.
     """
 
     writes: bool
@@ -61,7 +69,8 @@ class _Entry:
     read: Transfer | None = None
     write: Transfer | None = None  # under way, from its room or from one that it has given away
     home: int | None = None  # the offset at which it stays
-    ahead: int | None = None  # read or reserved for the use at this position, or for a hint (-1), and not used since
+    # read or reserved for the use at this position, or for a hint (-1), and not used since
+    ahead: int | None = None
     unused: bool = False  # read, and not used since
     passes: bool = False  # it is in use, and does not stay
     leaves: bool = False  # as soon as the write of its older version has ended
@@ -74,32 +83,36 @@ _Block: TypeAlias = Block[_Entry]
 
 
 class Schedule:
-    """The plan of a budget of *nbytes* of memory: pure bookkeeping, told what users do and which transfers end, and asked what to start.
+    """The plan of a budget of *nbytes* of memory: pure bookkeeping, told what users do and which
+    transfers end, and asked what to start.
 
-    What was used in the last period is expected in the next: two cursors walk it, `order.now` before
-    the next use, and another one ahead of it, by what is read: as much as the next two values take, or
-    *lookahead_bytes*. Which values stay in memory is chosen for the whole period, by transfers saved for
-    each byte of room, beside the room that the others want to pass through (`residents.Chooser`); they
-    lie packed at the low end. All others pass through the rest: read ahead, used, and on offer at once
-    when nobody uses them before the second cursor. A changed value is written then. Its room can be
-    given on before that write ends: who gets it waits for the write (`Transfer.after`). So what is
-    planned does not depend on when transfers end.
+    What was used in the last period is expected in the next: two cursors walk it, `order.now`
+    before the next use, and another one ahead of it, by what is read: as much as the next two
+    values take, or *lookahead_bytes*. Which values stay in memory is chosen for the whole period,
+    by transfers saved for each byte of room, beside the room that the others want to pass through
+    (`residents.Chooser`); they lie packed at the low end. All others pass through the rest: read
+    ahead, used, and on offer at once when nobody uses them before the second cursor. A changed
+    value is written then. Its room can be given on before that write ends: who gets it waits for
+    the write (`Transfer.after`). So what is planned does not depend on when transfers end.
 
-    Where no order is known, or it is not followed, values stay until their room is needed, and what is
-    used again last leaves first; where nothing is known that is what was used last, since it is used
-    again last where the order is cyclic. As much room as would be read ahead is kept on offer.
+    Where no order is known, or it is not followed, values stay until their room is needed, and what
+    is used again last leaves first; where nothing is known that is what was used last, since it is
+    used again last where the order is cyclic. As much room as would be read ahead is kept on offer.
 
-    What is on offer keeps its bytes until its room is taken. Where a write fails whose room was given
-    on already, the value gets it back: what waits there has no bytes yet.
+    What is on offer keeps its bytes until its room is taken. Where a write fails whose room was
+    given on already, the value gets it back: what waits there has no bytes yet.
 
     Values lie in whole granules. A use costs O(log n).
 
-    Attributes: *order*, told of every use here. *lookahead_bytes*, how much is read ahead, in bytes of memory. *peak_bytes*, the most that was taken.
-    *dropped_unused*, how many were read and left unused. *operations*, how many values, places and
-    blocks were looked at, by which tests bound what a call costs.
+    Attributes: *order*, told of every use here. *lookahead_bytes*, how much is read ahead, in bytes
+    of memory. *peak_bytes*, the most that was taken. *dropped_unused*, how many were read and left
+    unused. *operations*, how many values, places and blocks were looked at, by which tests bound
+    what a call costs.
     """
 
-    def __init__(self, nbytes: int, lookahead_bytes: int | None = None, granule: int = 4096) -> None:
+    def __init__(
+        self, nbytes: int, lookahead_bytes: int | None = None, granule: int = 4096
+    ) -> None:
         self.nbytes = nbytes
         self.order = AccessOrder()
         self.used_bytes = 0
@@ -138,7 +151,11 @@ class Schedule:
         self._stamps = 0
 
     def _set_lookahead(self) -> None:
-        self.lookahead_bytes = min(2 * self._largest, self.nbytes // 2) if self._asked_lookahead is None else self._asked_lookahead
+        self.lookahead_bytes = (
+            min(2 * self._largest, self.nbytes // 2)
+            if self._asked_lookahead is None
+            else self._asked_lookahead
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -154,24 +171,31 @@ class Schedule:
     # What a user does.
 
     def hindrance(self, name: str) -> Transfer | None:
-        """A transfer of *name* that has to end before it can be created anew or discarded: None where there is none."""
+        """A transfer of *name* that has to end before it can be created anew or discarded: None
+        where there is none.
+        """
         entry = self._entries.get(name)
         return None if entry is None else entry.read or entry.write
 
     def hinders_create(self, name: str, nbytes: int) -> Transfer | None:
-        """A transfer of *name* that has to end before it can be created with *nbytes*; a write from its own room need not."""
+        """A transfer of *name* that has to end before it can be created with *nbytes*; a write from
+        its own room need not.
+        """
         entry = self._entries.get(name)
         if entry is None:
             return None
-        if entry.write is not None and (entry.state <= State.READING or entry.size != self._rounded(nbytes)):
+        if entry.write is not None and (
+            entry.state <= State.READING or entry.size != self._rounded(nbytes)
+        ):
             return entry.write
         return entry.read
 
     def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
-        """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so, `take` hands it out once it is `ready`.
+        """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so,
+        `take` hands it out once it is `ready`.
 
-        No transfer that `hinders_create` may be under way.
-        Raises: UsageError when *name* is in use, OutOfHostMemoryError when there cannot be room, and nothing is changed.
+        No transfer that `hinders_create` may be under way. Raises: UsageError when *name* is in
+        use, OutOfHostMemoryError when there cannot be room, and nothing is changed.
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
@@ -202,9 +226,11 @@ class Schedule:
         self._need(entry, created=True)
 
     def need(self, name: str) -> None:
-        """The bytes of *name* are needed: `plan` brings them, `take` hands them out once it is `ready`.
+        """The bytes of *name* are needed: `plan` brings them, `take` hands them out once it is
+        `ready`.
 
-        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when there cannot be room for it.
+        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when
+        there cannot be room for it.
         """
         entry = self._entry(name)
         self._check_free(entry)
@@ -214,7 +240,9 @@ class Schedule:
         self._need(entry, created=False)
 
     def ready(self, name: str) -> bool:
-        """Whether the needed value *name* can be taken; any value that is not needed: whether its bytes are in memory."""
+        """Whether the needed value *name* can be taken; any value that is not needed: whether its
+        bytes are in memory.
+        """
         entry = self._entries[name]
         if entry is self._needed and self._creates and entry.state == State.RESERVED:
             assert entry.block is not None
@@ -222,7 +250,9 @@ class Schedule:
         return entry.state >= State.CLEAN
 
     def take(self, name: str) -> tuple[int, bool]:
-        """*name*, which is ready, is in use from now on; its offset, and whether its bytes had to be read for this use."""
+        """*name*, which is ready, is in use from now on; its offset, and whether its bytes had to
+        be read for this use.
+        """
         entry = self._entries[name]
         block = entry.block
         assert block is not None
@@ -246,7 +276,9 @@ class Schedule:
         return block.start, was_read
 
     def give_up(self, name: str) -> None:
-        """*name*, which is not taken, is no longer needed; where it was to be created it is forgotten."""
+        """*name*, which is not taken, is no longer needed; where it was to be created it is
+        forgotten.
+        """
         entry = self._entries[name]
         creates, self._needed, self._obstacle = self._creates, None, None
         if creates and entry.state <= State.RESERVED and entry.write is None:
@@ -257,7 +289,9 @@ class Schedule:
             self._idle(entry)
 
     def release(self, name: str, changed: bool, nbytes: int | None) -> None:
-        """The user of *name* is done; where it was *changed*, its first *nbytes* are its value now. Raises: UsageError."""
+        """The user of *name* is done; where it was *changed*, its first *nbytes* are its value now.
+        Raises: UsageError.
+        """
         entry = self._entry(name)
         if entry.state < State.USED:
             raise UsageError(f"{name!r} is not in use")
@@ -275,7 +309,9 @@ class Schedule:
         self._idle(entry)
 
     def discard(self, name: str) -> None:
-        """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when there is none."""
+        """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when
+        there is none.
+        """
         entry = self._entry(name)
         assert entry.read is None
         assert entry.write is None
@@ -286,7 +322,9 @@ class Schedule:
         self.order.dropped(name)
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order; unknown ones are passed over, and so is what the order that is followed knows already."""
+        """*names* are used next, in this order; unknown ones are passed over, and so is what the
+        order that is followed knows already.
+        """
         known = [name for name in names if name in self._entries]
         self.operations += len(known)
         if self.order.followed:
@@ -296,12 +334,16 @@ class Schedule:
                 return
         waiting = set(self._hints) if len(self._hints) < 2 * len(known) else None
         self.order.hint(known)
-        self._hints.extend(known if waiting is None else (name for name in known if name not in waiting))
+        self._hints.extend(
+            known if waiting is None else (name for name in known if name not in waiting)
+        )
         if len(self._hints) > 2 * len(self._entries) + 64:  # hinted again and again, and never used
             self._hints = deque(dict.fromkeys(self._hints))
 
     def step(self) -> None:
-        """A period of the order of use ends here; from what it was follows which values stay in memory in the next ones."""
+        """A period of the order of use ends here; from what it was follows which values stay in
+        memory in the next ones.
+        """
         forced, self._forced = self._forced, False
         adopted = self.order.step()
         if adopted:  # what was read for the order before is no more ahead than all else
@@ -341,12 +383,16 @@ class Schedule:
         return [transfer for transfer in self._awaited if not transfer.ended]
 
     def obstacle(self) -> str | None:
-        """A value that keeps the needed one from having room, because its write failed; asked for once, it may be tried again."""
+        """A value that keeps the needed one from having room, because its write failed; asked for
+        once, it may be tried again.
+        """
         name, self._obstacle = self._obstacle, None
         return name
 
     def write_all(self, but: set[str]) -> list[Transfer]:
-        """Writes, to start now, of every changed value that is neither in use nor under way nor among *but*."""
+        """Writes, to start now, of every changed value that is neither in use nor under way nor
+        among *but*.
+        """
         for entry in self._entries.values():
             if entry.state in (State.DIRTY, State.STUCK) and entry.name not in but:
                 self._start_write(entry)
@@ -367,7 +413,9 @@ class Schedule:
         return bool(self._in_use)
 
     def finished(self, transfer: Transfer, well: bool) -> None:
-        """*transfer* has ended. One that failed is not tried again before somebody needs it: see `need`, `obstacle` and `write_all`."""
+        """*transfer* has ended. One that failed is not tried again before somebody needs it: see
+        `need`, `obstacle` and `write_all`.
+        """
         transfer.ended = True
         if transfer.void:
             return
@@ -418,7 +466,9 @@ class Schedule:
 
     def _new_entry(self, name: str, nbytes: int, size: int) -> _Entry:
         home = self._homes.get(name)
-        return _Entry(name, nbytes, nbytes, size, home=None if home is None or home[1] != size else home[0])
+        return _Entry(
+            name, nbytes, nbytes, size, home=None if home is None or home[1] != size else home[0]
+        )
 
     def _place(self, entry: _Entry, start: int) -> None:
         """Give *entry* its room at *start*, which is on offer."""
@@ -487,7 +537,9 @@ class Schedule:
         self._out.append(entry.write)
 
     def _evict(self, entry: _Entry) -> None:
-        """Offer the room of *entry*, which is idle; where only memory has its bytes, they are written."""
+        """Offer the room of *entry*, which is idle; where only memory has its bytes, they are
+        written.
+        """
         block = entry.block
         assert block is not None
         if entry.state == State.DIRTY:
@@ -501,7 +553,9 @@ class Schedule:
             entry.leaves = True
 
     def _take_back(self, entry: _Entry, write: Transfer) -> None:
-        """The *write* of *entry* has failed, whose room was given away: who is there has no bytes yet, and goes."""
+        """The *write* of *entry* has failed, whose room was given away: who is there has no bytes
+        yet, and goes.
+        """
         if entry.block is not None:
             self._lose(entry)
         start, end = write.offset, write.offset + write.room
@@ -526,14 +580,20 @@ class Schedule:
         return _UNKNOWN + entry.last_use if position is None else position
 
     def _stays(self, entry: _Entry) -> bool:
-        return self._stay_all or (entry.home is not None and entry.block is not None and entry.block.start == entry.home)
+        return self._stay_all or (
+            entry.home is not None and entry.block is not None and entry.block.start == entry.home
+        )
 
     def _idle(self, entry: _Entry) -> None:
         """*entry* is idle from now on: it stays, or it leaves."""
         if self.order.followed:
             if not self._stays(entry):
                 position = self.order.next_use(entry.name)
-                if position is not None and position >= self._cursor and self.order.hinted(entry.name) is None:
+                if (
+                    position is not None
+                    and position >= self._cursor
+                    and self.order.hinted(entry.name) is None
+                ):
                     self._evict(entry)
                     return
             self._keep(entry)
@@ -570,11 +630,17 @@ class Schedule:
             self._evict(victim)
 
     def _pop_victim(self, heap: list[tuple[int, int, _Entry]], beyond: int) -> _Entry | None:
-        """The idle value of *heap* that is used last, if that is later than *beyond*; it is in no heap then."""
+        """The idle value of *heap* that is used last, if that is later than *beyond*; it is in no
+        heap then.
+        """
         renewed = 0
         while heap:
             key, stamp, entry = heap[0]
-            if entry.stamp != stamp or entry.state not in _EVICTABLE or (entry.block is not None and entry.block.open):
+            if (
+                entry.stamp != stamp
+                or entry.state not in _EVICTABLE
+                or (entry.block is not None and entry.block.open)
+            ):
                 heapq.heappop(heap)
                 self.operations += 1
                 continue
@@ -599,7 +665,14 @@ class Schedule:
         """
         period = self.order.period
         sizes = {use.name: self._rounded(use.nbytes) for use in period.uses}
-        lowest = max((entry.block.end for entry in self._in_use.values() if entry.lowest and entry.block is not None), default=0)
+        lowest = max(
+            (
+                entry.block.end
+                for entry in self._in_use.values()
+                if entry.lowest and entry.block is not None
+            ),
+            default=0,
+        )
         room = self.nbytes - lowest
         fits = sum(sizes.values()) <= room
         if fits and not packed:
@@ -614,7 +687,9 @@ class Schedule:
             names, passing, saved = chooser.choose(room)
         self._stay_all = False
         kept = chooser.passing(self._homes).nbytes
-        fit = self._arena.boundary <= self.nbytes - kept and all(sizes.get(name, size) == size for name, (_, size) in self._homes.items())
+        fit = self._arena.boundary <= self.nbytes - kept and all(
+            sizes.get(name, size) == size for name, (_, size) in self._homes.items()
+        )
         if fit and not packed and chooser.saved(self._homes) >= _GOOD_ENOUGH * saved:
             self._passing_bytes = kept
             return
@@ -640,7 +715,8 @@ class Schedule:
             if not homes or self._stays(entry) or entry.state not in _EVICTABLE:
                 self._keep(entry)
             else:
-                self._evict(entry)  # it is in the way of those that stay, or where others are to pass
+                # it is in the way of those that stay, or where others are to pass
+                self._evict(entry)
 
     # Making room.
 
@@ -661,7 +737,9 @@ class Schedule:
             self._start_read(entry)
 
     def _claim(self, entry: _Entry) -> None:
-        """*entry* is not on offer any more; but where it is in the way of those that stay, it moves, through the drive."""
+        """*entry* is not on offer any more; but where it is in the way of those that stay, it
+        moves, through the drive.
+        """
         block = entry.block
         if block is None:
             return
@@ -681,7 +759,10 @@ class Schedule:
         """Whether there is room where *entry* belongs, and it is elsewhere."""
         if entry.home is not None:
             return self._arena.is_open(entry.home, entry.home + entry.size)
-        return block.start < self._arena.boundary and self._arena.best_fit(entry.size, above=True) is not None
+        return (
+            block.start < self._arena.boundary
+            and self._arena.best_fit(entry.size, above=True) is not None
+        )
 
     def _back(self, entry: _Entry) -> bool:
         """Take back the room from which *entry* is still being written, if nobody else has it."""
@@ -697,7 +778,9 @@ class Schedule:
         return True
 
     def _room(self, entry: _Entry, position: int | None) -> int | None:
-        """Where *entry* can be placed at once; values that are used later than *position* leave for it, or any where it is needed now."""
+        """Where *entry* can be placed at once; values that are used later than *position* leave for
+        it, or any where it is needed now.
+        """
         if entry.lowest:
             return self._lowest(entry.size)
         if entry.home is not None and self._arena.is_open(entry.home, entry.home + entry.size):
@@ -716,8 +799,12 @@ class Schedule:
                 start = self._clear(entry.size, self._longest(entry.size))
         return start
 
-    def _make_room(self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None) -> int | None:
-        """Make those leave who are used last, with their neighbours, until *size* bytes in one piece are on offer; where that is."""
+    def _make_room(
+        self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None
+    ) -> int | None:
+        """Make those leave who are used last, with their neighbours, until *size* bytes in one
+        piece are on offer; where that is.
+        """
         beyond = (_HINTED << 1) if position is None else position
         tried: list[_Entry] = []
         found = None
@@ -738,14 +825,19 @@ class Schedule:
         return found
 
     def _grow(self, victim: _Entry, size: int, beyond: int, above: bool) -> list[_Block] | None:
-        """The block of *victim* and as many neighbours, those first that are used later, as have *size* bytes; None where that is not to be had."""
+        """The block of *victim* and as many neighbours, those first that are used later, as have
+        *size* bytes; None where that is not to be had.
+        """
         low = high = victim.block
         assert low is not None
         assert high is not None
         if above and low.start < self._arena.boundary:
             return None
         blocks = deque([low])
-        left, right = self._cost(low.previous, beyond, above), self._cost(high.following, beyond, above)
+        left, right = (
+            self._cost(low.previous, beyond, above),
+            self._cost(high.following, beyond, above),
+        )
         while high.end - low.start < size:
             self.operations += 1
             if left is None and right is None:
@@ -763,7 +855,9 @@ class Schedule:
         return list(blocks)
 
     def _cost(self, block: _Block | None, beyond: int, above: bool) -> int | None:
-        """How late the owner of *block* is used, the later the better it leaves; None where it cannot or must not."""
+        """How late the owner of *block* is used, the later the better it leaves; None where it
+        cannot or must not.
+        """
         if block is None or (above and block.start < self._arena.boundary):
             return None
         if block.open:
@@ -779,7 +873,10 @@ class Schedule:
         """Start and end of every stretch of memory between values in use."""
         found = []
         position = 0
-        for block in sorted((entry.block for entry in self._in_use.values() if entry.block is not None), key=lambda block: block.start):
+        for block in sorted(
+            (entry.block for entry in self._in_use.values() if entry.block is not None),
+            key=lambda block: block.start,
+        ):
             if block.start > position:
                 found.append((position, block.start))
             position = block.end
@@ -791,10 +888,14 @@ class Schedule:
         return max(self._stretches(), key=lambda stretch: (stretch[1] - stretch[0], -stretch[0]))[0]
 
     def _lowest(self, size: int) -> int | None:
-        return self._clear(size, next(start for start, end in self._stretches() if end - start >= size))
+        return self._clear(
+            size, next(start for start, end in self._stretches() if end - start >= size)
+        )
 
     def _clear(self, size: int, start: int) -> int | None:
-        """Make everybody leave the *size* bytes from *start*, where nobody is in use; *start* once that is done, None while it takes a wait."""
+        """Make everybody leave the *size* bytes from *start*, where nobody is in use; *start* once
+        that is done, None while it takes a wait.
+        """
         end = start + size
         self._awaited = []
         stuck = None
@@ -809,7 +910,10 @@ class Schedule:
                 self._lose(owner)
             elif owner.state == State.READING:
                 assert owner.read is not None
-                self._awaited += [*(write for write in owner.read.after if not write.ended), owner.read]
+                self._awaited += [
+                    *(write for write in owner.read.after if not write.ended),
+                    owner.read,
+                ]
             elif owner.state == State.REDIRTY:
                 assert owner.write is not None
                 self._awaited.append(owner.write)
@@ -850,7 +954,9 @@ class Schedule:
         while ahead:
             entry = ahead[0]
             if entry.ahead is not None and entry is not self._needed:
-                if entry.ahead >= self.order.now or (entry.ahead < 0 and self.order.hinted(entry.name) is not None):
+                if entry.ahead >= self.order.now or (
+                    entry.ahead < 0 and self.order.hinted(entry.name) is not None
+                ):
                     return
                 self.operations += 1
                 self._not_ahead(entry)
@@ -879,7 +985,11 @@ class Schedule:
             name = hints[0]
             entry = self._entries.get(name)
             hint = self.order.hinted(name)
-            if entry is not None and hint is not None and not self._prepare(entry, -1, _HINTED + hint):
+            if (
+                entry is not None
+                and hint is not None
+                and not self._prepare(entry, -1, _HINTED + hint)
+            ):
                 return
             hints.popleft()
         order = self.order
@@ -893,16 +1003,25 @@ class Schedule:
             self.operations += 1
             entry = self._entries.get(use.name)
             if entry is None:
-                if use.created and use.name not in self._kept_for and not self._reserve(use.name, use.nbytes, position):
+                if (
+                    use.created
+                    and use.name not in self._kept_for
+                    and not self._reserve(use.name, use.nbytes, position)
+                ):
                     return
-            elif use.created and entry is not self._needed and (entry.block is None or entry.block.open):
+            elif (
+                use.created
+                and entry is not self._needed
+                and (entry.block is None or entry.block.open)
+            ):
                 if entry.block is not None and entry.write is not None:
                     return  # by then it is on offer and written, or needed where it is
                 self._claim(entry)
                 if entry.block is not None:
                     self._cursor = position + 1
                     continue
-                if entry.size != self._rounded(use.nbytes):  # it has no other room before it is dropped
+                # it has no other room before it is dropped
+                if entry.size != self._rounded(use.nbytes):
                     self._cursor = position + 1
                     continue
                 if not self._fits_ahead(entry.size):
@@ -917,9 +1036,15 @@ class Schedule:
             self._cursor = position + 1
 
     def _fits_ahead(self, size: int) -> bool:
-        """Whether *size* bytes more may be read ahead: where values pass beside those that stay, what is not in use there may all be."""
+        """Whether *size* bytes more may be read ahead: where values pass beside those that stay,
+        what is not in use there may all be.
+        """
         taken = self._ahead_bytes + size
-        return taken + self._in_passing <= self._passing_bytes if self._homes else taken <= self.lookahead_bytes
+        return (
+            taken + self._in_passing <= self._passing_bytes
+            if self._homes
+            else taken <= self.lookahead_bytes
+        )
 
     def _reserve(self, name: str, nbytes: int, position: int) -> bool:
         """Keep room for *name*, which is created at *position*; whether the cursor may pass."""
@@ -937,13 +1062,23 @@ class Schedule:
         return True
 
     def _prepare(self, entry: _Entry, position: int, priority: int) -> bool:
-        """See that *entry*, which is used at *position*, is in memory then; whether the cursor may pass."""
+        """See that *entry*, which is used at *position*, is in memory then; whether the cursor may
+        pass.
+        """
         if entry is self._needed or entry.read_failed:
             return True
         block = entry.block
         below = block is not None and block.open and block.start < self._arena.boundary
-        if block is not None and below and self._homes and entry.home is None and not self._may_move(entry, block):
-            return False  # where it is it would be in the way of those that stay; it is on offer, but not lost yet
+        if (
+            block is not None
+            and below
+            and self._homes
+            and entry.home is None
+            and not self._may_move(entry, block)
+        ):
+            # where it is it would be in the way of those that stay; it is on offer, but not lost
+            # yet
+            return False
         self._claim(entry)
         if entry.block is not None:
             return True
@@ -963,7 +1098,8 @@ class Schedule:
     # What is asked for.
 
     def _rounded(self, nbytes: int) -> int:
-        return max(-(-nbytes // self._granule), 1) * self._granule  # who has no bytes has a place all the same
+        # who has no bytes has a place all the same
+        return max(-(-nbytes // self._granule), 1) * self._granule
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)
@@ -976,12 +1112,21 @@ class Schedule:
             raise UsageError(f"{entry.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
-        """Raises: OutOfHostMemoryError, with what would do, when what is in use leaves no room for *size* bytes."""
-        if self._arena.best_fit(size, above=True) is not None or any(end - start >= size for start, end in self._stretches()):
+        """Raises: OutOfHostMemoryError, with what would do, when what is in use leaves no room for
+        *size* bytes.
+        """
+        if self._arena.best_fit(size, above=True) is not None or any(
+            end - start >= size for start, end in self._stretches()
+        ):
             return
-        in_use = sorted((entry for entry in self._in_use.values()), key=lambda entry: entry.block.start if entry.block is not None else 0)
+        in_use = sorted(
+            (entry for entry in self._in_use.values()),
+            key=lambda entry: entry.block.start if entry.block is not None else 0,
+        )
         used = sum(entry.size for entry in in_use)
-        enough = size + max((entry.block.end for entry in in_use if entry.block is not None), default=0)
+        enough = size + max(
+            (entry.block.end for entry in in_use if entry.block is not None), default=0
+        )
         listed = ", ".join(f"{entry.name!r} ({format_bytes(entry.nbytes)})" for entry in in_use[:8])
         more = f" and {len(in_use) - 8} more" if len(in_use) > 8 else ""
         raise OutOfHostMemoryError(

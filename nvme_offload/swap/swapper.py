@@ -1,4 +1,6 @@
-"""`TensorSwapper`: named tensors in a fixed budget of memory where they fit, and on the drive where they do not."""
+"""`TensorSwapper`: named tensors in a fixed budget of memory where they fit, and on the drive where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from ..io.pool import PinnedPool
     from ..store.store import StoreTicket, TensorStore
 
-_PATIENCE_SECONDS = 5.0  # after which a wait says what it is for; then after twice as long, and so on
+# after which a wait says what it is for; then after twice as long, and so on
+_PATIENCE_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +34,11 @@ _log = logging.getLogger(__name__)
 class SwapperStats:
     """What a swapper did since it was made.
 
-    bytes_read, bytes_written: from and to the drive. read_wait_seconds, room_wait_seconds: that callers waited for a read, and for room.
-    hits, misses: swap-ins of values that were in memory since their last use, and of values that had to be read, ahead of need or not.
-    resident_bytes, peak_bytes: of the budget that values take, now and at most. unused_prefetches: values read ahead that left before their use.
+    bytes_read, bytes_written: from and to the drive. read_wait_seconds, room_wait_seconds: that
+    callers waited for a read, and for room. hits, misses: swap-ins of values that were in memory
+    since their last use, and of values that had to be read, ahead of need or not. resident_bytes,
+    peak_bytes: of the budget that values take, now and at most. unused_prefetches: values read
+    ahead that left before their use.
     """
 
     bytes_read: int
@@ -48,36 +53,48 @@ class SwapperStats:
 
 
 class TensorSwapper(Closing):
-    """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where they do not fit.
+    """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where
+    they do not fit.
 
-    A value is in use from `create` or `swap_in` to `release`: its tensor is the memory itself, and must not be touched afterwards. What is not in
-    use stays in memory while there is room, without touching the drive; otherwise what is needed last leaves, and is read back ahead of need. The
-    order of need is learned from one `step` to the next, and taken from `prefetch`. With one value in use at a time every budget will do that
-    holds the largest. *lookahead_bytes* is how much is read ahead: by default as much as the next two values take once the order is known, and until
+    A value is in use from `create` or `swap_in` to `release`: its tensor is the memory itself, and
+    must not be touched afterwards. What is not in use stays in memory while there is room, without
+    touching the drive; otherwise what is needed last leaves, and is read back ahead of need. The
+    order of need is learned from one `step` to the next, and taken from `prefetch`. With one value
+    in use at a time every budget will do that holds the largest. *lookahead_bytes* is how much is
+    read ahead: by default as much as the next two values take once the order is known, and until
     then twice the largest value, at most half of the memory.
 
-    What comes next starts when the transfers end that it waits for, in the engine's threads: it takes no call. All methods may be called from any
-    thread; one that waits for the drive makes the others wait.
+    What comes next starts when the transfers end that it waits for, in the engine's threads: it
+    takes no call. All methods may be called from any thread; one that waits for the drive makes the
+    others wait.
 
-    Lifetime: the store and the pool are the caller's, and closed after this. What was not flushed is gone when this is closed.
-    Raises: UsageError, as every method that is given a wrong name or size; the drive's errors as said at each.
+    Lifetime: the store and the pool are the caller's, and closed after this. What was not flushed
+    is gone when this is closed. Raises: UsageError, as every method that is given a wrong name or
+    size; the drive's errors as said at each.
     """
 
-    def __init__(self, store: TensorStore, pool: PinnedPool, *, lookahead_bytes: int | None = None) -> None:
+    def __init__(
+        self, store: TensorStore, pool: PinnedPool, *, lookahead_bytes: int | None = None
+    ) -> None:
         import torch
 
         if lookahead_bytes is not None and lookahead_bytes < 0:
             raise UsageError(f"{lookahead_bytes} bytes cannot be read ahead")
         if pool.used_bytes:
-            raise UsageError(f"a swapper takes the whole memory of its pool, of which {format_bytes(pool.used_bytes)} are in use")
+            raise UsageError(
+                f"a swapper takes the whole memory of its pool, of which {format_bytes(pool.used_bytes)} are in use"
+            )
         self._store = store
         self._pool = pool
-        self._taken = [pool.empty(pool.nbytes, torch.uint8)]  # of the pool, so that nobody else has it
+        # of the pool, so that nobody else has it
+        self._taken = [pool.empty(pool.nbytes, torch.uint8)]
         self._memory: torch.Tensor | None = self._taken[0]
-        self._lock = threading.RLock()  # for all that follows; held through a whole call, waits included
+        # for all that follows; held through a whole call, waits included
+        self._lock = threading.RLock()
         self._schedule = Schedule(pool.nbytes, lookahead_bytes)
         self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers under way
-        self._under_way: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())  # reads and writes, the first started first
+        # reads and writes, the first started first
+        self._under_way: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
         self._empty: list[Transfer] = []  # reads of no bytes, while they wait for others
         self._to_start: deque[Transfer] = deque()  # decided, and not started yet
         self._interrupted = False  # an exception ended the call that was to start them
@@ -91,13 +108,15 @@ class TensorSwapper(Closing):
         self._misses = 0
 
     def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
-        """Make room for a new value *name*, in place of an older one; it is in use, its contents are undefined.
+        """Make room for a new value *name*, in place of an older one; it is in use, its contents
+        are undefined.
 
-        What stays in use for long is best placed *lowest*, whoever has to leave, so that it does not divide the room of others.
+        What stays in use for long is best placed *lowest*, whoever has to leave, so that it does
+        not divide the room of others.
 
-        Shapes: one dimension of *nbytes* unsigned bytes.
-        Raises: UsageError when *name* is in use; OutOfHostMemoryError when what is in use leaves no room, which says what would; the error of a write that was
-        to make room, which leaves that value in memory, and *name* without one.
+        Shapes: one dimension of *nbytes* unsigned bytes. Raises: UsageError when *name* is in use;
+        OutOfHostMemoryError when what is in use leaves no room, which says what would; the error of
+        a write that was to make room, which leaves that value in memory, and *name* without one.
         """
         nbytes = operator.index(nbytes)
         with self._lock:
@@ -118,8 +137,9 @@ class TensorSwapper(Closing):
     def swap_in(self, name: str) -> torch.Tensor:
         """Bring the value *name* into memory; it is in use. Waits for the drive and for room.
 
-        Shapes: one dimension of as many unsigned bytes as it was created with; where it was released with fewer, only those have its value.
-        Raises: as `create`; IOFailure, TruncatedError or CorruptionError when it cannot be read, which may be tried again.
+        Shapes: one dimension of as many unsigned bytes as it was created with; where it was
+        released with fewer, only those have its value. Raises: as `create`; IOFailure,
+        TruncatedError or CorruptionError when it cannot be read, which may be tried again.
         """
         with self._lock:
             self._live()
@@ -131,14 +151,20 @@ class TensorSwapper(Closing):
             return tensor
 
     def release(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
-        """The caller is done with *name*, and has *changed* it or not. Of a changed value only the first *nbytes* need be kept. Never waits."""
+        """The caller is done with *name*, and has *changed* it or not. Of a changed value only the
+        first *nbytes* need be kept. Never waits.
+        """
         with self._lock:
             self._live()
-            self._schedule.release(name, changed, None if nbytes is None else operator.index(nbytes))
+            self._schedule.release(
+                name, changed, None if nbytes is None else operator.index(nbytes)
+            )
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of *tensor*, on whatever device, as the value *name*, in place of an older one. Raises: as `create`."""
+        """Keep a copy of *tensor*, on whatever device, as the value *name*, in place of an older
+        one. Raises: as `create`.
+        """
         import torch
 
         source = tensor.detach().reshape(-1)
@@ -151,14 +177,18 @@ class TensorSwapper(Closing):
         self.release(name, changed=True)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order; after what was hinted before and is not among them. Never waits; unknown names are passed over."""
+        """*names* are used next, in this order; after what was hinted before and is not among them.
+        Never waits; unknown names are passed over.
+        """
         with self._lock:
             self._live()
             self._schedule.hint(names)
             self._pump()
 
     def discard(self, name: str) -> None:
-        """Forget the value *name*, in use or not; its tensor must not be touched any more. Waits for a transfer of it that is under way."""
+        """Forget the value *name*, in use or not; its tensor must not be touched any more. Waits
+        for a transfer of it that is under way.
+        """
         with self._lock:
             self._live()
             self._schedule.size(name)  # refuses an unknown one
@@ -185,9 +215,11 @@ class TensorSwapper(Closing):
             self._pump()
 
     def flush(self) -> None:
-        """Return when every changed value that is not in use is on the drive; it stays in memory as well.
+        """Return when every changed value that is not in use is on the drive; it stays in memory as
+        well.
 
-        Raises: the first error of a write, after the others were tried; what could not be written stays in memory, and is tried again by the next.
+        Raises: the first error of a write, after the others were tried; what could not be written
+        stays in memory, and is tried again by the next.
         """
         with self._lock:
             self._live()
@@ -204,7 +236,9 @@ class TensorSwapper(Closing):
             self._pump()
 
     def lacks_writes(self) -> bool:
-        """Whether a write has failed that nobody was told of, once those under way are done: the value is in memory, and `flush` tries it again."""
+        """Whether a write has failed that nobody was told of, once those under way are done: the
+        value is in memory, and `flush` tries it again.
+        """
         with self._lock:
             self._live()
             while self._under_way[True]:
@@ -217,7 +251,9 @@ class TensorSwapper(Closing):
             return self._schedule.in_use()
 
     def grow(self, nbytes: int) -> None:
-        """Have a budget of *nbytes* in all, which the pool grows to: values stay where they are, those in use too. Raises: as `PinnedPool.grow`."""
+        """Have a budget of *nbytes* in all, which the pool grows to: values stay where they are,
+        those in use too. Raises: as `PinnedPool.grow`.
+        """
         import torch
 
         with self._lock:
@@ -260,7 +296,8 @@ class TensorSwapper(Closing):
             )
 
     def close(self) -> None:
-        """Wait for the transfers under way, delete what is in the store, and let the memory go; a second call does nothing.
+        """Wait for the transfers under way, delete what is in the store, and let the memory go; a
+        second call does nothing.
 
         Raises: the first error of a write that no call has raised.
         """
@@ -307,7 +344,9 @@ class TensorSwapper(Closing):
         return self._live()[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
-        """Note which transfers have ended, the first started first, and start those that come next."""
+        """Note which transfers have ended, the first started first, and start those that
+        come next.
+        """
         tickets = self._tickets
         for under_way in self._under_way:
             while under_way and (under_way[0].ended or tickets[under_way[0]].done()):
@@ -316,9 +355,12 @@ class TensorSwapper(Closing):
             self._start_all(transfers)
 
     def _start_all(self, transfers: Iterable[Transfer] = ()) -> None:
-        """Start *transfers*, after those that an exception such as Ctrl-C kept an earlier call from starting."""
+        """Start *transfers*, after those that an exception such as Ctrl-C kept an earlier call from
+        starting.
+        """
         if self._interrupted:
-            self._store.drain()  # the one that was being started then: two reads to one place must not be under way
+            # the one that was being started then: two reads to one place must not be under way
+            self._store.drain()
             self._interrupted = False
         self._to_start.extend(transfers)
         while self._to_start:
@@ -326,7 +368,11 @@ class TensorSwapper(Closing):
             try:
                 self._start(transfer)
             except BaseException:
-                if not transfer.ended and transfer not in self._tickets and transfer not in self._empty:
+                if (
+                    not transfer.ended
+                    and transfer not in self._tickets
+                    and transfer not in self._empty
+                ):
                     self._to_start.appendleft(transfer)
                     self._interrupted = True
                 raise
@@ -361,7 +407,9 @@ class TensorSwapper(Closing):
             self._under_way[transfer.writes].append(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
-        """Wait for *transfer*, and for all that it waits for; those that have ended are noted, and no more under way."""
+        """Wait for *transfer*, and for all that it waits for; those that have ended are noted, and
+        no more under way.
+        """
         if self._interrupted:
             self._start_all()
         for blocker in transfer.after:
@@ -423,7 +471,8 @@ class TensorSwapper(Closing):
             self._bytes[transfer.writes] += transfer.nbytes
             self._write_errors.pop(transfer.name, None)
             return
-        # Kept until it is raised to somebody else: the frames that it came through, and all that they hold, are not kept with it.
+        # Kept until it is raised to somebody else: the frames that it came through, and all that
+        # they hold, are not kept with it.
         error.with_traceback(None).__context__ = None
         if transfer.writes:
             self._write_errors[transfer.name] = error

@@ -1,4 +1,6 @@
-"""`Tier`: the drives and the host memory that one rank trains with: a store, and a swapper with one budget in front of it."""
+"""`Tier`: the drives and the host memory that one rank trains with: a store, and a swapper with one
+budget in front of it.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,29 @@ from .swapper import SwapperStats, TensorSwapper
 if TYPE_CHECKING:
     import torch
 
-# Of the memory that is available, what "auto" leaves to everything else: activations, the data loader, the page cache of a checkpoint.
+# Of the memory that is available, what "auto" leaves to everything else: activations, the data
+# loader, the page cache of a checkpoint.
 _AUTO_SHARE = 0.7
-_LEAST_BYTES = 64 << 20  # of host memory that is taken, so that it need not grow with every small parameter
+# of host memory that is taken, so that it need not grow with every small parameter
+_LEAST_BYTES = 64 << 20
 
 _log = logging.getLogger(__name__)
 
 
 class Tier:
-    """A store on the drives of *paths*, and a swapper with the one budget of host memory in front of it.
+    """A store on the drives of *paths*, and a swapper with the one budget of host memory in front
+    of it.
 
-    Whatever streams through a tier shares its budget. The memory is taken as `require` learns how much of it can be used.
+    Whatever streams through a tier shares its budget. The memory is taken as `require` learns how
+    much of it can be used.
 
-    *aio* are the engine's settings; *host_memory* is a number of bytes, or "auto" for a share of what is available now to each rank of this
-    machine; *weights* are the shares of the paths, equal unless given; with *checksum* every byte that comes back is compared with what was written.
+    *aio* are the engine's settings; *host_memory* is a number of bytes, or "auto" for a share of
+    what is available now to each rank of this machine; *weights* are the shares of the paths, equal
+    unless given; with *checksum* every byte that comes back is compared with what was written.
 
-    Attributes: *cap_bytes*, the most host memory that this rank may hold.
-    Lifetime: closed by `close`, when the last object that uses it is gone, or when the process ends.
-    Raises: UsageError where a directory is missing; IOFailure or UnsupportedError where one cannot be used.
+    Attributes: *cap_bytes*, the most host memory that this rank may hold. Lifetime: closed by
+    `close`, when the last object that uses it is gone, or when the process ends. Raises: UsageError
+    where a directory is missing; IOFailure or UnsupportedError where one cannot be used.
     """
 
     def __init__(
@@ -68,7 +75,11 @@ class Tier:
         self._most_bytes = 0  # that the pool can grow to
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
-        self.cap_bytes = int(available_bytes() * _AUTO_SHARE / local_ranks()) if host_memory == "auto" else host_memory
+        self.cap_bytes = (
+            int(available_bytes() * _AUTO_SHARE / local_ranks())
+            if host_memory == "auto"
+            else host_memory
+        )
         self.close = weakref.finalize(self, _close, self._resources)
 
     @property
@@ -91,11 +102,14 @@ class Tier:
 
     def abandon_with(self, owner: object, names: Collection[str]) -> None:
         """Forget the values *names*, whatever they are by then, when *owner* is gone."""
-        # Not at once: the garbage collector may find that out in the middle of any line, also of the swapper's and the store's own.
+        # Not at once: the garbage collector may find that out in the middle of any line, also of
+        # the swapper's and the store's own.
         weakref.finalize(owner, self._abandoned.append, names).atexit = False
 
     def require(self, nbytes: int) -> None:
-        """*nbytes* more of host memory can be used: see that they are there, as far as the cap allows. Let go with `give_back`."""
+        """*nbytes* more of host memory can be used: see that they are there, as far as the cap
+        allows. Let go with `give_back`.
+        """
         self._needed_bytes += nbytes
         wanted = min(max(self._needed_bytes, _LEAST_BYTES), self.cap_bytes)
         if self._swapper is None:
@@ -103,7 +117,9 @@ class Tier:
             self._resources.callback(self._swapper.close)
         elif wanted > self._held_bytes:
             # Twice as much, since CUDA is told anew of all memory at every change.
-            self._swapper.grow(min(max(wanted, 2 * self._held_bytes), self.cap_bytes, self._most_bytes))
+            self._swapper.grow(
+                min(max(wanted, 2 * self._held_bytes), self.cap_bytes, self._most_bytes)
+            )
             self._tell_memory()
 
     def give_back(self, nbytes: int) -> None:
@@ -111,11 +127,16 @@ class Tier:
         self._needed_bytes -= nbytes
 
     def make_scratch(self, name: str, nbytes: int) -> None:
-        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`. Raises: as `TensorSwapper.create`."""
-        self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)  # not in the midst, where it would divide the rest
+        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`. Raises: as
+        `TensorSwapper.create`.
+        """
+        # not in the midst, where it would divide the rest
+        self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)
 
     def scratch(self, name: str) -> torch.Tensor:
-        """The memory of `make_scratch`. Shapes: unsigned bytes. Lifetime: to be asked for at every use; `require` may move it, without its contents."""
+        """The memory of `make_scratch`. Shapes: unsigned bytes. Lifetime: to be asked for at every
+        use; `require` may move it, without its contents.
+        """
         return self._scratch[name]
 
     def drop_scratch(self, name: str) -> None:
@@ -137,17 +158,26 @@ class Tier:
         assert self._pool is not None
         automatic = ", from the memory available" if self._automatic else ""
         held, cap = format_bytes(self._pool.nbytes), format_bytes(self.cap_bytes)
-        _log.info("host memory for offload: %s of at most %s%s; pinned: %s", held, cap, automatic, self._pool.pinned)
+        _log.info(
+            "host memory for offload: %s of at most %s%s; pinned: %s",
+            held,
+            cap,
+            automatic,
+            self._pool.pinned,
+        )
 
     def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
-        """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and for *beside_bytes* beside; "auto" gives way to those.
+        """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and
+        for *beside_bytes* beside; "auto" gives way to those.
 
         Raises: UsageError with the numbers, rather than that the kernel ends the process later.
         """
         ranks = local_ranks()
         available = available_bytes() // ranks
         if self._swapper is None and self._automatic:
-            self.cap_bytes = max(min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0)
+            self.cap_bytes = max(
+                min(self.cap_bytes, int((available - beside_bytes) * _AUTO_SHARE)), 0
+            )
         held = min(self.cap_bytes, whole_bytes) - self._held_bytes
         if held + beside_bytes > available:
             raise UsageError(
@@ -157,12 +187,16 @@ class Tier:
             )
 
     def require_space(self, nbytes: int) -> None:
-        """See that *nbytes* more fit on the drives, beside what the other ranks of this machine put there.
+        """See that *nbytes* more fit on the drives, beside what the other ranks of this machine put
+        there.
 
         Raises: NoSpaceError with the numbers.
         """
         ranks = local_ranks()
-        free = sum(os.statvfs(path).f_bavail * os.statvfs(path).f_frsize for path in _one_of_each_filesystem(self.paths))
+        free = sum(
+            os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+            for path in _one_of_each_filesystem(self.paths)
+        )
         if nbytes * ranks > free:
             raise NoSpaceError(
                 28,
@@ -177,19 +211,34 @@ class Tier:
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine, as the launcher tells; where it tells only how many there are, no more than this machine has GPUs.
+    """How many ranks share this machine, as the launcher tells; where it tells only how many there
+    are, no more than this machine has GPUs.
 
-    Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher, and its plugin for Slurm, have WORLD_SIZE alone.
+    Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher,
+    and its plugin for Slurm, have WORLD_SIZE alone.
     """
-    told = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    told = (
+        os.environ.get(name)
+        for name in (
+            "LOCAL_WORLD_SIZE",
+            "LOCAL_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+            "MPI_LOCALNRANKS",
+        )
+    )
     if local := next(filter(None, told), None):
         return max(int(local), 1)
     everywhere = int(os.environ.get("WORLD_SIZE") or 1)
-    return max(min(everywhere, int(os.environ.get("SLURM_NTASKS_PER_NODE") or gpu_count() or everywhere)), 1)
+    return max(
+        min(everywhere, int(os.environ.get("SLURM_NTASKS_PER_NODE") or gpu_count() or everywhere)),
+        1,
+    )
 
 
 def engine_config(path: str, backend: str = "libaio") -> AioConfig:
-    """What `nvme-sweep` chose for the drive of *path*, or the engine's defaults where it was never swept; direct wherever the filesystem can."""
+    """What `nvme-sweep` chose for the drive of *path*, or the engine's defaults where it was never
+    swept; direct wherever the filesystem can.
+    """
     try:
         return AioConfig.for_path(path, backend=backend, direct="auto")
     except (OffloadError, OSError) as reason:
@@ -198,7 +247,9 @@ def engine_config(path: str, backend: str = "libaio") -> AioConfig:
 
 
 def memory_size(value: object) -> int | Literal["auto"]:
-    """*value* as the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises: ValueError."""
+    """*value* as the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises:
+    ValueError.
+    """
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -210,21 +261,34 @@ def memory_size(value: object) -> int | Literal["auto"]:
 
 
 def _check_directory(path: str) -> None:
-    """See that *path* is there. It is not made: below an unmounted drive, or with a typing error, that would be on another one."""
+    """See that *path* is there. It is not made: below an unmounted drive, or with a typing error,
+    that would be on another one.
+    """
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
-        raise UsageError(f"{path} {what}, and none is made: mount the drive, or make the directory on it with mkdir -p, or correct the path")
+        raise UsageError(
+            f"{path} {what}, and none is made: mount the drive, or make the directory on it with mkdir -p, or correct the path"
+        )
     _check_profile(path)
     drive = describe(path)
     if drive.is_memory:
-        _log.warning('%s is held in memory (%s): what goes there takes host memory beside "host_memory"', path, drive.filesystem)
+        _log.warning(
+            '%s is held in memory (%s): what goes there takes host memory beside "host_memory"',
+            path,
+            drive.filesystem,
+        )
     elif Path(path).stat().st_dev == Path("/").stat().st_dev:
-        _log.warning("%s is on the root filesystem: see that the drive is mounted, unless this is where the states should go", path)
+        _log.warning(
+            "%s is on the root filesystem: see that the drive is mounted, unless this is where the states should go",
+            path,
+        )
 
 
 @functools.cache
 def _check_profile(path: str) -> None:
-    """Tell, once, of a *path* on another drive than when it was swept: as a rule its drive is not mounted."""
+    """Tell, once, of a *path* on another drive than when it was swept: as a rule its drive is not
+    mounted.
+    """
     with contextlib.suppress(OffloadError, OSError):
         swept, drive = profile_shelf.swept_elsewhere(path), describe(path)
         if swept is not None:

@@ -59,9 +59,21 @@ _ROWS: dict[State, dict[Event, State]] = {
         Event.LOST: State.OFFLOADED,
         Event.WRITTEN: State.READING,
     },
-    State.CLEAN: {Event.TAKE: State.USED, Event.CREATE: State.USED_NEW, Event.LOST: State.OFFLOADED},
-    State.DIRTY: {Event.TAKE: State.USED_NEW, Event.CREATE: State.USED_NEW, Event.WRITE: State.WRITING},
-    State.STUCK: {Event.TAKE: State.USED_NEW, Event.CREATE: State.USED_NEW, Event.WRITE: State.WRITING},
+    State.CLEAN: {
+        Event.TAKE: State.USED,
+        Event.CREATE: State.USED_NEW,
+        Event.LOST: State.OFFLOADED,
+    },
+    State.DIRTY: {
+        Event.TAKE: State.USED_NEW,
+        Event.CREATE: State.USED_NEW,
+        Event.WRITE: State.WRITING,
+    },
+    State.STUCK: {
+        Event.TAKE: State.USED_NEW,
+        Event.CREATE: State.USED_NEW,
+        Event.WRITE: State.WRITING,
+    },
     State.WRITING: {
         Event.TAKE: State.USED_WRITING,
         Event.CREATE: State.USED_OVER,

@@ -1,3 +1,5 @@
-"""`nvme-sweep`: finds block size, queue depth and thread count for a drive, and says how sure it is."""
+"""`nvme-sweep`: finds block size, queue depth and thread count for a drive, and says how sure it
+is.
+"""
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The chosen setting beside something else, interleaved: A B A B A, each B judged by the two As around it, since the drive drifts."""
+"""The chosen setting beside something else, interleaved: A B A B A, each B judged by the two As
+around it, since the drive drifts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from collections.abc import Callable, Sequence
 from nvme_offload.hardware.profile import Beside
 
 
-def by_turns(one: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+def by_turns(
+    one: Callable[[], float], other: Callable[[], float], rounds: int
+) -> tuple[list[float], list[float]]:
     """Run *one* before, between and after *rounds* of *other*; returns what each gave."""
     ones, others = [one()], []
     for _ in range(rounds):
@@ -20,10 +24,15 @@ def by_turns(one: Callable[[], float], other: Callable[[], float], rounds: int) 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
     """Each of *others* over the geometric mean of the two of *ones* around it."""
-    return [value / math.sqrt(before * after) for value, before, after in zip(others, ones[:-1], ones[1:], strict=True)]
+    return [
+        value / math.sqrt(before * after)
+        for value, before, after in zip(others, ones[:-1], ones[1:], strict=True)
+    ]
 
 
-def judged(name: str, version: str, phase: str, ones: Sequence[float], others: Sequence[float]) -> Beside:
+def judged(
+    name: str, version: str, phase: str, ones: Sequence[float], others: Sequence[float]
+) -> Beside:
     """What a profile keeps of it; the arguments are bytes per second, *ones* the engine's."""
     found = sorted(ratios(ones, others))
     cut = len(found) // 20  # of each end: the middle 90 %

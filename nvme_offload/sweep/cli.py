@@ -1,4 +1,6 @@
-"""`nvme-sweep`: the command. It checks what can be checked first, runs the sweep, and writes what came out."""
+"""`nvme-sweep`: the command. It checks what can be checked first, runs the sweep, and writes what
+came out.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,18 @@ _journals: list[Journal] = []  # of the sweep that is under way
 
 
 def main() -> int:
-    """Run the command; returns 0 when the drive is tuned, 1 after a failure, 2 for what was asked wrongly. A signal exits with 128 + its number."""
+    """Run the command; returns 0 when the drive is tuned, 1 after a failure, 2 for what was asked
+    wrongly. A signal exits with 128 + its number.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         if first in _OTHERS:  # a directory of such a name is reached as ./show
-            status = _OTHERS[first].main(args=sys.argv[2:], prog_name=f"nvme-sweep {first}", standalone_mode=False)
+            status = _OTHERS[first].main(
+                args=sys.argv[2:], prog_name=f"nvme-sweep {first}", standalone_mode=False
+            )
         else:
             status = command.main(prog_name="nvme-sweep", standalone_mode=False)
     except click.ClickException as error:
@@ -58,9 +64,15 @@ def main() -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End at once: the files on the drive have no names and go with the process, whatever is still under way to them."""
-    resumable = "; --resume goes on from here" if any(journal.has_trials for journal in _journals) else ""
-    _progress.say_at_once(f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}")
+    """End at once: the files on the drive have no names and go with the process, whatever is still
+    under way to them.
+    """
+    resumable = (
+        "; --resume goes on from here" if any(journal.has_trials for journal in _journals) else ""
+    )
+    _progress.say_at_once(
+        f"nvme-sweep: stopped by {signal.Signals(number).name}; nothing was left on the drive{resumable}"
+    )
     commit.remove_unfinished()
     os._exit(128 + number)
 
@@ -74,9 +86,16 @@ _engine_option = click.option(
     help="Engine to measure: this package's own, or DeepSpeed's op.",
 )
 _ranks_option = click.option(
-    "--ranks", metavar="N", type=click.IntRange(1, space.MOST_RANKS), help="Processes that contend for the drive.  [default: GPUs present, else 1]"
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(1, space.MOST_RANKS),
+    help="Processes that contend for the drive.  [default: GPUs present, else 1]",
 )
-_force_option = click.option("--force", is_flag=True, help="Measure also memory, a network filesystem, or one without direct I/O.")
+_force_option = click.option(
+    "--force",
+    is_flag=True,
+    help="Measure also memory, a network filesystem, or one without direct I/O.",
+)
 
 
 @click.command(context_settings=_SETTINGS)
@@ -89,17 +108,53 @@ _force_option = click.option("--force", is_flag=True, help="Measure also memory,
     type=Path,
     help="A DeepSpeed config (JSON or hjson) whose aio section is set, or Accelerate's YAML that names one. Repeatable.",
 )
-@click.option("--report-dir", metavar="DIR", type=Path, default="reports", show_default=True, help="Where the report gets a directory of its own.")
-@click.option("--seconds", metavar="N", type=float, default=60, show_default=True, help="Time to measure each path.")
-@click.option("--size", metavar="BYTES", help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of what is free]")
+@click.option(
+    "--report-dir",
+    metavar="DIR",
+    type=Path,
+    default="reports",
+    show_default=True,
+    help="Where the report gets a directory of its own.",
+)
+@click.option(
+    "--seconds",
+    metavar="N",
+    type=float,
+    default=60,
+    show_default=True,
+    help="Time to measure each path.",
+)
+@click.option(
+    "--size",
+    metavar="BYTES",
+    help="Space to use on the drive, such as 1GiB.  [default: at most 2GiB, half of what is free]",
+)
 @_engine_option
-@click.option("--backend", type=click.Choice(BACKENDS), default="libaio", show_default=True, help="Kernel interface to measure.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="libaio",
+    show_default=True,
+    help="Kernel interface to measure.",
+)
 @_ranks_option
-@click.option("--sustained", metavar="BYTES", help="Then write so much, such as 64GiB, to see where the drive's cache ends.")
-@click.option("--resume", is_flag=True, help="Go on with a sweep of the same drive that was interrupted.")
-@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON, without its samples over time.")
+@click.option(
+    "--sustained",
+    metavar="BYTES",
+    help="Then write so much, such as 64GiB, to see where the drive's cache ends.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on with a sweep of the same drive that was interrupted."
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the profile as JSON, without its samples over time.",
+)
 @_force_option
-@click.option("--local_rank", "--local-rank", type=int, hidden=True, expose_value=False)  # DeepSpeed's launcher adds it; the variables say the same
+# DeepSpeed's launcher adds it; the variables say the same
+@click.option("--local_rank", "--local-rank", type=int, hidden=True, expose_value=False)
 @click.version_option(__version__, prog_name="nvme-sweep")
 def command(
     paths: Sequence[str],
@@ -117,9 +172,11 @@ def command(
 ) -> None:
     """Find the I/O settings with which training from the drive of PATH, a directory, is fastest.
 
-    Measures reads, writes and both at once on files without a name, which leave nothing behind, and verifies what it wrote. Prints the settings,
-    writes a report, keeps the profile for AioConfig.for_path, and sets the settings in the given DeepSpeed configs. Several paths are measured each
-    alone, then all together. Under torchrun or DeepSpeed's launcher the ranks of each node contend, and rank 0 reports for all nodes.
+    Measures reads, writes and both at once on files without a name, which leave nothing behind, and
+    verifies what it wrote. Prints the settings, writes a report, keeps the profile for
+    AioConfig.for_path, and sets the settings in the given DeepSpeed configs. Several paths are
+    measured each alone, then all together. Under torchrun or DeepSpeed's launcher the ranks of each
+    node contend, and rank 0 reports for all nodes.
 
     \b
     nvme-sweep show [PATH]                 print what was found before
@@ -143,8 +200,12 @@ def command(
     if where is None or where.rank == 0:  # who alone writes to either; both may be shared
         places = [preflight.config_file(config) for config in configs]
         preflight.check_report_directory(report_dir)
-    if engine == "deepspeed" and backend == "libaio":  # torch builds it under a lock, which a build that was killed leaves behind
-        _progress.show("engine", "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions")
+    # torch builds it under a lock, which a build that was killed leaves behind
+    if engine == "deepspeed" and backend == "libaio":
+        _progress.show(
+            "engine",
+            "loading DeepSpeed's op: a minute or more at its first use; if this never ends, remove `lock` below ~/.cache/torch_extensions",
+        )
     preflight.check_engine(engine, backend)
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
@@ -171,7 +232,9 @@ def _sustained_bytes(text: str | None) -> int:
     except ValueError as error:
         raise Refusal(f"--sustained: {error}") from None
     if text is not None and wanted < LEAST_SUSTAINED_BYTES:
-        raise Refusal(f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache ends before")
+        raise Refusal(
+            f"--sustained must be at least {format_bytes(LEAST_SUSTAINED_BYTES)}, not {format_bytes(wanted)}: no drive's cache ends before"
+        )
     return wanted
 
 
@@ -182,13 +245,20 @@ def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Prof
             locks.enter_context(preflight.locked(Path(found.path), found))
         sizes = [preflight.file_bytes(options.size, found, options.ranks) for found in drives]
         for found in drives:
-            _journals.append(Journal(journal_path(found.identity, options.engine), options.asked(), resume))
+            _journals.append(
+                Journal(journal_path(found.identity, options.engine), options.asked(), resume)
+            )
         if resume and not any(journal.begun for journal in _journals):
-            raise Refusal("there is no interrupted sweep of this drive to go on with: leave out --resume")
+            raise Refusal(
+                "there is no interrupted sweep of this drive to go on with: leave out --resume"
+            )
         for journal in _journals:
             for warning in journal.warnings:
                 _progress.say(f"nvme-sweep: {warning}")
-        profiles = [tune(*each, _progress) for each in zip(drives, [options] * len(drives), sizes, _journals, strict=True)]
+        profiles = [
+            tune(*each, _progress)
+            for each in zip(drives, [options] * len(drives), sizes, _journals, strict=True)
+        ]
         if len(drives) > 1:
             from .several import stripe
 
@@ -200,8 +270,16 @@ def _sweep(drives: Sequence[Drive], options: Options, resume: bool) -> list[Prof
     return profiles
 
 
-def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], notes: list[str], report_dir: Path, configs: Sequence[Path], as_json: bool) -> None:
-    """Write and print what all *nodes*, (host name, profiles) pairs, found; *notes* are lines to end with."""
+def _report(
+    nodes: Sequence[tuple[str, Sequence[Profile]]],
+    notes: list[str],
+    report_dir: Path,
+    configs: Sequence[Path],
+    as_json: bool,
+) -> None:
+    """Write and print what all *nodes*, (host name, profiles) pairs, found; *notes* are lines to
+    end with.
+    """
     said: list[str] = []
     printed: list[str] = []
     for host, profiles in nodes:
@@ -209,10 +287,18 @@ def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], notes: list[str], re
             if host:
                 profile = dataclasses.replace(profile, engine={**profile.engine, "host": host})
                 said += [f"{host}:", ""]
-            name = "-".join(filter(None, (host.lower(), short_name(profile.drive["model"], profile.drive["device"]))))
+            name = "-".join(
+                filter(
+                    None,
+                    (host.lower(), short_name(profile.drive["model"], profile.drive["device"])),
+                )
+            )
             report = results.write_report(profile, name, report_dir, _progress)
             said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
-            bare = dataclasses.replace(profile, trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials))
+            bare = dataclasses.replace(
+                profile,
+                trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
+            )
             printed.append(bare.to_json())
             if as_json:
                 _progress.say(f"report: {report}")
@@ -222,11 +308,17 @@ def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], notes: list[str], re
     if configs:
         slowest = min(mine, key=lambda profile: profile.performance["mixed"].gb_per_s)
         if len({profile.chosen for profile in mine}) > 1:
-            notes.append(f"The configs get one setting for all, that of the slowest: {slowest.drive['path']}.")
+            notes.append(
+                f"The configs get one setting for all, that of the slowest: {slowest.drive['path']}."
+            )
         notes += [results.apply(config, slowest) for config in configs]
     _progress.clear()
     if as_json:
-        results.print_out(printed[0] if len(printed) == 1 else "[\n" + ",\n".join(text.rstrip("\n") for text in printed) + "\n]\n")
+        results.print_out(
+            printed[0]
+            if len(printed) == 1
+            else "[\n" + ",\n".join(text.rstrip("\n") for text in printed) + "\n]\n"
+        )
         for line in notes:
             _progress.say(line)
     else:
@@ -236,7 +328,9 @@ def _report(nodes: Sequence[tuple[str, Sequence[Profile]]], notes: list[str], re
 @click.command(context_settings=_SETTINGS)
 @click.argument("path", metavar="[PATH]", required=False, type=Path)
 def show(path: Path | None) -> None:
-    """Print what a sweep found for the drive of PATH, a profile.json or a report's directory; without PATH, a line on each drive that was swept."""
+    """Print what a sweep found for the drive of PATH, a profile.json or a report's directory;
+    without PATH, a line on each drive that was swept.
+    """
     from .compare import load
 
     if path is not None:
@@ -244,19 +338,33 @@ def show(path: Path | None) -> None:
             profile = load(path)
         except UsageError as error:
             raise Refusal(str(error)) from None
-        said = [f"Swept {profile.created}, kernel {profile.engine.get('kernel', 'not known')}, {profile.command}", "", *results.summary(profile)]
-        results.print_out("\n".join([*said, *(["", *results.stripe_lines(profile.stripe)] if profile.stripe else [])]) + "\n")
+        said = [
+            f"Swept {profile.created}, kernel {profile.engine.get('kernel', 'not known')}, {profile.command}",
+            "",
+            *results.summary(profile),
+        ]
+        results.print_out(
+            "\n".join(
+                [*said, *(["", *results.stripe_lines(profile.stripe)] if profile.stripe else [])]
+            )
+            + "\n"
+        )
         return
     lines = results.shelf_lines()
-    results.print_out("\n".join(lines or ["No drive was swept by this user: run nvme-sweep with a directory on one."]) + "\n")
+    results.print_out(
+        "\n".join(
+            lines or ["No drive was swept by this user: run nvme-sweep with a directory on one."]
+        )
+        + "\n"
+    )
 
 
 @click.command(context_settings=_SETTINGS)
 @click.argument("first", metavar="A", type=Path)
 @click.argument("second", metavar="B", type=Path)
 def compare(first: Path, second: Path) -> None:
-    """Two profiles side by side: drives, kernels, settings, and what B gives over A. Each is a profile.json, a report's directory, or a directory on
-    a drive that was swept.
+    """Two profiles side by side: drives, kernels, settings, and what B gives over A. Each is a
+    profile.json, a report's directory, or a directory on a drive that was swept.
     """
     from .compare import lines, load
 
@@ -269,12 +377,21 @@ def compare(first: Path, second: Path) -> None:
 
 @click.command(context_settings=_SETTINGS)
 @click.argument("path", metavar="PATH")
-@click.option("--config", metavar="FILE", type=Path, required=True, help="The DeepSpeed config, or Accelerate's YAML that names one.")
-@click.option("--seconds", metavar="N", type=float, default=15, show_default=True, help="Time to measure.")
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=Path,
+    required=True,
+    help="The DeepSpeed config, or Accelerate's YAML that names one.",
+)
+@click.option(
+    "--seconds", metavar="N", type=float, default=15, show_default=True, help="Time to measure."
+)
 @_ranks_option
 @_force_option
 def check(path: str, config: Path, seconds: float, ranks: int | None, force: bool) -> int:
-    """Measure briefly whether the settings in FILE still hold on the drive of PATH, beside those that the sweep chose and DeepSpeed's defaults.
+    """Measure briefly whether the settings in FILE still hold on the drive of PATH, beside those
+    that the sweep chose and DeepSpeed's defaults.
 
     Exit status: 0 they hold, 3 they do not, 1 failed, 2 wrong usage.
     """
@@ -294,13 +411,20 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         setting.config()
     except OffloadError as error:
         raise Refusal(str(error)) from None
-    options = Options(seconds, None, "native", setting.backend, ranks or profile.workload.get("ranks") or 1, force)
+    options = Options(
+        seconds, None, "native", setting.backend, ranks or profile.workload.get("ranks") or 1, force
+    )
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=setting.backend)
     settings = list(dict.fromkeys([setting, profile.chosen, control]))
     deepest = max(each.bytes_in_flight for each in settings)
     if deepest * options.ranks > 8 * space.MAX_BYTES_IN_FLIGHT:
-        raise Refusal(f"{config} has {format_bytes(deepest)} in flight, more than can be measured: run nvme-sweep with --config")
-    with preflight.locked(Path(found.path), found), open_rig(found, preflight.file_bytes(None, found, options.ranks), options) as rig:
+        raise Refusal(
+            f"{config} has {format_bytes(deepest)} in flight, more than can be measured: run nvme-sweep with --config"
+        )
+    with (
+        preflight.locked(Path(found.path), found),
+        open_rig(found, preflight.file_bytes(None, found, options.ranks), options) as rig,
+    ):
         fill(rig, found, 0.2 * seconds, options.backend, _progress)
 
         def run(one: Setting, phase: str, window: float) -> float:

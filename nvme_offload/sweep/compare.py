@@ -19,7 +19,9 @@ SLIM = 0.02  # a relative spread below this is not believed of few runs
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle 90 % of where it may be."""
+    """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle
+    90 % of where it may be.
+    """
 
     phase: str
     first_gb_per_s: float
@@ -30,7 +32,8 @@ class Change:
 
 
 def load(place: Path) -> Profile:
-    """The profile that *place* leads to: a file, a report's directory, or else any path on a drive that was swept.
+    """The profile that *place* leads to: a file, a report's directory, or else any path on a drive
+    that was swept.
 
     Raises: UsageError, UnsupportedError, which say what to give instead.
     """
@@ -40,7 +43,9 @@ def load(place: Path) -> Profile:
             return Profile.load(inside) if inside.exists() else find(place)
         return Profile.load(place)
     except FileNotFoundError:
-        raise UsageError(f"{place} does not exist: give a profile.json, the directory of a report, or a directory on a drive that was swept") from None
+        raise UsageError(
+            f"{place} does not exist: give a profile.json, the directory of a report, or a directory on a drive that was swept"
+        ) from None
     except OSError as error:
         raise UsageError(f"{place} cannot be read: {error.strerror}") from None
     except OffloadError as error:
@@ -57,7 +62,11 @@ def changes(first: Profile, second: Profile) -> list[Change]:
         gap = statistics.median(other) - statistics.median(one)
         reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
         before, after = (math.exp(statistics.median(logs)) for logs in (one, other))
-        found.append(Change(phase, before, after, math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)))
+        found.append(
+            Change(
+                phase, before, after, math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)
+            )
+        )
     return found
 
 
@@ -71,13 +80,22 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     said = [f"{label:{width}}  {one:{middle}}  {other}".rstrip() for label, one, other in rows]
     said.append("")
     for change in changes(first, second):
-        sure = "cannot be told apart" if change.low <= 1 <= change.high else "faster" if change.ratio > 1 else "slower"
+        sure = (
+            "cannot be told apart"
+            if change.low <= 1 <= change.high
+            else "faster"
+            if change.ratio > 1
+            else "slower"
+        )
         percent = [100 * (value - 1) for value in (change.ratio, change.low, change.high)]
         said.append(
             f"{change.phase:6}  {change.first_gb_per_s:.2f} -> {change.second_gb_per_s:.2f} GB/s, {percent[0]:+.0f} % "
             f"({percent[1]:+.0f} to {percent[2]:+.0f} %): {sure}"
         )
-    said += ["", "The intervals are those of the runs; that a drive is faster on one day than on another is not in them."]
+    said += [
+        "",
+        "The intervals are those of the runs; that a drive is faster on one day than on another is not in them.",
+    ]
     if first.drive.get("identity") != second.drive.get("identity"):
         said.append("These are different drives.")
     return said
@@ -89,7 +107,12 @@ def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
 
     drives = [profile.drive for profile in (first, second)]
     engines = [profile.engine for profile in (first, second)]
-    gains = [", ".join(f"{phase} {100 * (profile.performance[phase].relative - 1):+.0f} %" for phase in PHASES) for profile in (first, second)]
+    gains = [
+        ", ".join(
+            f"{phase} {100 * (profile.performance[phase].relative - 1):+.0f} %" for phase in PHASES
+        )
+        for profile in (first, second)
+    ]
     return {
         "swept": both(first.created, second.created),
         "path": both(*(drive["path"] for drive in drives)),
@@ -99,7 +122,12 @@ def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
         "filesystem": both(*(drive["filesystem"] for drive in drives)),
         "scheduler": both(*(drive.get("scheduler") or "not known" for drive in drives)),
         "kernel": both(*(engine.get("kernel", "not known") for engine in engines)),
-        "engine": both(*(f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}" for engine in engines)),
+        "engine": both(
+            *(
+                f"{engine.get('name')} {engine.get('version')}, {engine.get('backend')}"
+                for engine in engines
+            )
+        ),
         "ranks": both(*(profile.workload.get("ranks", 1) for profile in (first, second))),
         "setting": (describe(first.chosen), describe(second.chosen)),
         "over the defaults": (gains[0], gains[1]),
@@ -108,7 +136,12 @@ def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
 
 
 def _final_logs(profile: Profile, phase: str) -> list[float]:
-    runs = [trial for trial in profile.trials if (trial.setting, trial.phase, trial.stage, trial.flaw) == (profile.chosen, phase, "final", "")]
+    runs = [
+        trial
+        for trial in profile.trials
+        if (trial.setting, trial.phase, trial.stage, trial.flaw)
+        == (profile.chosen, phase, "final", "")
+    ]
     return [math.log(trial.gb_per_s) for trial in runs if trial.gb_per_s > 0]
 
 

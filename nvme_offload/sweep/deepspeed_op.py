@@ -1,7 +1,9 @@
 """DeepSpeed's own op under a trial: what `--engine deepspeed` measures.
 
-Its handle tells of no request by itself: `wait()` returns when all are done. So requests go in batches, and where a trial reads and writes at once
-both handles are waited for together, as DeepSpeed's pipelined optimizer swapper does. A batch is larger than what the kernel is given at a time.
+Its handle tells of no request by itself: `wait()` returns when all are done. So requests go in
+batches, and where a trial reads and writes at once both handles are waited for together, as
+DeepSpeed's pipelined optimizer swapper does. A batch is larger than what the kernel is given at a
+time.
 """
 
 from __future__ import annotations
@@ -51,14 +53,24 @@ class DeepSpeedOp:
         return importlib.metadata.version("deepspeed")
 
     def locked(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory that the op moves without a copy. Lifetime: that of the process, as its swapper keeps it too."""
+        """Memory that the op moves without a copy. Lifetime: that of the process, as its swapper
+        keeps it too.
+        """
         return np.asarray(self._allocator.new_cpu_locked_tensor(nbytes, self._example).numpy())
 
     @contextlib.contextmanager
     def engine(self, setting: Setting, paths: Mapping[File, str]) -> Iterator[DeepSpeedEngine]:
         """The op at *setting*, as far as a trial needs an `Engine`; *paths* leads to the files."""
-        options = (setting.block_size, setting.queue_depth, setting.single_submit, setting.overlap_events, setting.thread_count)
-        made = DeepSpeedEngine(self._module.aio_handle(*options), self._module.aio_handle(*options), self._torch, paths)
+        options = (
+            setting.block_size,
+            setting.queue_depth,
+            setting.single_submit,
+            setting.overlap_events,
+            setting.thread_count,
+        )
+        made = DeepSpeedEngine(
+            self._module.aio_handle(*options), self._module.aio_handle(*options), self._torch, paths
+        )
         try:
             yield made
         finally:
@@ -66,7 +78,9 @@ class DeepSpeedOp:
 
 
 class DeepSpeedEngine:
-    """Two handles, one for each direction, as the swappers have them. Lifetime: buffers are held until what moves them was waited for."""
+    """Two handles, one for each direction, as the swappers have them. Lifetime: buffers are held
+    until what moves them was waited for.
+    """
 
     def __init__(self, reading: Any, writing: Any, torch: Any, paths: Mapping[File, str]) -> None:
         self._handles = {"read": reading, "write": writing}
@@ -101,7 +115,9 @@ class DeepSpeedEngine:
                 self._moved[direction] += ticket.nbytes
 
     def settle(self) -> None:
-        """Wait for what is left and say nothing of it: a handle that goes with work pending ends the process."""
+        """Wait for what is left and say nothing of it: a handle that goes with work pending ends
+        the process.
+        """
         with contextlib.suppress(IOFailure):
             self.wait()
         with contextlib.suppress(IOFailure):  # the other direction, where the first failed
@@ -121,7 +137,9 @@ class DeepSpeedEngine:
 class DeepSpeedTicket:
     """As `Ticket`, of a request that is done when its batch is."""
 
-    def __init__(self, engine: DeepSpeedEngine, direction: str, path: str, offset: int, tensor: Any) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, direction: str, path: str, offset: int, tensor: Any
+    ) -> None:
         self._engine = engine
         self._direction = direction
         self._path = path
@@ -135,22 +153,36 @@ class DeepSpeedTicket:
         return self.finished
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the whole batch, however long it takes; returns the bytes asked for. Raises: IOFailure."""
+        """Wait for the whole batch, however long it takes; returns the bytes asked for. Raises:
+        IOFailure.
+        """
         if not self.finished:
             self._engine.wait()
         return self.nbytes
 
     def failure(self, reason: str) -> IOFailure:
         """An error of this request; the op does not tell errno."""
-        return IOFailure(errno.EIO, reason, operation=self._direction, path=self._path, offset=self._offset, nbytes=self.nbytes, done=0)
+        return IOFailure(
+            errno.EIO,
+            reason,
+            operation=self._direction,
+            path=self._path,
+            offset=self._offset,
+            nbytes=self.nbytes,
+            done=0,
+        )
 
 
 @functools.cache
 def load() -> DeepSpeedOp:
-    """DeepSpeed's op, built when it was never used before, which takes a minute. Raises: UnsupportedError where that cannot be done."""
+    """DeepSpeed's op, built when it was never used before, which takes a minute. Raises:
+    UnsupportedError where that cannot be done.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY and soft < _MEMORY_BYTES:
-        raise UnsupportedError(f"DeepSpeed's op ends the process when it may not lock its memory: raise the limit (ulimit -l {_MEMORY_BYTES >> 10})")
+        raise UnsupportedError(
+            f"DeepSpeed's op ends the process when it may not lock its memory: raise the limit (ulimit -l {_MEMORY_BYTES >> 10})"
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with standard_output_to_error():
@@ -158,10 +190,16 @@ def load() -> DeepSpeedOp:
 
             module = AsyncIOBuilder().load(verbose=False)
     except ImportError as error:
-        raise UnsupportedError(f"DeepSpeed is not installed here ({error}): pip install deepspeed, or leave out --engine deepspeed") from None
-    except (RuntimeError, OSError, AssertionError, SystemExit) as error:  # no compiler, no ninja, no libaio
-        raise UnsupportedError(f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` says what is missing") from None
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its warning of wear at the first write goes to standard output as well
+        raise UnsupportedError(
+            f"DeepSpeed is not installed here ({error}): pip install deepspeed, or leave out --engine deepspeed"
+        ) from None
+    # no compiler, no ninja, no libaio
+    except (RuntimeError, OSError, AssertionError, SystemExit) as error:
+        raise UnsupportedError(
+            f"DeepSpeed's op cannot be built here: {' '.join(str(error).split())[:300]}; `ds_report` says what is missing"
+        ) from None
+    # its warning of wear at the first write goes to standard output as well
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return DeepSpeedOp(module, sys.modules["torch"])  # which DeepSpeed has loaded
 
 

@@ -1,4 +1,6 @@
-"""fio on the files of a sweep, where it is installed: the drive's limit, as the tool says it that everybody knows."""
+"""fio on the files of a sweep, where it is installed: the drive's limit, as the tool says it that
+everybody knows.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,20 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
 
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
-# fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C library fills it at allocation, before fio's
-# clock starts, and takes huge pages where ours does. Source: glibc's manual, Memory Allocation Tunables.
+# fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C
+# library fills it at allocation, before fio's clock starts, and takes huge pages where ours does.
+# Source: glibc's manual, Memory Allocation Tunables.
 _TUNABLES = "glibc.malloc.perturb=165:glibc.malloc.hugetlb=1"
 _RAMP = "100ms"  # before it counts: the queues fill
-# What fio does beside moving bytes, switched off: stamping buffers, timing every block, keeping a map of what it touched.
-_PLAIN = ("--gtod_reduce=1", "--scramble_buffers=0", "--norandommap=1", "--fallocate=none", "--allow_file_create=0")
+# What fio does beside moving bytes, switched off: stamping buffers, timing every block, keeping a
+# map of what it touched.
+_PLAIN = (
+    "--gtod_reduce=1",
+    "--scramble_buffers=0",
+    "--norandommap=1",
+    "--fallocate=none",
+    "--allow_file_create=0",
+)
 
 
 @functools.cache
@@ -30,33 +40,80 @@ def version() -> str | None:
     return ran.stdout.strip() or None if ran.returncode == 0 else None
 
 
-def command(paths: Mapping[str, Sequence[str]], file_bytes: int, setting: Setting, seconds: float, direct: bool) -> list[str]:
-    """fio's command line: *paths* by direction, a file of *file_bytes* for each rank, all moved at once as *setting* has it."""
+def command(
+    paths: Mapping[str, Sequence[str]],
+    file_bytes: int,
+    setting: Setting,
+    seconds: float,
+    direct: bool,
+) -> list[str]:
+    """fio's command line: *paths* by direction, a file of *file_bytes* for each rank, all moved at
+    once as *setting* has it.
+    """
     each = max(1, setting.thread_count // len(paths))
     depth = max(1, setting.queue_depth * setting.thread_count // (each * len(paths)))
     part = file_bytes // each // setting.block_size * setting.block_size
-    words = ["fio", "--output-format=json", f"--ioengine={_ENGINES[setting.backend]}", f"--iodepth={depth}", f"--bs={setting.block_size}"]
-    words += [f"--direct={int(direct)}", f"--size={part}", f"--numjobs={each}", f"--offset_increment={part}", "--thread", "--iomem_align=2m"]
-    words += ["--time_based", f"--runtime={round(1000 * seconds)}ms", f"--ramp_time={_RAMP}", *_PLAIN]
+    words = [
+        "fio",
+        "--output-format=json",
+        f"--ioengine={_ENGINES[setting.backend]}",
+        f"--iodepth={depth}",
+        f"--bs={setting.block_size}",
+    ]
+    words += [
+        f"--direct={int(direct)}",
+        f"--size={part}",
+        f"--numjobs={each}",
+        f"--offset_increment={part}",
+        "--thread",
+        "--iomem_align=2m",
+    ]
+    words += [
+        "--time_based",
+        f"--runtime={round(1000 * seconds)}ms",
+        f"--ramp_time={_RAMP}",
+        *_PLAIN,
+    ]
     for direction, files in paths.items():
         for path in files:
             words += [f"--name={direction}", f"--filename={path}", f"--rw={direction}"]
     return words
 
 
-def bytes_per_second(paths: Mapping[str, Sequence[str]], file_bytes: int, setting: Setting, seconds: float, direct: bool) -> float:
-    """What fio moves, all files together, in so many *seconds*. Raises: UnsupportedError with what fio says."""
+def bytes_per_second(
+    paths: Mapping[str, Sequence[str]],
+    file_bytes: int,
+    setting: Setting,
+    seconds: float,
+    direct: bool,
+) -> float:
+    """What fio moves, all files together, in so many *seconds*. Raises: UnsupportedError with what
+    fio says.
+    """
     words = command(paths, file_bytes, setting, seconds, direct)
-    ran = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "GLIBC_TUNABLES": _TUNABLES})
+    ran = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "GLIBC_TUNABLES": _TUNABLES},
+    )
     if ran.returncode != 0:
         raise UnsupportedError(f"fio failed: {' '.join((ran.stderr or ran.stdout).split())[:300]}")
     return parse(ran.stdout)
 
 
 def parse(output: str) -> float:
-    """Bytes per second of all jobs in fio's JSON, which ran at the same time. Raises: UnsupportedError when they moved nothing."""
+    """Bytes per second of all jobs in fio's JSON, which ran at the same time. Raises:
+    UnsupportedError when they moved nothing.
+    """
     jobs = json.loads(output[output.index("{") :])["jobs"]
-    moved = [job[direction] for job in jobs for direction in ("read", "write") if job[direction]["runtime"]]
+    moved = [
+        job[direction]
+        for job in jobs
+        for direction in ("read", "write")
+        if job[direction]["runtime"]
+    ]
     total = sum(one["io_bytes"] / one["runtime"] * 1000 for one in moved)
     if not total:
         raise UnsupportedError("fio moved nothing")

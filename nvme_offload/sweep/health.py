@@ -1,4 +1,6 @@
-"""What a drive says of its own health, by nvme-cli or smartctl where one is installed and may ask."""
+"""What a drive says of its own health, by nvme-cli or smartctl where one is installed and
+may ask.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,46 @@ from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.profile import Health
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 
-UNIT_BYTES = 512_000  # in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health Information
+# in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health
+# Information
+UNIT_BYTES = 512_000
 WORN = 0.8
 TELLING_WEAR = 0.03  # below, whole percents tell too little of a life's length
 
-_CRITICAL = ("its spare area is low", "its temperature is out of range", "it is no longer reliable", "it is read-only", "its backup of memory failed")
+_CRITICAL = (
+    "its spare area is low",
+    "its temperature is out of range",
+    "it is no longer reliable",
+    "it is read-only",
+    "its backup of memory failed",
+)
 
 
 def ask(drive: Drive) -> Health | None:
     """The worst of the drive's disks; None when nobody can tell anything."""
-    found = [health for device in drive.physical_devices if (health := _of_disk(device)) is not None]
+    found = [
+        health for device in drive.physical_devices if (health := _of_disk(device)) is not None
+    ]
     if not found:
-        return Health("sysfs", drive.temperature_celsius) if drive.temperature_celsius is not None else None
+        return (
+            Health("sysfs", drive.temperature_celsius)
+            if drive.temperature_celsius is not None
+            else None
+        )
     return Health(
         source=found[0].source,
-        temperature_celsius=max((each.temperature_celsius for each in found if each.temperature_celsius is not None), default=drive.temperature_celsius),
+        temperature_celsius=max(
+            (each.temperature_celsius for each in found if each.temperature_celsius is not None),
+            default=drive.temperature_celsius,
+        ),
         wear=max((each.wear for each in found if each.wear is not None), default=None),
-        written_bytes=max((each.written_bytes for each in found if each.written_bytes is not None), default=None),
-        throttled_seconds=max((each.throttled_seconds for each in found if each.throttled_seconds is not None), default=None),
+        written_bytes=max(
+            (each.written_bytes for each in found if each.written_bytes is not None), default=None
+        ),
+        throttled_seconds=max(
+            (each.throttled_seconds for each in found if each.throttled_seconds is not None),
+            default=None,
+        ),
         critical="; ".join(dict.fromkeys(each.critical for each in found if each.critical)),
     )
 
@@ -41,10 +65,18 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
         said.append(f"The drive warns that {after.critical}: move what matters off it.")
     if before and after and (after.throttled_seconds or 0) > (before.throttled_seconds or 0):
         seconds = (after.throttled_seconds or 0) - (before.throttled_seconds or 0)
-        at = f" at {after.temperature_celsius:.0f} \N{DEGREE SIGN}C" if after.temperature_celsius is not None else ""
-        said.append(f"The drive slowed itself down for {seconds} s of the sweep, for its heat{at}: give it air or a heat sink, and sweep again.")
+        at = (
+            f" at {after.temperature_celsius:.0f} \N{DEGREE SIGN}C"
+            if after.temperature_celsius is not None
+            else ""
+        )
+        said.append(
+            f"The drive slowed itself down for {seconds} s of the sweep, for its heat{at}: give it air or a heat sink, and sweep again."
+        )
     if after and after.wear is not None and after.wear >= WORN:
-        said.append(f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest.")
+        said.append(
+            f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest."
+        )
     if after and after.wear is not None and after.written_bytes and TELLING_WEAR <= after.wear < 1:
         left = after.written_bytes * (1 / after.wear - 1)
         said.append(
@@ -55,7 +87,9 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
 
 
 def _of_disk(device: str) -> Health | None:
-    if device.startswith("/dev/nvme") and (log := _json(["nvme", "smart-log", device, "--output-format=json"])):
+    if device.startswith("/dev/nvme") and (
+        log := _json(["nvme", "smart-log", device, "--output-format=json"])
+    ):
         return nvme_cli(log)
     if log := _json(["smartctl", "--json", "--all", device]):
         return smartctl(log)
@@ -104,7 +138,9 @@ def _json(command: Sequence[str]) -> dict[str, Any] | None:
         return None
     try:
         # smartctl's exit status is a set of bits, some of which say that the drive is ill.
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
+        )
         data = json.loads(ran.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
@@ -114,7 +150,8 @@ def _json(command: Sequence[str]) -> dict[str, Any] | None:
 def _number(log: dict[str, Any], *names: str) -> int | None:
     for name in names:
         value = log.get(name)
-        if isinstance(value, dict):  # newer nvme-cli tells the bits of critical_warning one by one beside "value"
+        # newer nvme-cli tells the bits of critical_warning one by one beside "value"
+        if isinstance(value, dict):
             value = value.get("value")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return int(value)

@@ -1,4 +1,6 @@
-"""The journal of a sweep: every trial as soon as it is done, so that `--resume` goes on where an interrupted one ended, kill -9 included."""
+"""The journal of a sweep: every trial as soon as it is done, so that `--resume` goes on where an
+interrupted one ended, kill -9 included.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """What a search began with: the bytes of a file, what the drive and memory did with them a second, and the time for it."""
+    """What a search began with: the bytes of a file, what the drive and memory did with them a
+    second, and the time for it.
+    """
 
     file_bytes: int
     bytes_per_second: float
@@ -38,11 +42,14 @@ class Begun:
 
 
 class Journal:
-    """The file of one drive's sweep: a line on what was asked for and what the search began with, then one for each trial; each has a checksum.
+    """The file of one drive's sweep: a line on what was asked for and what the search began with,
+    then one for each trial; each has a checksum.
 
-    begun: what the interrupted sweep's search began with, None when there is none to go on from. entries: its trials. has_trials: whether there is
-    something to go on from, should this sweep be interrupted. warnings: a line on what of it was damaged, if anything: only what stands before that
-    counts. Raises: Refusal when the interrupted sweep was asked for otherwise, or nothing of its journal is sound.
+    begun: what the interrupted sweep's search began with, None when there is none to go on from.
+    entries: its trials. has_trials: whether there is something to go on from, should this sweep be
+    interrupted. warnings: a line on what of it was damaged, if anything: only what stands before
+    that counts. Raises: Refusal when the interrupted sweep was asked for otherwise, or nothing of
+    its journal is sound.
     """
 
     def __init__(self, path: Path | None, asked: dict[str, Any], resume: bool = False) -> None:
@@ -56,10 +63,17 @@ class Journal:
         self.has_trials = bool(self.entries)
 
     def begin(self, begun: Begun) -> Begun:
-        """Start the file, over an earlier one; one that is gone on with keeps what counts of it. Returns what the search began with."""
+        """Start the file, over an earlier one; one that is gone on with keeps what counts of it.
+        Returns what the search began with.
+        """
         self.begun = self.begun or begun
-        header = sealed.dumps({"line": 1, "asked": self._asked, "begun": dataclasses.asdict(self.begun)})
-        lines = [header, *(_line(number, entry) for number, entry in enumerate(self.entries, start=2))]
+        header = sealed.dumps(
+            {"line": 1, "asked": self._asked, "begun": dataclasses.asdict(self.begun)}
+        )
+        lines = [
+            header,
+            *(_line(number, entry) for number, entry in enumerate(self.entries, start=2)),
+        ]
 
         def write(path: Path) -> None:
             commit.make_directory(path.parent)
@@ -86,7 +100,9 @@ class Journal:
                 self._path.unlink(missing_ok=True)
 
     def _try(self, write: Callable[[Path], None]) -> None:
-        """*write* the file; from the first failure on there is none, since a sweep that cannot be gone on with is still a sweep."""
+        """*write* the file; from the first failure on there is none, since a sweep that cannot be
+        gone on with is still a sweep.
+        """
         try:
             if self._path is not None:
                 write(self._path)
@@ -95,7 +111,8 @@ class Journal:
 
     def _read(self, asked: dict[str, Any]) -> None:
         try:
-            lines = self._path.read_bytes().split(b"\n")[:-1] if self._path else []  # the last may have been cut
+            # the last may have been cut
+            lines = self._path.read_bytes().split(b"\n")[:-1] if self._path else []
         except OSError:
             return
         if not lines:
@@ -104,10 +121,18 @@ class Journal:
             header = _unsealed(lines[0], 1)
             before, begun = header["asked"], require_schema(Begun(**header["begun"]))
         except (ValueError, KeyError, TypeError):
-            raise Refusal(f"the journal of the interrupted sweep, {self._path}, is damaged from its first line on: leave out --resume") from None
-        other = [f"{name} {before.get(name)!r}, not {value!r}" for name, value in asked.items() if before.get(name) != value]
+            raise Refusal(
+                f"the journal of the interrupted sweep, {self._path}, is damaged from its first line on: leave out --resume"
+            ) from None
+        other = [
+            f"{name} {before.get(name)!r}, not {value!r}"
+            for name, value in asked.items()
+            if before.get(name) != value
+        ]
         if other:
-            raise Refusal(f"the interrupted sweep of this drive was made with {'; '.join(other)}: ask for the same, or leave out --resume")
+            raise Refusal(
+                f"the interrupted sweep of this drive was made with {'; '.join(other)}: ask for the same, or leave out --resume"
+            )
         self.begun = begun
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -118,21 +143,34 @@ class Journal:
 
 
 def journal_path(identity: str, engine: str) -> Path | None:
-    """Where the journal of that drive lies; None where this user has no directory for it. Source: the XDG Base Directory Specification."""
+    """Where the journal of that drive lies; None where this user has no directory for it. Source:
+    the XDG Base Directory Specification.
+    """
     try:
-        return user_directory("XDG_STATE_HOME", ".local/state") / "sweeps" / f"{identity}-{engine}.jsonl"
+        return (
+            user_directory("XDG_STATE_HOME", ".local/state")
+            / "sweeps"
+            / f"{identity}-{engine}.jsonl"
+        )
     except UnsupportedError:
         return None
 
 
 class Playback:
-    """Clock and trials of a search that may have a beginning already: what was measured is told again, at the time that it took, then *measure* goes on.
+    """Clock and trials of a search that may have a beginning already: what was measured is told
+    again, at the time that it took, then *measure* goes on.
 
-    As a search asks the same when it is told the same, it goes on as if it had never been interrupted. Where it asks for something else, which it may
-    when a limit is met to the microsecond, the rest of the beginning is left out.
+    As a search asks the same when it is told the same, it goes on as if it had never been
+    interrupted. Where it asks for something else, which it may when a limit is met to the
+    microsecond, the rest of the beginning is left out.
     """
 
-    def __init__(self, journal: Journal, measure: Callable[[Ask], Result], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        measure: Callable[[Ask], Result],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._journal = journal
         self._left = deque(journal.entries)
         self._measure = measure
@@ -142,7 +180,9 @@ class Playback:
 
     def clock(self) -> float:
         """Seconds that the search has gone on."""
-        return self._told_seconds + (0.0 if self._live_since is None else self._clock() - self._live_since)
+        return self._told_seconds + (
+            0.0 if self._live_since is None else self._clock() - self._live_since
+        )
 
     def measure(self, ask: Ask) -> Result:
         """The result of *ask*, from the journal or measured now."""
@@ -164,16 +204,24 @@ def _same(one: Ask, other: Ask) -> bool:
 
 
 def _warnings(path: Path | None, line: int, trials: int) -> list[str]:
-    return [f"the journal of the interrupted sweep, {path}, is damaged at line {line}: of its {trials} trials the {line - 2} before that count"]
+    return [
+        f"the journal of the interrupted sweep, {path}, is damaged at line {line}: of its {trials} trials the {line - 2} before that count"
+    ]
 
 
 def _line(number: int, entry: Entry) -> str:
-    data = {"ask": dataclasses.asdict(entry.ask), "result": dataclasses.asdict(entry.result), "ended_seconds": entry.ended_seconds}
+    data = {
+        "ask": dataclasses.asdict(entry.ask),
+        "result": dataclasses.asdict(entry.result),
+        "ended_seconds": entry.ended_seconds,
+    }
     return sealed.dumps({"line": number, **data})
 
 
 def _unsealed(line: bytes, number: int) -> dict[str, Any]:
-    """What stands in *line*, the file's *number*th. Raises: ValueError when it is not as it was written, or not where."""
+    """What stands in *line*, the file's *number*th. Raises: ValueError when it is not as it was
+    written, or not where.
+    """
     data = sealed.loads(line)
     if not sealed.unseal(data) or data.pop("line", None) != number:
         raise ValueError

@@ -1,4 +1,6 @@
-"""How long blocks take: requests of one block each, timed from submitting to done, while the queues are kept as full as in a trial."""
+"""How long blocks take: requests of one block each, timed from submitting to done, while the queues
+are kept as full as in a trial.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ LOOK_SECONDS = 0.0001  # between two looks at what is finished
 
 
 def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> list[float]:
-    """What the blocks took that were submitted in a window of *seconds*, on *rig*'s files; what they bring is not verified.
+    """What the blocks took that were submitted in a window of *seconds*, on *rig*'s files; what
+    they bring is not verified.
 
     Raises: as `Rig.run`.
     """
@@ -31,7 +34,11 @@ def block_seconds(rig: Rig, setting: Setting, phase: str, seconds: float) -> lis
             return []  # it does not tell of single requests
         places = itertools.cycle(range(0, rig.file_bytes, setting.block_size))
         blocks = [
-            (direction, rig.file(direction), ring[index // each].data[index % each * setting.block_size :][: setting.block_size])
+            (
+                direction,
+                rig.file(direction),
+                ring[index // each].data[index % each * setting.block_size :][: setting.block_size],
+            )
             for direction in directions
             for ring in [rig.ring(direction, -(-depth // each))]
             for index in range(depth)

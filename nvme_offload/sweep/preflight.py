@@ -1,4 +1,6 @@
-"""What is checked before a sweep: that everything it will need is there, so that what cannot end well never begins."""
+"""What is checked before a sweep: that everything it will need is there, so that what cannot end
+well never begins.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Failure(click.ClickException):
 
 
 def look_at(directory: Path, force: bool) -> Drive:
-    """What *directory* sits on. Raises: Refusal when it is not a drive's directory that this user can write to."""
+    """What *directory* sits on. Raises: Refusal when it is not a drive's directory that this user
+    can write to.
+    """
     try:
         if not directory.is_dir():
             what = "is not a directory" if directory.exists() else "does not exist"
@@ -49,17 +53,23 @@ def look_at(directory: Path, force: bool) -> Drive:
     if (found.is_memory or found.is_network) and not force:
         raise Refusal(f"{drive_warnings(found)[0]} (--force measures it all the same.)")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise Refusal(f"{directory} is not writable: make a directory there that you own, and give that")
+        raise Refusal(
+            f"{directory} is not writable: make a directory there that you own, and give that"
+        )
     return found
 
 
 def config_file(given: Path) -> Path:
-    """The DeepSpeed config that *given* is, or that it names, being Accelerate's YAML; read and found writable. Raises: Refusal."""
+    """The DeepSpeed config that *given* is, or that it names, being Accelerate's YAML; read and
+    found writable. Raises: Refusal.
+    """
     try:
         config = ds_config.locate(given)
         ds_config.read_aio(config)
         if not ds_config.is_writable(config):
-            raise Refusal(f"{config} is read-only: make it and its directory writable, or leave out --config and copy the settings by hand")
+            raise Refusal(
+                f"{config} is read-only: make it and its directory writable, or leave out --config and copy the settings by hand"
+            )
     except OffloadError as error:
         raise Refusal(str(error)) from None
     except OSError as error:
@@ -74,7 +84,9 @@ def check_report_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         Path(tempfile.mkdtemp(prefix=".nvme-sweep-", dir=directory)).rmdir()
     except OSError as error:
-        raise Refusal(f"no report can be written to {directory}: {error.strerror}; choose another directory with --report-dir") from None
+        raise Refusal(
+            f"no report can be written to {directory}: {error.strerror}; choose another directory with --report-dir"
+        ) from None
     finally:
         for place in missing:
             with contextlib.suppress(OSError):
@@ -82,7 +94,9 @@ def check_report_directory(directory: Path) -> None:
 
 
 def check_engine(engine: str, backend: str) -> None:
-    """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op, which builds it at its first use."""
+    """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op,
+    which builds it at its first use.
+    """
     from nvme_offload.io.engine import Engine
 
     if engine == "deepspeed" and backend != "libaio":
@@ -110,22 +124,33 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
     from .trial import LEAST_REQUESTS
 
     least = 2 * LEAST_REQUESTS * request_bytes(ranks) * ranks
-    of_ranks, less = (f" with {ranks} ranks", "; fewer --ranks need less") if ranks > 1 else ("", "")
+    of_ranks, less = (
+        (f" with {ranks} ranks", "; fewer --ranks need less") if ranks > 1 else ("", "")
+    )
     try:
-        wanted = parse_bytes(size) if size is not None else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
+        wanted = (
+            parse_bytes(size)
+            if size is not None
+            else min(2 * MOST_FILE_BYTES, found.free_bytes // 2)
+        )
     except ValueError as error:
         raise Refusal(f"--size: {error}") from None
     if size is not None and wanted < least:
-        raise Refusal(f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less does not leave the caches of a drive")
+        raise Refusal(
+            f"--size must be at least {format_bytes(least)}{of_ranks}, not {format_bytes(wanted)}: less does not leave the caches of a drive"
+        )
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
-        raise Refusal(f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}")
+        raise Refusal(
+            f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}"
+        )
     return wanted // (2 * ranks)
 
 
 @contextlib.contextmanager
 def locked(directory: Path, found: Drive) -> Iterator[None]:
-    """Keep a second sweep off the drive: by a lock on where it is mounted, which leaves no file and ends with the process.
+    """Keep a second sweep off the drive: by a lock on where it is mounted, which leaves no file and
+    ends with the process.
 
     Raises: Failure when another one runs.
     """
@@ -139,7 +164,9 @@ def locked(directory: Path, found: Drive) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise Failure(f"another nvme-sweep is measuring the drive of {directory}, and two at once would measure each other: wait for it") from None
+        raise Failure(
+            f"another nvme-sweep is measuring the drive of {directory}, and two at once would measure each other: wait for it"
+        ) from None
     except OSError:
         pass  # a network filesystem without locks
     try:

@@ -1,4 +1,6 @@
-"""What a sweep says while it runs: one line that changes on a terminal, now and then a plain line elsewhere."""
+"""What a sweep says while it runs: one line that changes on a terminal, now and then a plain line
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Progress:
         self._due = 0.0
 
     def show(self, topic: str, text: str) -> None:
-        """Say what goes on now; where nobody watches, only when *topic* is new or some time has passed."""
+        """Say what goes on now; where nobody watches, only when *topic* is new or some time has
+        passed.
+        """
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             self._write(_ERASE + f"{topic}: {text}"[:width])
@@ -38,10 +42,15 @@ class Progress:
         self._write((_ERASE if self._terminal else "") + line + "\n")
 
     def say_at_once(self, line: str) -> None:
-        """The same from a signal's handler, which may run in the middle of a write to the stream."""
+        """The same from a signal's handler, which may run in the middle of a write to the
+        stream.
+        """
         with contextlib.suppress(OSError, ValueError):
             if self._stream is not None:
-                os.write(self._stream.fileno(), ((_ERASE if self._terminal else "") + line + "\n").encode())
+                os.write(
+                    self._stream.fileno(),
+                    ((_ERASE if self._terminal else "") + line + "\n").encode(),
+                )
 
     def clear(self) -> None:
         """Take the changing line away."""

@@ -1,4 +1,6 @@
-"""The proof that a config took effect: DeepSpeed's own parser reads it, and an engine is made of what it read."""
+"""The proof that a config took effect: DeepSpeed's own parser reads it, and an engine is made of
+what it read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from nvme_offload.ds_config import edit as ds_config
 from nvme_offload.errors import OffloadError
 from nvme_offload.hardware.profile import Setting
 
-# As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load and talks while it does.
+# As deepspeed/runtime/config.py does it, in a process of its own: DeepSpeed takes seconds to load
+# and talks while it does.
 _READ = """
 import json, sys
 import hjson
@@ -28,13 +31,20 @@ _SECONDS = 120
 
 
 def read_by_deepspeed(config: Path) -> dict[str, Any] | None:
-    """The aio section as DeepSpeed's own parser gives it, defaults included; None where DeepSpeed is not installed or does not load."""
+    """The aio section as DeepSpeed's own parser gives it, defaults included; None where DeepSpeed
+    is not installed or does not load.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         return None
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", _READ, str(config)], capture_output=True, text=True, timeout=_SECONDS, env=environment, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", _READ, str(config)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            env=environment,
+            stdin=subprocess.DEVNULL,
         )
         found = json.loads(ran.stdout.strip().rpartition("\n")[2])
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -50,10 +60,16 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
     by = "DeepSpeed's own parser"
     found = read_by_deepspeed(config)
     if found is None:
-        by, found = "this package's parser (DeepSpeed is not to be had here)", ds_config.read_aio(config)
+        by, found = (
+            "this package's parser (DeepSpeed is not to be had here)",
+            ds_config.read_aio(config),
+        )
     wrong = {key: found.get(key) for key, value in wanted.items() if found.get(key) != value}
     if wrong:
-        return f"{by} reads {', '.join(f'{key} {value!r}' for key, value in wrong.items())}: set the aio section by hand", False
+        return (
+            f"{by} reads {', '.join(f'{key} {value!r}' for key, value in wrong.items())}: set the aio section by hand",
+            False,
+        )
     try:
         Engine(setting_of(found, chosen.backend).config()).close()
     except OffloadError as error:
@@ -62,8 +78,15 @@ def prove(config: Path, chosen: Setting) -> tuple[str, bool]:
 
 
 def setting_of(aio: dict[str, Any], backend: str = "libaio") -> Setting:
-    """The setting that DeepSpeed makes of an aio section, with its defaults for what the section leaves out. Raises: UsageError."""
-    known = ds_config.aio_section({**ds_config.DEEPSPEED_AIO, **{key: value for key, value in aio.items() if key in ds_config.DEEPSPEED_AIO}})
+    """The setting that DeepSpeed makes of an aio section, with its defaults for what the section
+    leaves out. Raises: UsageError.
+    """
+    known = ds_config.aio_section(
+        {
+            **ds_config.DEEPSPEED_AIO,
+            **{key: value for key, value in aio.items() if key in ds_config.DEEPSPEED_AIO},
+        }
+    )
     return Setting(
         block_size=int(known["block_size"]),
         queue_depth=int(known["queue_depth"]),

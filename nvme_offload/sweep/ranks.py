@@ -1,4 +1,6 @@
-"""Ranks: the same trial in several processes at once, which contend for the drive as the processes of a training do."""
+"""Ranks: the same trial in several processes at once, which contend for the drive as the processes
+of a training do.
+"""
 
 from __future__ import annotations
 
@@ -25,36 +27,52 @@ from .space import MAX_BYTES_IN_FLIGHT
 from .trial import REQUEST_BYTES, Load, Point, Rig, measure
 from .verdict import Result
 
-LEAD_SECONDS = 0.005  # from an order to the moment that it is for: the ranks look for orders every 2 ms
+# from an order to the moment that it is for: the ranks look for orders every 2 ms
+LEAD_SECONDS = 0.005
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# The parent's own path, before anything is imported: "-c" and "-m" would look in the working directory first, which may be the drive's.
+# The parent's own path, before anything is imported: "-c" and "-m" would look in the working
+# directory first, which may be the drive's.
 _START = "import sys; sys.path[:] = {path!r}; from nvme_offload.sweep.ranks import main; main({descriptor})"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def request_bytes(count: int) -> int:
-    """The bytes of each request of *count* ranks: where there are many, smaller ones, so that the memory of all together stays under 1 GB.
+    """The bytes of each request of *count* ranks: where there are many, smaller ones, so that the
+    memory of all together stays under 1 GB.
 
-    A rank gets a share of the drive, so they take as long. No block that `space.grid` has for so many ranks is larger.
+    A rank gets a share of the drive, so they take as long. No block that `space.grid` has for so
+    many ranks is larger.
     """
     return min(REQUEST_BYTES, 1 << ((MAX_BYTES_IN_FLIGHT // count // 2).bit_length() - 1))
 
 
 class Ranks:
-    """*count* processes, each with a `Rig` of its own; used as one `Rig` is, and answering for all of them together.
+    """*count* processes, each with a `Rig` of its own; used as one `Rig` is, and answering for all
+    of them together.
 
-    Lifetime: `close` ends them, and so does the end of this process, however it comes. Of the thread that made this, too (prctl(2)).
-    Raises: as `Rig`, whichever rank the error was in; ChildProcessError when a rank died. After either, only `close` is left.
+    Lifetime: `close` ends them, and so does the end of this process, however it comes. Of the
+    thread that made this, too (prctl(2)). Raises: as `Rig`, whichever rank the error was in;
+    ChildProcessError when a rank died. After either, only `close` is left.
     """
 
-    def __init__(self, count: int, directory: Path, file_bytes: int, direct: bool | Literal["auto"] = True, engine: str = "native") -> None:
+    def __init__(
+        self,
+        count: int,
+        directory: Path,
+        file_bytes: int,
+        direct: bool | Literal["auto"] = True,
+        engine: str = "native",
+    ) -> None:
         self._ranks: dict[Connection, subprocess.Popen[bytes]] = {}
         try:
-            with _blocked(SIGNALS):  # for good in the ranks: what ends the sweep ends them, without a word from each
+            # for good in the ranks: what ends the sweep ends them, without a word from each
+            with _blocked(SIGNALS):
                 for _ in range(count):
                     self._start()
-            self.direct: bool = all(self._order("open", directory, file_bytes, direct, request_bytes(count), engine))
+            self.direct: bool = all(
+                self._order("open", directory, file_bytes, direct, request_bytes(count), engine)
+            )
             self.file_bytes = count * file_bytes
         except BaseException:
             self.close()
@@ -72,7 +90,9 @@ class Ranks:
         return float(sum(speed for speed, _ in filled))
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
-        """As `Rig.run`, in all ranks at once: each has *setting*, they begin together, and one window is counted in all of them."""
+        """As `Rig.run`, in all ranks at once: each has *setting*, they begin together, and one
+        window is counted in all of them.
+        """
         self._order("load", setting, phase)
         result = measure(self._pump, phase, seconds)
         self._order("finish")
@@ -80,7 +100,11 @@ class Ranks:
 
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
         """As `latency.block_seconds`, of all ranks at once."""
-        return [value for values in self._order("block_seconds", setting, phase, seconds) for value in values]
+        return [
+            value
+            for values in self._order("block_seconds", setting, phase, seconds)
+            for value in values
+        ]
 
     def paths(self, direction: str) -> list[str]:
         """As `Rig.paths`, of all ranks."""
@@ -98,7 +122,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _start(self) -> None:
@@ -106,18 +135,37 @@ class Ranks:
         with theirs:
             start = _START.format(path=sys.path, descriptor=theirs.fileno())
             command = [sys.executable, "-c", start]
-            self._ranks[ours] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._ranks[ours] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
 
     def _pump(self, seconds: float) -> list[Point]:
-        """The points of all ranks together: a deadline passes in each within a fraction of a millisecond, and the mean of those moments stands for it."""
+        """The points of all ranks together: a deadline passes in each within a fraction of a
+        millisecond, and the mean of those moments stands for it.
+        """
         by_rank: list[list[Point]] = self._order("pump", time.monotonic() + LEAD_SECONDS, seconds)
         return [
-            Point(statistics.fmean(one.seconds for one in each), sum(one.read_bytes for one in each), sum(one.write_bytes for one in each))
+            Point(
+                statistics.fmean(one.seconds for one in each),
+                sum(one.read_bytes for one in each),
+                sum(one.write_bytes for one in each),
+            )
             for each in zip(*by_rank, strict=True)
         ]
 
-    def _order(self, name: str, *arguments: Any, only: int | None = None, report: Callable[[int], None] | None = None) -> list[Any]:
-        """Have all ranks, or the first so many, do something; returns their answers once there are all of them: a barrier."""
+    def _order(
+        self,
+        name: str,
+        *arguments: Any,
+        only: int | None = None,
+        report: Callable[[int], None] | None = None,
+    ) -> list[Any]:
+        """Have all ranks, or the first so many, do something; returns their answers once there are
+        all of them: a barrier.
+        """
         asked = list(self._ranks)[:only]
         for connection in asked:
             with contextlib.suppress(ConnectionError):  # its last words may still be there
@@ -143,8 +191,15 @@ class Ranks:
     def _mourn(self, connection: Connection) -> NoReturn:
         status = self._ranks[connection].wait()
         number, count = list(self._ranks).index(connection), len(self._ranks)
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        raise ChildProcessError(f"rank {number} of {count} {how}" + (": is there the memory for so many?" if status == -signal.SIGKILL else ""))
+        how = (
+            f"was ended by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with status {status}"
+        )
+        raise ChildProcessError(
+            f"rank {number} of {count} {how}"
+            + (": is there the memory for so many?" if status == -signal.SIGKILL else "")
+        )
 
 
 class _Rank:
@@ -158,14 +213,23 @@ class _Rank:
         self._pumping = False
 
     def obey(self) -> NoReturn:
-        """Answer orders until the connection ends, and keep the queues full while there is none. Raises: EOFError; what the orders raise."""
+        """Answer orders until the connection ends, and keep the queues full while there is none.
+        Raises: EOFError; what the orders raise.
+        """
         while True:
             while self._pumping and not self._connection.poll():
                 self._load.turn()
             name, arguments = self._connection.recv()
             self._connection.send(("answer", getattr(self, name)(*arguments)))
 
-    def open(self, directory: Path, file_bytes: int, direct: bool | Literal["auto"], request_bytes: int, engine: str) -> bool:
+    def open(
+        self,
+        directory: Path,
+        file_bytes: int,
+        direct: bool | Literal["auto"],
+        request_bytes: int,
+        engine: str,
+    ) -> bool:
         self._rig = Rig(directory, file_bytes, direct, request_bytes, engine)
         return self._rig.direct
 
@@ -173,7 +237,9 @@ class _Rank:
         return self._rig.memory_bytes_per_second()
 
     def fill(self, setting: Setting, seconds: float | None) -> tuple[float, int]:
-        speed = self._rig.fill(setting, seconds, lambda done: self._connection.send(("progress", done)))
+        speed = self._rig.fill(
+            setting, seconds, lambda done: self._connection.send(("progress", done))
+        )
         return speed, self._rig.file_bytes
 
     def block_seconds(self, setting: Setting, phase: str, seconds: float) -> list[float]:
@@ -196,7 +262,8 @@ class _Rank:
 
 def main(descriptor: int) -> NoReturn:
     """Be a rank of the process that has the other end of *descriptor*."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))  # the end of the connection tells of a death before this
+    # the end of the connection tells of a death before this
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     connection = Connection(descriptor)
     rank = _Rank(connection)
     try:

@@ -1,7 +1,9 @@
-"""The search: which setting to try next, when, for how long. Plain values in, plain values out; the clock is a parameter.
+"""The search: which setting to try next, when, for how long. Plain values in, plain values out; the
+clock is a parameter.
 
-A drive that others use drifts, threefold within minutes. So the control, DeepSpeed's defaults, runs again after every few trials, and every
-result is judged by its ratio to what the control would have reached at that moment.
+A drive that others use drifts, threefold within minutes. So the control, DeepSpeed's defaults, runs
+again after every few trials, and every result is judged by its ratio to what the control would have
+reached at that moment.
 """
 
 from __future__ import annotations
@@ -32,15 +34,21 @@ _Entry = tuple[Setting, tuple[str, ...]]  # a setting, and the phases to try it 
 class Search:
     """Asks for trials until its time is over.
 
-    `asks()` yields them and is sent their results. A coarse grid first, in short trials; then twice the worse half makes way for neighbours of
-    the better; then the finalists and the control, interleaved. Where settings are alike, the cheap ones are carried along with the best ones.
+    `asks()` yields them and is sent their results. A coarse grid first, in short trials; then twice
+    the worse half makes way for neighbours of the better; then the finalists and the control,
+    interleaved. Where settings are alike, the cheap ones are carried along with the best ones.
 
-    settings: what may be tried; seconds: the budget, from the first ask on; clock: seconds, from any start; ceiling_bytes_per_second: what
-    neither direction can exceed, where that is known.
+    settings: what may be tried; seconds: the budget, from the first ask on; clock: seconds, from
+    any start; ceiling_bytes_per_second: what neither direction can exceed, where that is known.
     """
 
     def __init__(
-        self, settings: Sequence[Setting], control: Setting, seconds: float, clock: Callable[[], float], ceiling_bytes_per_second: float | None = None
+        self,
+        settings: Sequence[Setting],
+        control: Setting,
+        seconds: float,
+        clock: Callable[[], float],
+        ceiling_bytes_per_second: float | None = None,
     ) -> None:
         self.evidence = Evidence(control)
         self.seconds = seconds
@@ -57,7 +65,9 @@ class Search:
         return max(0.0, self._start + self.seconds - self._clock())
 
     def best_so_far(self) -> tuple[Setting, float] | None:
-        """The setting with the shortest training step as far as is known, and how much more the drive moves with it than with the control."""
+        """The setting with the shortest training step as far as is known, and how much more the
+        drive moves with it than with the control.
+        """
         costs = self.evidence.step_seconds()
         if len(costs) < 2:
             return None
@@ -77,24 +87,43 @@ class Search:
         yield from self._finals()
 
     def _screen(self, end: float) -> _Asks:
-        """The coarse grid, or all where there is time, under the mixed load; a third of it also under the others, which weigh little."""
-        first = self._settings if self._affordable(end) >= 3 * len(self._settings) else coarse(self._settings)
+        """The coarse grid, or all where there is time, under the mixed load; a third of it also
+        under the others, which weigh little.
+        """
+        first = (
+            self._settings
+            if self._affordable(end) >= 3 * len(self._settings)
+            else coarse(self._settings)
+        )
         first = spread(first, max(3, self._affordable(end)))
         alone = spread(first, len(first) // 3)
-        yield from self._stage("screen", [(setting, PHASES if setting in alone else ("mixed",)) for setting in first], end)
+        yield from self._stage(
+            "screen",
+            [(setting, PHASES if setting in alone else ("mixed",)) for setting in first],
+            end,
+        )
 
     def _finals(self) -> _Asks:
-        """The finalists and the control interleaved, mixed in every round, read and write in every other one."""
+        """The finalists and the control interleaved, mixed in every round, read and write in every
+        other one.
+        """
         finalists = self._survivors(2 if self.seconds < 9 else 4 if self.seconds < 90 else 6)
         if not finalists:
             return
         champions: dict[str, list[Setting]] = {}
         for phase in ("read", "write"):
-            gains = {setting: gain for setting, gain in self.evidence.gains(phase).items() if setting not in finalists}
+            gains = {
+                setting: gain
+                for setting, gain in self.evidence.gains(phase).items()
+                if setting not in finalists
+            }
             champions[phase] = sorted(gains, key=lambda setting: -gains[setting])[:1]
         left = self.seconds_left()
         trials = 2 * (len(finalists) + 1) + 1
-        window = self._clamped((left / FINAL_ROUNDS - trials * self._overhead_seconds()) / (trials + (MIXED_WINDOWS - 1) * (len(finalists) + 1)))
+        window = self._clamped(
+            (left / FINAL_ROUNDS - trials * self._overhead_seconds())
+            / (trials + (MIXED_WINDOWS - 1) * (len(finalists) + 1))
+        )
         yield from self._controls("final", ("read", "write"), window)
         done = 0
         while done < LEAST_FINAL_ROUNDS or self.seconds_left() > 0.6 * left / done:
@@ -106,7 +135,9 @@ class Search:
             done += 1
 
     def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Asks:
-        """Try each of *entries* once, with windows that fill the time until the share *end* of the budget is gone."""
+        """Try each of *entries* once, with windows that fill the time until the share *end* of the
+        budget is gone.
+        """
         groups = -(-len(entries) // GROUP)
         trials = [phase for _, phases in entries for phase in phases]
         trials += [phase for phase in PHASES if phase in trials] * groups
@@ -117,18 +148,26 @@ class Search:
         for index in range(groups):
             yield from self._group(stage, order[index::groups], window)
 
-    def _group(self, stage: str, entries: Sequence[_Entry], window: float, repeated: bool = False) -> _Asks:
-        """Try *entries*, then the control; once more where the control says that the drive changed meanwhile."""
+    def _group(
+        self, stage: str, entries: Sequence[_Entry], window: float, repeated: bool = False
+    ) -> _Asks:
+        """Try *entries*, then the control; once more where the control says that the drive changed
+        meanwhile.
+        """
         before = self._latest_control_speeds()
         first = len(self.evidence.observations)
         began = self._clock()
         for setting, phases in entries:
             for phase in phases:
-                yield from self._try(Ask(setting, phase, window * _windows(phase), stage, control=False))
+                yield from self._try(
+                    Ask(setting, phase, window * _windows(phase), stage, control=False)
+                )
         tried = [phase for phase in PHASES if any(phase in phases for _, phases in entries)]
         yield from self._controls(stage, tried, window)
         after = self._latest_control_speeds()
-        drifted = [phase for phase in tried if phase in before and jumped(before[phase], after[phase])]
+        drifted = [
+            phase for phase in tried if phase in before and jumped(before[phase], after[phase])
+        ]
         seconds = self._clock() - began
         if not drifted or repeated or seconds > min(self._repeat_seconds, self.seconds_left()):
             return
@@ -136,12 +175,17 @@ class Search:
         for seen in self.evidence.observations[first:]:
             if seen.ask.phase in drifted and not seen.ask.control and not seen.flaw:
                 seen.flaw = "drifted"
-        again = [(setting, tuple(phase for phase in phases if phase in drifted)) for setting, phases in entries]
+        again = [
+            (setting, tuple(phase for phase in phases if phase in drifted))
+            for setting, phases in entries
+        ]
         yield from self._group(stage, again, window, repeated=True)
 
     def _controls(self, stage: str, phases: Iterable[str], window: float) -> _Asks:
         for phase in phases:
-            yield from self._try(Ask(self.evidence.control, phase, window * _windows(phase), stage, control=True))
+            yield from self._try(
+                Ask(self.evidence.control, phase, window * _windows(phase), stage, control=True)
+            )
 
     def _try(self, ask: Ask) -> _Asks:
         started = self._clock() - self._start
@@ -152,22 +196,40 @@ class Search:
         self.evidence.observations.append(seen)
 
     def _survivors(self, keep: int) -> list[Setting]:
-        """*keep* settings: by turns the best one, and the cheapest one of those that noise may have put behind the best."""
-        costs = {setting: seconds for setting, seconds in self.evidence.step_seconds().items() if setting != self.evidence.control}
+        """*keep* settings: by turns the best one, and the cheapest one of those that noise may have
+        put behind the best.
+        """
+        costs = {
+            setting: seconds
+            for setting, seconds in self.evidence.step_seconds().items()
+            if setting != self.evidence.control
+        }
         by_speed = sorted(costs, key=lambda setting: costs[setting])
         if not by_speed:
             return []
         tolerance = min(0.15, max(0.03, 1.5 * self.evidence.noise("mixed")))
-        by_cost = sorted((setting for setting in by_speed if costs[setting] <= costs[by_speed[0]] * (1 + tolerance)), key=cost)
+        by_cost = sorted(
+            (
+                setting
+                for setting in by_speed
+                if costs[setting] <= costs[by_speed[0]] * (1 + tolerance)
+            ),
+            key=cost,
+        )
         kept: list[Setting] = []
         for pair in zip(by_speed, by_cost + by_speed, strict=False):
             kept += [setting for setting in dict.fromkeys(pair) if setting not in kept]
         return kept[:keep]
 
     def _newcomers(self, survivors: Sequence[Setting], count: int) -> list[Setting]:
-        """At most *count* settings beside *survivors* that nobody tried yet: from each by turns, its cheapest neighbour, then its dearest."""
+        """At most *count* settings beside *survivors* that nobody tried yet: from each by turns,
+        its cheapest neighbour, then its dearest.
+        """
         tried = {seen.ask.setting for seen in self.evidence.observations}
-        queues = [[other for other in neighbours(setting, self._settings) if other not in tried] for setting in survivors]
+        queues = [
+            [other for other in neighbours(setting, self._settings) if other not in tried]
+            for setting in survivors
+        ]
         found: dict[Setting, None] = {}
         end = 0
         while any(queues):
@@ -176,7 +238,9 @@ class Search:
         return list(found)[: max(0, count)]
 
     def _affordable(self, end: float) -> int:
-        """How many settings can be tried under the mixed load until the share *end* of the budget is gone."""
+        """How many settings can be tried under the mixed load until the share *end* of the budget
+        is gone.
+        """
         each = (self._least_window * MIXED_WINDOWS + self._overhead_seconds()) * (1 + 1 / GROUP)
         return max(0, int(self._left_until(end) / each))
 
@@ -184,15 +248,24 @@ class Search:
         return self._start + end * self.seconds - self._clock()
 
     def _overhead_seconds(self) -> float:
-        """What a trial takes beside its window, to fill the queues, to drain them, to read back: from the trials so far."""
-        taken = [seen.ended_seconds - seen.started_seconds - seen.ask.seconds for seen in self.evidence.observations[-12:]]
+        """What a trial takes beside its window, to fill the queues, to drain them, to read back:
+        from the trials so far.
+        """
+        taken = [
+            seen.ended_seconds - seen.started_seconds - seen.ask.seconds
+            for seen in self.evidence.observations[-12:]
+        ]
         return max(0.0, statistics.median(taken)) if taken else 0.1
 
     def _clamped(self, window: float) -> float:
         return min(MAX_WINDOW_SECONDS, max(self._least_window, window))
 
     def _latest_control_speeds(self) -> dict[str, float]:
-        return {phase: series[-1][1] for phase in PHASES if (series := self.evidence.control_series(phase))}
+        return {
+            phase: series[-1][1]
+            for phase in PHASES
+            if (series := self.evidence.control_series(phase))
+        }
 
 
 def drive(asks: _Asks, measure: Callable[[Ask], Result]) -> None:

@@ -1,4 +1,6 @@
-"""Several paths: what each gives while all are used at once, and how much of the bytes belongs on each."""
+"""Several paths: what each gives while all are used at once, and how much of the bytes belongs on
+each.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,27 @@ def require_apart(drives: Sequence[Drive]) -> None:
     """Raises: Refusal when two of the paths are on one disk, where striping gains nothing."""
     for index, drive in enumerate(drives):
         for other in drives[:index]:
-            shared = set(drive.physical_devices) & set(other.physical_devices) if "loop" not in (*drive.layers, *other.layers) else set()
+            shared = (
+                set(drive.physical_devices) & set(other.physical_devices)
+                if "loop" not in (*drive.layers, *other.layers)
+                else set()
+            )
             if drive.mount_point == other.mount_point or shared:
                 what = ", ".join(sorted(shared)) or drive.device
-                raise Refusal(f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one of them")
+                raise Refusal(
+                    f"{other.path} and {drive.path} are on the same drive ({what}), so using both gains nothing: give one of them"
+                )
 
 
-def stripe(profiles: Sequence[Profile], drives: Sequence[Drive], options: Options, file_bytes: int, progress: Progress) -> tuple[StripePath, ...]:
-    """Use all paths at once, each at its own setting and by its own processes, interleaved with each alone.
+def stripe(
+    profiles: Sequence[Profile],
+    drives: Sequence[Drive],
+    options: Options,
+    file_bytes: int,
+    progress: Progress,
+) -> tuple[StripePath, ...]:
+    """Use all paths at once, each at its own setting and by its own processes, interleaved with
+    each alone.
 
     Raises: as `Ranks`.
     """
@@ -43,11 +58,24 @@ def stripe(profiles: Sequence[Profile], drives: Sequence[Drive], options: Option
     with contextlib.ExitStack() as stack:
         rigs = []
         for drive in drives:
-            rigs.append(stack.enter_context(Ranks(options.ranks, Path(drive.path), min(file_bytes, MOST_BYTES), options.direct, options.engine)))
+            rigs.append(
+                stack.enter_context(
+                    Ranks(
+                        options.ranks,
+                        Path(drive.path),
+                        min(file_bytes, MOST_BYTES),
+                        options.direct,
+                        options.engine,
+                    )
+                )
+            )
             fill(rigs[-1], drive, None, options.backend, progress)
         for round_number in range(ROUNDS):
             for phase in PHASES:
-                progress.show("together", f"{phase} on {len(rigs)} paths, round {round_number + 1} of {ROUNDS}, {format_bytes(rigs[0].file_bytes)} each")
+                progress.show(
+                    "together",
+                    f"{phase} on {len(rigs)} paths, round {round_number + 1} of {ROUNDS}, {format_bytes(rigs[0].file_bytes)} each",
+                )
                 for index, (rig, profile) in enumerate(zip(rigs, profiles, strict=True)):
                     speed = rig.run(profile.chosen, phase, seconds / len(rigs)).bytes_per_second
                     alone.setdefault((index, phase), []).append(speed)
@@ -56,8 +84,14 @@ def stripe(profiles: Sequence[Profile], drives: Sequence[Drive], options: Option
     return judged(profiles, alone, together)
 
 
-def judged(profiles: Sequence[Profile], alone: dict[tuple[int, str], list[float]], together: dict[tuple[int, str], list[float]]) -> tuple[StripePath, ...]:
-    """What a profile keeps: medians of bytes per second by path and phase; weights are by the mixed speeds of all at once. Pure."""
+def judged(
+    profiles: Sequence[Profile],
+    alone: dict[tuple[int, str], list[float]],
+    together: dict[tuple[int, str], list[float]],
+) -> tuple[StripePath, ...]:
+    """What a profile keeps: medians of bytes per second by path and phase; weights are by the mixed
+    speeds of all at once. Pure.
+    """
     mixed = [statistics.median(together[index, "mixed"]) for index in range(len(profiles))]
     return tuple(
         StripePath(
@@ -73,8 +107,12 @@ def judged(profiles: Sequence[Profile], alone: dict[tuple[int, str], list[float]
     )
 
 
-def _at_once(rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float) -> list[float]:
-    """Bytes per second of each path in a window that all share but for its first and last milliseconds."""
+def _at_once(
+    rigs: Sequence[Ranks], profiles: Sequence[Profile], phase: str, seconds: float
+) -> list[float]:
+    """Bytes per second of each path in a window that all share but for its first and last
+    milliseconds.
+    """
     speeds: dict[int, float] = {}
     failures: list[BaseException] = []
 

@@ -13,7 +13,8 @@ THREAD_COUNTS = (1, 2, 4, 8)
 MAX_BYTES_IN_FLIGHT = 128 << 20  # of all ranks together
 MOST_RANKS = MAX_BYTES_IN_FLIGHT // DEEPSPEED_DEFAULTS.bytes_in_flight  # each can run the defaults
 
-# A queue that takes the drive longer than this to work off only makes requests wait: the speed was reached long before.
+# A queue that takes the drive longer than this to work off only makes requests wait: the speed was
+# reached long before.
 USEFUL_QUEUE_SECONDS = 0.1
 
 _COARSE_BLOCK_SIZES = frozenset(BLOCK_SIZES[1::2])
@@ -23,15 +24,30 @@ _COARSE_THREAD_COUNTS = frozenset(THREAD_COUNTS[::2])
 _Item = TypeVar("_Item")
 
 
-def grid(backend: str, cpu_count: int, bytes_per_second: float, most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT, ranks: int = 1) -> list[Setting]:
-    """Every setting worth trying, the cheapest first, for a drive that moves about *bytes_per_second*.
+def grid(
+    backend: str,
+    cpu_count: int,
+    bytes_per_second: float,
+    most_bytes_in_flight: int = MAX_BYTES_IN_FLIGHT,
+    ranks: int = 1,
+) -> list[Setting]:
+    """Every setting worth trying, the cheapest first, for a drive that moves about
+    *bytes_per_second*.
 
-    Each of *ranks* runs the setting, and they share the drive, the processors and the bytes in flight that there may be.
-    A "posix" worker has one block under way at a time, so queue depths have no meaning there and only 1 is tried.
+    Each of *ranks* runs the setting, and they share the drive, the processors and the bytes in
+    flight that there may be. A "posix" worker has one block under way at a time, so queue depths
+    have no meaning there and only 1 is tried.
     """
     cpu_count //= ranks
     least_bytes = max((16 << 20) // ranks, DEEPSPEED_DEFAULTS.bytes_in_flight)
-    most_bytes = min(most_bytes_in_flight, MAX_BYTES_IN_FLIGHT, max(least_bytes * ranks, int(bytes_per_second * USEFUL_QUEUE_SECONDS))) // ranks
+    most_bytes = (
+        min(
+            most_bytes_in_flight,
+            MAX_BYTES_IN_FLIGHT,
+            max(least_bytes * ranks, int(bytes_per_second * USEFUL_QUEUE_SECONDS)),
+        )
+        // ranks
+    )
     settings = [
         Setting(block_size, queue_depth, thread_count, backend=backend)
         for block_size in BLOCK_SIZES
@@ -39,11 +55,15 @@ def grid(backend: str, cpu_count: int, bytes_per_second: float, most_bytes_in_fl
         for thread_count in THREAD_COUNTS
         if thread_count <= max(1, 2 * cpu_count) and 2 * ranks * block_size <= MAX_BYTES_IN_FLIGHT
     ]
-    return sorted((setting for setting in settings if setting.bytes_in_flight <= most_bytes), key=cost)
+    return sorted(
+        (setting for setting in settings if setting.bytes_in_flight <= most_bytes), key=cost
+    )
 
 
 def coarse(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings two steps apart in each direction, and one with as much in flight as there may be: where a search begins."""
+    """The settings two steps apart in each direction, and one with as much in flight as there may
+    be: where a search begins.
+    """
     deepest = max(setting.bytes_in_flight for setting in settings)
     found = [
         setting
@@ -53,7 +73,9 @@ def coarse(settings: Sequence[Setting]) -> list[Setting]:
         and setting.thread_count in _COARSE_THREAD_COUNTS
     ]
     extreme = next(setting for setting in settings if setting.bytes_in_flight == deepest)
-    return found if any(setting.bytes_in_flight == deepest for setting in found) else [*found, extreme]
+    return (
+        found if any(setting.bytes_in_flight == deepest for setting in found) else [*found, extreme]
+    )
 
 
 def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
@@ -64,14 +86,22 @@ def neighbours(setting: Setting, settings: Sequence[Setting]) -> list[Setting]:
 def cost(setting: Setting) -> tuple[int, int, bool, int]:
     """What orders settings from cheap to dear: bytes in flight, threads, then the block size.
 
-    Blocks over 1 MiB come last among equals, because DeepSpeed keeps every tensor under max(1 MiB, block_size) in RAM (optimizer_utils.py);
-    of the others the one nearest to 1 MiB is first, as it needs the fewest system calls.
+    Blocks over 1 MiB come last among equals, because DeepSpeed keeps every tensor under max(1 MiB,
+    block_size) in RAM (optimizer_utils.py); of the others the one nearest to 1 MiB is first, as it
+    needs the fewest system calls.
     """
-    return setting.bytes_in_flight, setting.thread_count, setting.block_size > 1 << 20, abs(setting.block_size.bit_length() - 21)
+    return (
+        setting.bytes_in_flight,
+        setting.thread_count,
+        setting.block_size > 1 << 20,
+        abs(setting.block_size.bit_length() - 21),
+    )
 
 
 def spread(items: Sequence[_Item], count: int) -> list[_Item]:
-    """*count* of *items* at even distances, the ends among them; all of them where there are no more."""
+    """*count* of *items* at even distances, the ends among them; all of them where there are no
+    more.
+    """
     if count >= len(items):
         return list(items)
     if count == 1:
@@ -80,4 +110,7 @@ def spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 
 def _steps(one: Setting, other: Setting) -> int:
-    return sum(abs(getattr(one, name).bit_length() - getattr(other, name).bit_length()) for name in ("block_size", "queue_depth", "thread_count"))
+    return sum(
+        abs(getattr(one, name).bit_length() - getattr(other, name).bit_length())
+        for name in ("block_size", "queue_depth", "thread_count")
+    )

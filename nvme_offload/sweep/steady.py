@@ -1,4 +1,6 @@
-"""What the control setting, run again and again, tells of the drive: whether it is steady, and what share of a result is drift."""
+"""What the control setting, run again and again, tells of the drive: whether it is steady, and what
+share of a result is drift.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ JUMP = 1.25
 
 @dataclasses.dataclass(frozen=True)
 class Steadiness:
-    """The verdict on a series of speeds; range and slope are shares of its mean, over the last `ROUNDS` of them."""
+    """The verdict on a series of speeds; range and slope are shares of its mean, over the last
+    `ROUNDS` of them.
+    """
 
     steady: bool
     range: float
@@ -23,9 +27,11 @@ class Steadiness:
 
 
 def judge(speeds: Sequence[float]) -> Steadiness:
-    """Whether the last five of *speeds* lie within 20 % of their mean, and the line through them rises or falls by 10 % of it at the most.
+    """Whether the last five of *speeds* lie within 20 % of their mean, and the line through them
+    rises or falls by 10 % of it at the most.
 
-    Fewer than five show nothing: not steady. Source: the steady state of SNIA's Solid State Storage Performance Test Specification.
+    Fewer than five show nothing: not steady. Source: the steady state of SNIA's Solid State Storage
+    Performance Test Specification.
     """
     window = speeds[-ROUNDS:]
     if not window:
@@ -33,16 +39,26 @@ def judge(speeds: Sequence[float]) -> Steadiness:
     mean = sum(window) / len(window)
     middle = (len(window) - 1) / 2
     spread = sum((index - middle) ** 2 for index in range(len(window)))
-    per_round = sum((index - middle) * speed for index, speed in enumerate(window)) / spread if spread else 0.0
+    per_round = (
+        sum((index - middle) * speed for index, speed in enumerate(window)) / spread
+        if spread
+        else 0.0
+    )
     value_range = (max(window) - min(window)) / mean
     slope = abs(per_round) * (len(window) - 1) / mean
-    return Steadiness(len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE, value_range, slope)
+    return Steadiness(
+        len(window) == ROUNDS and value_range <= MOST_RANGE and slope <= MOST_SLOPE,
+        value_range,
+        slope,
+    )
 
 
 def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
-    """The control's speed at a time, from *series*: (seconds, speed) pairs in the order of time, at least one.
+    """The control's speed at a time, from *series*: (seconds, speed) pairs in the order of time, at
+    least one.
 
-    Between two of them the speed is taken to change at an even rate (geometrically); outside it stays as it was.
+    Between two of them the speed is taken to change at an even rate (geometrically); outside it
+    stays as it was.
     """
     after = bisect.bisect(series, (seconds, math.inf))
     if after == 0 or after == len(series):
@@ -53,5 +69,7 @@ def control_at(seconds: float, series: Sequence[tuple[float, float]]) -> float:
 
 
 def jumped(before: float, after: float) -> bool:
-    """Whether the drive changed so much between two runs of the control that what lies between them cannot be judged."""
+    """Whether the drive changed so much between two runs of the control that what lies between them
+    cannot be judged.
+    """
     return max(before, after) > JUMP * min(before, after)

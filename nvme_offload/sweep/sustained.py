@@ -27,16 +27,26 @@ FALL = 0.75  # of the speed before: what counts as the end of a cache
 
 
 def write_on(
-    directory: Path, setting: Setting, total_bytes: int, file_bytes: int, direct: bool | Literal["auto"], report: Callable[[int, float], None]
+    directory: Path,
+    setting: Setting,
+    total_bytes: int,
+    file_bytes: int,
+    direct: bool | Literal["auto"],
+    report: Callable[[int, float], None],
 ) -> Sustained:
-    """Write *total_bytes* over a file of *file_bytes* on the drive of *directory*, and on until it is steady, but not more than twice as much.
+    """Write *total_bytes* over a file of *file_bytes* on the drive of *directory*, and on until it
+    is steady, but not more than twice as much.
 
-    *report* is called with the bytes so far and the speed of the last round. Raises: NoSpaceError, IOFailure.
+    *report* is called with the bytes so far and the speed of the last round. Raises: NoSpaceError,
+    IOFailure.
     """
     requests = max(1, file_bytes // REQUEST_BYTES)
     each = max(1, total_bytes // ROUNDS // REQUEST_BYTES)
     source = np.random.default_rng()
-    ring = [np.frombuffer(allocate(REQUEST_BYTES), np.uint64) for _ in range(-(-setting.bytes_in_flight // REQUEST_BYTES) + 1)]
+    ring = [
+        np.frombuffer(allocate(REQUEST_BYTES), np.uint64)
+        for _ in range(-(-setting.bytes_in_flight // REQUEST_BYTES) + 1)
+    ]
     for buffer in ring:
         buffer[:] = source.integers(0, 1 << 64, buffer.size, dtype=np.uint64)
     samples: list[tuple[float, int]] = [(0.0, 0)]
@@ -81,21 +91,28 @@ def judged(samples: Sequence[tuple[float, int]]) -> Sustained:
 
 def speeds(samples: Sequence[tuple[float, int]]) -> list[float]:
     """Bytes per second of each round."""
-    return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in itertools.pairwise(samples)]
+    return [
+        (after[1] - before[1]) / (after[0] - before[0])
+        for before, after in itertools.pairwise(samples)
+    ]
 
 
 def cache_end(rounds: Sequence[float]) -> int | None:
     """The number of rounds before the speed fell for good; None when it did not.
 
-    The cut that leaves the least scatter on both sides, where at least two rounds are on each: it counts as a fall when the median behind it is
-    under three quarters of that before it, and nothing behind it gets up to that again.
+    The cut that leaves the least scatter on both sides, where at least two rounds are on each: it
+    counts as a fall when the median behind it is under three quarters of that before it, and
+    nothing behind it gets up to that again.
     """
     cuts = range(2, len(rounds) - 1)
     if not cuts:
         return None
     cut = min(cuts, key=lambda at: _scatter(rounds[:at]) + _scatter(rounds[at:]))
     before, after = statistics.median(rounds[:cut]), rounds[cut:]
-    fell = statistics.median(after) < FALL * before and sorted(after)[round(0.9 * (len(after) - 1))] < before
+    fell = (
+        statistics.median(after) < FALL * before
+        and sorted(after)[round(0.9 * (len(after) - 1))] < before
+    )
     return cut if fell else None
 
 

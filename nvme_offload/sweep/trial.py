@@ -1,7 +1,8 @@
 """A trial: one setting under one load on the drive itself, with every byte accounted for.
 
-Training streams tensors through long requests: optimizer states in and out at once, parameters in. So a trial keeps requests of 16 MiB under way,
-one behind the other through a file that is there already, and never lets the queues run dry in the time that it measures.
+Training streams tensors through long requests: optimizer states in and out at once, parameters in.
+So a trial keeps requests of 16 MiB under way, one behind the other through a file that is there
+already, and never lets the queues run dry in the time that it measures.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ SAMPLES = 8  # in a window
 STUCK_SECONDS = 30.0
 READ_BACK_SHARE = 0.05  # of what a trial wrote; one request at the least
 
-_POLL_SECONDS = 0.002  # a request takes longer than this on any one drive, and there is always another one behind it
+# a request takes longer than this on any one drive, and there is always another one behind it
+_POLL_SECONDS = 0.002
 
 Bytes = NDArray[np.uint8]
 
@@ -64,14 +66,18 @@ class Point(NamedTuple):
 
 
 class Rig:
-    """Two anonymous files on the drive of *directory*, one to read and one to write, of *file_bytes* each, and the memory that trials move.
+    """Two anonymous files on the drive of *directory*, one to read and one to write, of
+    *file_bytes* each, and the memory that trials move.
 
-    Every page of them starts with a stamp: the number of the request that wrote it and the page's place in the file; the rest is random.
+    Every page of them starts with a stamp: the number of the request that wrote it and the page's
+    place in the file; the rest is random.
 
-    Lifetime: the space is free again after `close`, and when the process ends in any way. Its memory is twice what the deepest setting has in
-    flight and some requests more, 0.4 GiB at the most.
-    With *engine* "deepspeed" DeepSpeed's op moves what trials move, from memory of its own; the files are filled and read back by this package's.
-    Raises: UnsupportedError where the filesystem has no O_DIRECT and *direct* is True, or DeepSpeed's op is not to be had; NoSpaceError; IOFailure.
+    Lifetime: the space is free again after `close`, and when the process ends in any way. Its
+    memory is twice what the deepest setting has in flight and some requests more, 0.4 GiB at the
+    most. With *engine* "deepspeed" DeepSpeed's op moves what trials move, from memory of its own;
+    the files are filled and read back by this package's. Raises: UnsupportedError where the
+    filesystem has no O_DIRECT and *direct* is True, or DeepSpeed's op is not to be had;
+    NoSpaceError; IOFailure.
     """
 
     def __init__(
@@ -84,10 +90,16 @@ class Rig:
     ) -> None:
         self.request_bytes = request_bytes
         self._op = _deepspeed_op() if engine == "deepspeed" else None
-        self._page_numbers: NDArray[np.uint64] = np.arange(request_bytes // PAGE_BYTES, dtype=np.uint64)
+        self._page_numbers: NDArray[np.uint64] = np.arange(
+            request_bytes // PAGE_BYTES, dtype=np.uint64
+        )
         self._direct = direct
         # Reads back what trials wrote, by another path through the kernel than libaio's.
-        self._reader = Engine(AioConfig(block_size=1 << 20, queue_depth=1, thread_count=1, backend="posix", direct=direct))
+        self._reader = Engine(
+            AioConfig(
+                block_size=1 << 20, queue_depth=1, thread_count=1, backend="posix", direct=direct
+            )
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(self._reader.close)
             self.requests = file_bytes // request_bytes
@@ -112,7 +124,9 @@ class Rig:
         return self.requests * self.request_bytes
 
     def paths(self, direction: str) -> list[str]:
-        """A path, the only one in the list, to the file that is read or the one that is written, by which another process may open it."""
+        """A path, the only one in the list, to the file that is read or the one that is written, by
+        which another process may open it.
+        """
         return [self._paths[self.file(direction)]]
 
     def memory_bytes_per_second(self) -> float:
@@ -125,9 +139,11 @@ class Rig:
         return fastest
 
     def fill(self, setting: Setting, seconds: float | None, report: Callable[[int], None]) -> float:
-        """Write both files from end to end, or as far as one gets in *seconds*; what is not reached is not used.
+        """Write both files from end to end, or as far as one gets in *seconds*; what is not reached
+        is not used.
 
-        *report* is called with the bytes written so far. Returns bytes per second. Raises: NoSpaceError, IOFailure.
+        *report* is called with the bytes written so far. Returns bytes per second. Raises:
+        NoSpaceError, IOFailure.
         """
         ring = self.ring("read", FILLERS)
         for buffer in ring:
@@ -137,7 +153,11 @@ class Rig:
         done = 0
         with _engine(setting.config(direct=self._direct)) as engine:
             for index in range(self.requests):
-                if seconds is not None and index >= LEAST_REQUESTS and time.monotonic() - began > seconds:
+                if (
+                    seconds is not None
+                    and index >= LEAST_REQUESTS
+                    and time.monotonic() - began > seconds
+                ):
                     self.requests = index
                     break
                 if len(under_way) == 2 * FILLERS:
@@ -146,15 +166,20 @@ class Rig:
                     report(done)
                 buffer = ring[index % FILLERS]
                 _stamps(buffer)[:] = self._stamp(0, index)
-                under_way += [engine.write(buffer.data, file, index * self.request_bytes) for file in (self._source, self._sink)]
+                under_way += [
+                    engine.write(buffer.data, file, index * self.request_bytes)
+                    for file in (self._source, self._sink)
+                ]
             done += sum(_wait(ticket) for ticket in under_way)
         return done / (time.monotonic() - began)
 
     def run(self, setting: Setting, phase: str, seconds: float) -> Result:
-        """Move requests with *setting* for a window of *seconds*, somewhat longer where the drive moved nothing in it.
+        """Move requests with *setting* for a window of *seconds*, somewhat longer where the drive
+        moved nothing in it.
 
-        Phase is "read", "write" or "mixed", which is both at once. Raises: CorruptionError when what was read is not what was written;
-        IOFailure, TruncatedError; UnsupportedError when the kernel has no room for the queues.
+        Phase is "read", "write" or "mixed", which is both at once. Raises: CorruptionError when
+        what was read is not what was written; IOFailure, TruncatedError; UnsupportedError when the
+        kernel has no room for the queues.
         """
         with self.load(setting, phase) as load:
             result = measure(lambda window: load.pump(time.monotonic(), window), phase, seconds)
@@ -168,7 +193,9 @@ class Rig:
         return block_seconds(self, setting, phase, seconds)
 
     def load(self, setting: Setting, phase: str) -> Load:
-        """Make what it takes to move requests with *setting*; nothing moves yet. Raises: UnsupportedError."""
+        """Make what it takes to move requests with *setting*; nothing moves yet. Raises:
+        UnsupportedError.
+        """
         return Load(self, setting, phase)
 
     def close(self) -> None:
@@ -180,14 +207,21 @@ class Rig:
     def __enter__(self) -> Rig:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def file(self, direction: str) -> File:
         """The file that is read, or the one that is written."""
         return self._source if direction == "read" else self._sink
 
-    def open_engine(self, setting: Setting) -> contextlib.AbstractContextManager[Engine | DeepSpeedEngine]:
+    def open_engine(
+        self, setting: Setting
+    ) -> contextlib.AbstractContextManager[Engine | DeepSpeedEngine]:
         """What moves the bytes of a trial with *setting*. Raises: UnsupportedError."""
         if self._op is None:
             return _engine(setting.config(direct=self._direct))
@@ -195,12 +229,17 @@ class Rig:
 
     def _open(self, directory: Path) -> File:
         file = self._reader.open_anonymous(directory, self.file_bytes)
-        # The way to a file without a name is by its descriptor, which is that of the only such file here that is not known yet.
+        # The way to a file without a name is by its descriptor, which is that of the only such file
+        # here that is not known yet.
         known = {Path(path).stat().st_ino for path in self._paths.values()}
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 found, place = path.stat(), Path(f"/proc/{os.getpid()}/fd/{path.name}")
-                if (found.st_nlink, found.st_size, found.st_dev) == (0, self.file_bytes, directory.stat().st_dev) and found.st_ino not in known:
+                if (found.st_nlink, found.st_size, found.st_dev) == (
+                    0,
+                    self.file_bytes,
+                    directory.stat().st_dev,
+                ) and found.st_ino not in known:
                     self._paths[file] = str(place)
         return file
 
@@ -212,22 +251,30 @@ class Rig:
         return ring[:count]
 
     def _buffer(self) -> Bytes:
-        return self._op.locked(self.request_bytes) if self._op else _native_buffer(self.request_bytes)
+        return (
+            self._op.locked(self.request_bytes) if self._op else _native_buffer(self.request_bytes)
+        )
 
     def _random_buffer(self) -> Bytes:
         buffer = self._buffer()
-        for page in buffer.view(np.uint64).reshape(-1, PAGE_BYTES // 8):  # page by page, as malloc would keep what it takes for all at once
+        # page by page, as malloc would keep what it takes for all at once
+        for page in buffer.view(np.uint64).reshape(-1, PAGE_BYTES // 8):
             page[:] = self._random.integers(0, 1 << 64, len(page), dtype=np.uint64)
         return buffer
 
     def _stamp(self, write: int, index: int) -> NDArray[np.uint64]:
-        """The stamps of request *index* of a file, written by the write with that number: places in 32 bits reach 16 TiB far."""
-        stamps: NDArray[np.uint64] = self._page_numbers + np.uint64(write << 32 | index * len(self._page_numbers))
+        """The stamps of request *index* of a file, written by the write with that number: places in
+        32 bits reach 16 TiB far.
+        """
+        stamps: NDArray[np.uint64] = self._page_numbers + np.uint64(
+            write << 32 | index * len(self._page_numbers)
+        )
         return stamps
 
 
 class Load:
-    """One setting at work on a rig's files, from the first `pump` on; its user keeps it going with `pump` and `turn`, and ends it with `finish`.
+    """One setting at work on a rig's files, from the first `pump` on; its user keeps it going with
+    `pump` and `turn`, and ends it with `finish`.
 
     Lifetime: a context whose end waits for what is under way. Raises (all of it): as `Rig.run`.
     """
@@ -238,12 +285,17 @@ class Load:
         count = max(2, -(-setting.bytes_in_flight // len(directions) // rig.request_bytes) + 1)
         with contextlib.ExitStack() as undo:
             self._engine = undo.enter_context(rig.open_engine(setting))
-            self._lanes = [_Lane(rig, self._engine, direction, min(count, rig.requests)) for direction in directions]
+            self._lanes = [
+                _Lane(rig, self._engine, direction, min(count, rig.requests))
+                for direction in directions
+            ]
             self._undo = undo.pop_all()
         self._turns = itertools.cycle(self._lanes)
 
     def pump(self, begin: float, seconds: float) -> list[Point]:
-        """Keep requests under way until *seconds* after *begin*; returns a point at *begin* and `SAMPLES` more at even distances, the last at the end."""
+        """Keep requests under way until *seconds* after *begin*; returns a point at *begin* and
+        `SAMPLES` more at even distances, the last at the end.
+        """
         points: list[Point] = []
         for sample in range(SAMPLES + 1):
             moment = begin + seconds * sample / SAMPLES
@@ -255,7 +307,9 @@ class Load:
         return points
 
     def turn(self, seconds: float = _POLL_SECONDS) -> None:
-        """Fill the queues up and wait for one request to finish, but no longer than *seconds*, and not long."""
+        """Fill the queues up and wait for one request to finish, but no longer than *seconds*, and
+        not long.
+        """
         for lane in self._lanes:
             lane.refill()
         next(self._turns).pause(min(seconds, _POLL_SECONDS))
@@ -264,7 +318,8 @@ class Load:
         """Wait for what is under way, and verify a sample of what was moved."""
         for lane in self._lanes:
             lane.drain()
-        # io_destroy(2) waits 30 ms for a grace period of the kernel's. The engine has nothing under way, so that disturbs no other trial.
+        # io_destroy(2) waits 30 ms for a grace period of the kernel's. The engine has nothing under
+        # way, so that disturbs no other trial.
         threading.Thread(target=self._undo.pop_all().close).start()
         for lane in self._lanes:
             lane.verify()
@@ -272,42 +327,64 @@ class Load:
     def __enter__(self) -> Load:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo.close()
 
 
 def measure(pump: Callable[[float], list[Point]], phase: str, seconds: float) -> Result:
-    """Let the queues fill, then count for a window of *seconds*, and on until each direction of *phase* has moved something.
+    """Let the queues fill, then count for a window of *seconds*, and on until each direction of
+    *phase* has moved something.
 
-    *pump* keeps requests under way for so many seconds and between its calls, and returns the points that it passed.
+    *pump* keeps requests under way for so many seconds and between its calls, and returns the
+    points that it passed.
     """
 
     def counted(window: float) -> list[Point]:
         points = pump(window)
-        while any(points[0].moved(direction) == points[-1].moved(direction) for direction in _directions(phase)):
+        while any(
+            points[0].moved(direction) == points[-1].moved(direction)
+            for direction in _directions(phase)
+        ):
             points += pump(window)
         return points
 
     counted(RAMP_SECONDS)
     first, *points = counted(seconds)
     last = points[-1]
-    samples = tuple((at - first.seconds, read + written - first.read_bytes - first.write_bytes) for at, read, written in points)
-    return Result(last.read_bytes - first.read_bytes, last.write_bytes - first.write_bytes, last.seconds - first.seconds, samples)
+    samples = tuple(
+        (at - first.seconds, read + written - first.read_bytes - first.write_bytes)
+        for at, read, written in points
+    )
+    return Result(
+        last.read_bytes - first.read_bytes,
+        last.write_bytes - first.write_bytes,
+        last.seconds - first.seconds,
+        samples,
+    )
 
 
 class _Lane:
     """One direction of a load: requests on and on through a file, one for each buffer under way."""
 
-    def __init__(self, rig: Rig, engine: Engine | DeepSpeedEngine, direction: str, count: int) -> None:
+    def __init__(
+        self, rig: Rig, engine: Engine | DeepSpeedEngine, direction: str, count: int
+    ) -> None:
         self._rig = rig
         self._engine = engine
         self._direction = direction
         self._file = rig.file(direction)
         self._free = rig.ring(direction, count)
         self._under_way: list[tuple[_Ticket, Bytes, int]] = []
-        self._last: dict[int, tuple[Bytes, int]] = {}  # by buffer: what was last moved with it, and where
+        # by buffer: what was last moved with it, and where
+        self._last: dict[int, tuple[Bytes, int]] = {}
         self._moved = 0
-        self._progress = time.monotonic(), 0  # when it was last seen to move, and the bytes until then
+        # when it was last seen to move, and the bytes until then
+        self._progress = time.monotonic(), 0
 
     def refill(self) -> None:
         """Take what is finished, in any order, and put as much under way again."""
@@ -315,7 +392,9 @@ class _Lane:
             self._under_way.remove(entry)
             self._finish(*entry)
         # Never two at once to one place: which of them the file has in the end nobody could tell.
-        while self._free and self._rig._positions[self._direction] not in {index for _, _, index in self._under_way}:
+        while self._free and self._rig._positions[self._direction] not in {
+            index for _, _, index in self._under_way
+        }:
             self._submit(self._free.pop(0))
 
     def pause(self, seconds: float) -> None:
@@ -339,8 +418,12 @@ class _Lane:
         self._under_way = []
 
     def verify(self) -> None:
-        """Compare in full a sample of what was last moved: for reads with what the file was filled with, for writes by reading it back."""
-        sample = list(self._last.values())[-max(1, int(READ_BACK_SHARE * self._moved / self._rig.request_bytes)) :]
+        """Compare in full a sample of what was last moved: for reads with what the file was filled
+        with, for writes by reading it back.
+        """
+        sample = list(self._last.values())[
+            -max(1, int(READ_BACK_SHARE * self._moved / self._rig.request_bytes)) :
+        ]
         for buffer, index in sample:
             offset = index * self._rig.request_bytes
             if self._direction == "write":
@@ -363,10 +446,16 @@ class _Lane:
 
     def _finish(self, ticket: _Ticket, buffer: Bytes, index: int) -> None:
         self._moved += ticket.wait()
-        if self._direction == "read" and not np.array_equal(_stamps(buffer), self._rig._stamp(0, index)):
+        if self._direction == "read" and not np.array_equal(
+            _stamps(buffer), self._rig._stamp(0, index)
+        ):
             page = int(np.flatnonzero(_stamps(buffer) != self._rig._stamp(0, index))[0])
             raise self._corruption(index * self._rig.request_bytes + page * PAGE_BYTES)
-        self._last = {key: moved for key, moved in self._last.items() if key != id(buffer) and moved[1] != index}
+        self._last = {
+            key: moved
+            for key, moved in self._last.items()
+            if key != id(buffer) and moved[1] != index
+        }
         self._last[id(buffer)] = buffer, index
         self._free.append(buffer)
 
@@ -378,16 +467,33 @@ class _Lane:
         nbytes = self._rig.request_bytes
         reason = f"the drive moved nothing for {STUCK_SECONDS:.0f} seconds"
         offset = self._under_way[0][2] * nbytes
-        return IOFailure(errno.ETIMEDOUT, reason, operation=self._direction, path=self._file.path, offset=offset, nbytes=nbytes, done=0)
+        return IOFailure(
+            errno.ETIMEDOUT,
+            reason,
+            operation=self._direction,
+            path=self._file.path,
+            offset=offset,
+            nbytes=nbytes,
+            done=0,
+        )
 
     def _corruption(self, offset: int) -> CorruptionError:
         reason = "what came back is not what was written: do not keep data on this drive before it is checked"
-        return CorruptionError(reason, operation="read", path=self._file.path, offset=offset, nbytes=PAGE_BYTES, done=PAGE_BYTES)
+        return CorruptionError(
+            reason,
+            operation="read",
+            path=self._file.path,
+            offset=offset,
+            nbytes=PAGE_BYTES,
+            done=PAGE_BYTES,
+        )
 
 
 @contextlib.contextmanager
 def _engine(config: AioConfig) -> Iterator[Engine]:
-    """An engine whose requests are all waited for, up to the first failure: the others that a broken drive then has are not told as well."""
+    """An engine whose requests are all waited for, up to the first failure: the others that a
+    broken drive then has are not told as well.
+    """
     engine = Engine(config)
     try:
         yield engine

@@ -19,7 +19,15 @@ from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
 from nvme_offload.hardware.drive import Drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Latency, Profile, Setting, Sustained
+from nvme_offload.hardware.profile import (
+    DEEPSPEED_DEFAULTS,
+    PHASES,
+    Beside,
+    Latency,
+    Profile,
+    Setting,
+    Sustained,
+)
 from nvme_offload.units import format_bytes
 
 from . import fio, health, space
@@ -63,13 +71,20 @@ class Options:
     def asked(self) -> dict[str, Any]:
         """What a sweep that goes on with another one must have in common with it."""
         names = ("seconds", "size", "engine", "backend", "ranks", "force")
-        return {"version": __version__, "kernel": platform.release(), **{name: getattr(self, name) for name in names}}
+        return {
+            "version": __version__,
+            "kernel": platform.release(),
+            **{name: getattr(self, name) for name in names},
+        }
 
 
-def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, progress: Progress) -> Profile:
+def tune(
+    found: Drive, options: Options, file_bytes: int, journal: Journal, progress: Progress
+) -> Profile:
     """Sweep the drive of *found* with files of *file_bytes* for each rank.
 
-    Raises: Refusal when it cannot be measured; IOFailure, CorruptionError and the rest of what trials raise; ChildProcessError when a rank died.
+    Raises: Refusal when it cannot be measured; IOFailure, CorruptionError and the rest of what
+    trials raise; ChildProcessError when a rank died.
     """
     created = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     began = time.monotonic()
@@ -83,7 +98,9 @@ def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, prog
         file_bytes = journal.begun.file_bytes // options.ranks
     with open_rig(found, file_bytes, options) as rig:
         if not rig.direct:
-            warnings.append("Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive.")
+            warnings.append(
+                "Transfers went through the page cache, as the filesystem has no direct I/O: these are speeds of memory as much as of a drive."
+            )
         share = FILL_SHARE * options.seconds if options.size is None and not journal.begun else None
         speed = fill(rig, found, share, options.backend, progress)
         begun = journal.begin(
@@ -92,7 +109,8 @@ def tune(found: Drive, options: Options, file_bytes: int, journal: Journal, prog
                 file_bytes=rig.file_bytes,
                 bytes_per_second=speed,
                 copy_bytes_per_second=rig.memory_bytes_per_second(),
-                search_seconds=(1 - _share_beside(options)) * options.seconds - (time.monotonic() - began),
+                search_seconds=(1 - _share_beside(options)) * options.seconds
+                - (time.monotonic() - began),
             )
         )
         search, verdict = _search(rig, found, options, begun, journal, progress)
@@ -142,55 +160,92 @@ def open_rig(found: Drive, file_bytes: int, options: Options) -> Rig | Ranks:
 
     try:
         if options.ranks > 1:
-            return Ranks(options.ranks, Path(found.path), file_bytes, options.direct, options.engine)
+            return Ranks(
+                options.ranks, Path(found.path), file_bytes, options.direct, options.engine
+            )
         return Rig(Path(found.path), file_bytes, options.direct, engine=options.engine)
     except UnsupportedError as error:
-        raise Refusal(f"{found.path} cannot be measured: {error} (--force measures through the page cache)") from None
+        raise Refusal(
+            f"{found.path} cannot be measured: {error} (--force measures through the page cache)"
+        ) from None
     except IOFailure as error:
         if isinstance(error, NoSpaceError) or error.errno == errno.EFBIG:
             needed = format_bytes(2 * options.ranks * file_bytes)
-            raise Refusal(f"{found.path} is too small: {needed} cannot be allocated there (a quota, a limit?); --size takes less") from None
-        hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(error.errno or 0, str(error))
-        raise Refusal(f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to") from None
+            raise Refusal(
+                f"{found.path} is too small: {needed} cannot be allocated there (a quota, a limit?); --size takes less"
+            ) from None
+        hint = {errno.EROFS: "it is mounted read-only", errno.EACCES: "it is not writable"}.get(
+            error.errno or 0, str(error)
+        )
+        raise Refusal(
+            f"{found.path} cannot be used: {hint}; give a directory on the drive that you can write to"
+        ) from None
 
 
-def fill(rig: Rig | Ranks, found: Drive, seconds: float | None, backend: str, progress: Progress) -> float:
+def fill(
+    rig: Rig | Ranks, found: Drive, seconds: float | None, backend: str, progress: Progress
+) -> float:
     """Write the rig's files; returns bytes per second."""
     most = format_bytes(2 * rig.file_bytes)
 
     def filled(done: int) -> None:
-        progress.show("filling", f"{format_bytes(done)} of at most {most}, in files without a name in {found.path}")
+        progress.show(
+            "filling",
+            f"{format_bytes(done)} of at most {most}, in files without a name in {found.path}",
+        )
 
     filled(0)
     return rig.fill(dataclasses.replace(FILL_SETTING, backend=backend), seconds, filled)
 
 
-def _search(rig: Rig | Ranks, found: Drive, options: Options, begun: Begun, journal: Journal, progress: Progress) -> tuple[Search, Verdict]:
+def _search(
+    rig: Rig | Ranks,
+    found: Drive,
+    options: Options,
+    begun: Begun,
+    journal: Journal,
+    progress: Progress,
+) -> tuple[Search, Verdict]:
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
     cpu_count = len(os.sched_getaffinity(0))
-    carried = LINK_TOLERANCE * found.link_bytes_per_second if found.link_bytes_per_second else begun.copy_bytes_per_second * cpu_count
-    settings = space.grid(options.backend, cpu_count, begun.bytes_per_second, begun.file_bytes // 2, options.ranks)
+    carried = (
+        LINK_TOLERANCE * found.link_bytes_per_second
+        if found.link_bytes_per_second
+        else begun.copy_bytes_per_second * cpu_count
+    )
+    settings = space.grid(
+        options.backend, cpu_count, begun.bytes_per_second, begun.file_bytes // 2, options.ranks
+    )
 
     def measure(ask: Ask) -> Result:
         best = search.best_so_far()
         so_far = f", best so far {describe(best[0])} ({best[1]:+.0%})" if best else ""
         by = f" by {options.ranks} ranks" if options.ranks > 1 else ""
-        progress.show(ask.stage, f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left")
+        progress.show(
+            ask.stage,
+            f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left",
+        )
         return rig.run(ask.setting, ask.phase, ask.seconds)
 
     playback = Playback(journal, measure)
-    search = Search(settings, control, begun.search_seconds, playback.clock, carried if rig.direct else math.inf)
+    search = Search(
+        settings, control, begun.search_seconds, playback.clock, carried if rig.direct else math.inf
+    )
     drive(search.asks(), playback.measure)
     return search, decide(search.evidence, options.ranks)
 
 
-def _latencies(rig: Rig | Ranks, search: Search, verdict: Verdict, options: Options, progress: Progress) -> list[Latency]:
+def _latencies(
+    rig: Rig | Ranks, search: Search, verdict: Verdict, options: Options, progress: Progress
+) -> list[Latency]:
     """What blocks take with the chosen setting, the fastest and the control."""
     from .latency import percentiles
 
     if options.seconds < LATENCY_SECONDS or options.engine != "native":
         return []
-    settings = dict.fromkeys([verdict.chosen, search.evidence.control, verdict.best["mixed"].setting])
+    settings = dict.fromkeys(
+        [verdict.chosen, search.evidence.control, verdict.best["mixed"].setting]
+    )
     window = LATENCY_SHARE * options.seconds / (len(settings) * len(PHASES))
     found = []
     for setting in settings:
@@ -201,11 +256,19 @@ def _latencies(rig: Rig | Ranks, search: Search, verdict: Verdict, options: Opti
 
 
 def _share_beside(options: Options) -> float:
-    share = LATENCY_SHARE if options.seconds >= LATENCY_SECONDS and options.engine == "native" else 0.0
-    return share + (BESIDE_SHARE if options.seconds >= BESIDE_SECONDS and (fio.version() or _other_backend(options)) else 0.0)
+    share = (
+        LATENCY_SHARE if options.seconds >= LATENCY_SECONDS and options.engine == "native" else 0.0
+    )
+    return share + (
+        BESIDE_SHARE
+        if options.seconds >= BESIDE_SECONDS and (fio.version() or _other_backend(options))
+        else 0.0
+    )
 
 
-def _beside(rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress) -> list[Beside]:
+def _beside(
+    rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
+) -> list[Beside]:
     """fio, and the other backend, at the chosen setting interleaved with the engine."""
     if options.seconds < BESIDE_SECONDS:
         return []
@@ -223,23 +286,46 @@ def _beside(rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progr
     return found
 
 
-def _beside_backend(rig: Rig | Ranks, chosen: Setting, other: str, phase: str, seconds: float) -> Beside:
+def _beside_backend(
+    rig: Rig | Ranks, chosen: Setting, other: str, phase: str, seconds: float
+) -> Beside:
     window = max(0.1, seconds / 5 - 0.1)
 
     def run(setting: Setting) -> float:
         return rig.run(setting, phase, window).bytes_per_second
 
-    return judged(other, "", phase, *by_turns(lambda: run(chosen), lambda: run(dataclasses.replace(chosen, backend=other)), 2))
+    return judged(
+        other,
+        "",
+        phase,
+        *by_turns(lambda: run(chosen), lambda: run(dataclasses.replace(chosen, backend=other)), 2),
+    )
 
 
-def _beside_fio(rig: Rig | Ranks, chosen: Setting, version: str, phase: str, seconds: float, ranks: int) -> Beside:
+def _beside_fio(
+    rig: Rig | Ranks, chosen: Setting, version: str, phase: str, seconds: float, ranks: int
+) -> Beside:
     window = max(0.2, FIO_WINDOW_SHARE * seconds / 3)
-    paths = {direction: rig.paths(direction) for direction in (("read", "write") if phase == "mixed" else (phase,))}
+    paths = {
+        direction: rig.paths(direction)
+        for direction in (("read", "write") if phase == "mixed" else (phase,))
+    }
 
     def ours() -> float:
         return rig.run(chosen, phase, window).bytes_per_second
 
-    return judged("fio", version, phase, *by_turns(ours, lambda: fio.bytes_per_second(paths, rig.file_bytes // ranks, chosen, window, rig.direct), 1))
+    return judged(
+        "fio",
+        version,
+        phase,
+        *by_turns(
+            ours,
+            lambda: fio.bytes_per_second(
+                paths, rig.file_bytes // ranks, chosen, window, rig.direct
+            ),
+            1,
+        ),
+    )
 
 
 def _other_backend(options: Options) -> str | None:
@@ -267,20 +353,30 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
         return [said + f"That is no reason to leave {options.backend}."]
     if mixed.name == "libaio":
         return [said + "DeepSpeed's own op is built on libaio."]
-    return [said + "This package's engine takes it by AioConfig(backend=\"io_uring\"); DeepSpeed's aio section does not know of backends."]
+    return [
+        said
+        + "This package's engine takes it by AioConfig(backend=\"io_uring\"); DeepSpeed's aio section does not know of backends."
+    ]
 
 
-def _sustained(found: Drive, chosen: Setting, options: Options, progress: Progress) -> Sustained | None:
+def _sustained(
+    found: Drive, chosen: Setting, options: Options, progress: Progress
+) -> Sustained | None:
     if not options.sustained_bytes:
         return None
     from .sustained import write_on
 
     def report(done: int, speed: float) -> None:
-        progress.show("sustained", f"{format_bytes(done)} of {format_bytes(options.sustained_bytes)} written, now at {speed / 1e9:.2f} GB/s")
+        progress.show(
+            "sustained",
+            f"{format_bytes(done)} of {format_bytes(options.sustained_bytes)} written, now at {speed / 1e9:.2f} GB/s",
+        )
 
     free = os.statvfs(found.path)
     file_bytes = min(options.sustained_bytes, free.f_bavail * free.f_frsize // 2)
-    return write_on(Path(found.path), chosen, options.sustained_bytes, file_bytes, options.direct, report)
+    return write_on(
+        Path(found.path), chosen, options.sustained_bytes, file_bytes, options.direct, report
+    )
 
 
 def _request_bytes(options: Options) -> int:

@@ -1,4 +1,6 @@
-"""What the trials say: each setting's gain over the control, how sure that is, and the one setting to recommend. Pure."""
+"""What the trials say: each setting's gain over the control, how sure that is, and the one setting
+to recommend. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ from nvme_offload.units import format_bytes
 from . import steady
 from .space import cost
 
-# Bytes of a training step for each parameter, by the load that moves them: the optimizer reads and writes at the same time, the passes before it read.
-STEP_BYTES = {"read": PARAMETERS.passes_read, "write": PARAMETERS.step_write - GRADIENTS.step_write, "mixed": GRADIENTS.step_read + GRADIENTS.step_write}
+# Bytes of a training step for each parameter, by the load that moves them: the optimizer reads and
+# writes at the same time, the passes before it read.
+STEP_BYTES = {
+    "read": PARAMETERS.passes_read,
+    "write": PARAMETERS.step_write - GRADIENTS.step_write,
+    "mixed": GRADIENTS.step_read + GRADIENTS.step_write,
+}
 
 ALIKE = 0.02  # a difference that nobody would notice, however sure it is
 DOUBTFUL = 0.03  # the largest difference that may be put down to noise
@@ -35,7 +42,9 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a trial moved in its window; samples are (seconds since its start, bytes so far) pairs."""
+    """What a trial moved in its window; samples are (seconds since its start, bytes so far)
+    pairs.
+    """
 
     read_bytes: int
     write_bytes: int
@@ -50,7 +59,9 @@ class Result:
 
 @dataclasses.dataclass
 class Observation:
-    """A trial that ran. *flaw* is empty, "drifted" when the drive jumped around it, or "impossible" when no drive here can be so fast."""
+    """A trial that ran. *flaw* is empty, "drifted" when the drive jumped around it, or "impossible"
+    when no drive here can be so fast.
+    """
 
     ask: Ask
     result: Result
@@ -79,34 +90,54 @@ class Evidence:
             if seen.ask.control and seen.ask.phase == phase and seen.flaw != "impossible"
         ]
 
-    def relatives(self, phase: str, stage: str | None = None) -> dict[Setting, list[tuple[float, float]]]:
-        """By setting: (log of the ratio to the control, seconds of the window) of its sound trials, of one *stage* or all."""
+    def relatives(
+        self, phase: str, stage: str | None = None
+    ) -> dict[Setting, list[tuple[float, float]]]:
+        """By setting: (log of the ratio to the control, seconds of the window) of its sound trials,
+        of one *stage* or all.
+        """
         found: dict[Setting, list[tuple[float, float]]] = {}
         series = self.control_series(phase)
         for seen in self.observations:
-            if seen.ask.phase == phase and not seen.ask.control and not seen.flaw and series and stage in (None, seen.ask.stage):
+            if (
+                seen.ask.phase == phase
+                and not seen.ask.control
+                and not seen.flaw
+                and series
+                and stage in (None, seen.ask.stage)
+            ):
                 ratio = seen.result.bytes_per_second / steady.control_at(seen.at_seconds, series)
-                found.setdefault(seen.ask.setting, []).append((math.log(ratio), seen.result.seconds))
+                found.setdefault(seen.ask.setting, []).append(
+                    (math.log(ratio), seen.result.seconds)
+                )
         return found
 
     def gains(self, phase: str) -> dict[Setting, float]:
-        """By setting: the log of its ratio to the control over all its sound trials, each weighted by its seconds."""
+        """By setting: the log of its ratio to the control over all its sound trials, each weighted
+        by its seconds.
+        """
         return {
-            setting: sum(value * seconds for value, seconds in values) / sum(seconds for _, seconds in values)
+            setting: sum(value * seconds for value, seconds in values)
+            / sum(seconds for _, seconds in values)
             for setting, values in self.relatives(phase).items()
         }
 
     def step_seconds(self) -> dict[Setting, float]:
-        """By setting: the drive's seconds in a training step for each parameter, were it all the time as fast as it was on the whole.
+        """By setting: the drive's seconds in a training step for each parameter, were it all the
+        time as fast as it was on the whole.
 
-        Where a load was not tried with a setting, its gain under the mixed load stands in. The control is among them.
+        Where a load was not tried with a setting, its gain under the mixed load stands in. The
+        control is among them.
         """
         gains = {phase: self.gains(phase) for phase in PHASES}
         speeds = self.control_speeds()
         if "mixed" not in speeds:
             return {}
         costs = {
-            setting: sum(STEP_BYTES[phase] / speed * math.exp(-gains[phase].get(setting, mixed)) for phase, speed in speeds.items())
+            setting: sum(
+                STEP_BYTES[phase] / speed * math.exp(-gains[phase].get(setting, mixed))
+                for phase, speed in speeds.items()
+            )
             for setting, mixed in gains["mixed"].items()
         }
         costs[self.control] = sum(STEP_BYTES[phase] / speed for phase, speed in speeds.items())
@@ -115,13 +146,18 @@ class Evidence:
     def control_speeds(self) -> dict[str, float]:
         """By phase: the median of the control's speeds."""
         series = {phase: self.control_series(phase) for phase in PHASES}
-        return {phase: statistics.median(speed for _, speed in points) for phase, points in series.items() if points}
+        return {
+            phase: statistics.median(speed for _, speed in points)
+            for phase, points in series.items()
+            if points
+        }
 
     def noise(self, phase: str) -> float:
         """The spread of one run, as a share of its speed: from neighbouring runs of the control."""
         logs = [math.log(speed) for _, speed in self.control_series(phase)]
         steps = [abs(after - before) for before, after in itertools.pairwise(logs)]
-        return statistics.median(steps) / 0.954 if steps else 0.05  # the median of |x - y| is 0.954 standard deviations of x
+        # the median of |x - y| is 0.954 standard deviations of x
+        return statistics.median(steps) / 0.954 if steps else 0.05
 
     def trials(self) -> tuple[Trial, ...]:
         """All of them, as a profile keeps them."""
@@ -142,18 +178,24 @@ class Verdict:
 
 
 def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
-    """Judge the finals: the cheapest setting that the data cannot tell from the best, when each of *ranks* runs it.
+    """Judge the finals: the cheapest setting that the data cannot tell from the best, when each of
+    *ranks* runs it.
 
     Raises: UnsupportedError when the results cannot have come from the drive.
     """
     speeds = evidence.control_speeds()
     gains = {phase: _final_gains(evidence, phase) for phase in PHASES}
-    candidates = [setting for setting in gains["mixed"] if all(setting in gains[phase] for phase in PHASES)]
+    candidates = [
+        setting for setting in gains["mixed"] if all(setting in gains[phase] for phase in PHASES)
+    ]
     if not candidates:  # none went through the finals without a flaw
         raise UnsupportedError(
             "the transfers were faster than the drive's link or the memory can carry, so something caches them: sweep the drive without that cache"
         )
-    costs = {setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds) for setting in candidates}
+    costs = {
+        setting: _step_cost({phase: gains[phase][setting] for phase in PHASES}, speeds)
+        for setting in candidates
+    }
     fastest = min(candidates, key=lambda setting: costs[setting].value)
     alike = [setting for setting in candidates if _alike(costs[setting], costs[fastest])]
     chosen = min(alike, key=cost)
@@ -161,8 +203,15 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
     steadiness = {phase: steady.judge(speeds) for phase, speeds in series.items()}
     return Verdict(
         chosen=chosen,
-        best={phase: _best(evidence, phase, max(found, key=lambda setting: found[setting].value), found) for phase, found in gains.items()},
-        performance={phase: _best(evidence, phase, chosen, found) for phase, found in gains.items()},
+        best={
+            phase: _best(
+                evidence, phase, max(found, key=lambda setting: found[setting].value), found
+            )
+            for phase, found in gains.items()
+        },
+        performance={
+            phase: _best(evidence, phase, chosen, found) for phase, found in gains.items()
+        },
         reasons=tuple(_reasons(evidence, chosen, fastest, len(alike), costs, ranks)),
         steady=all(state.steady for state in steadiness.values()),
         warnings=tuple(_warnings(evidence, steadiness)),
@@ -171,7 +220,9 @@ def decide(evidence: Evidence, ranks: int = 1) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class _Estimate:
-    """A logarithm with the standard error that it has beside others of its kind, and the degrees of freedom behind the error."""
+    """A logarithm with the standard error that it has beside others of its kind, and the degrees of
+    freedom behind the error.
+    """
 
     value: float
     error: float
@@ -179,32 +230,60 @@ class _Estimate:
 
 
 def _final_gains(evidence: Evidence, phase: str) -> dict[Setting, _Estimate]:
-    """The ratio to the control for every finalist; for the control, 1 by definition with the error that all other ratios share.
+    """The ratio to the control for every finalist; for the control, 1 by definition with the error
+    that all other ratios share.
 
-    What a round has in common, the drive's jumps between it and the control, is taken out before finalists are compared with each other: their
-    trials are closer together than the control's. The scatter is that of all finalists, as the few runs of one would say too little; without
-    any repetition that of the control's runs stands in, which for a ratio to the mean of two of them counts 1.22 times.
+    What a round has in common, the drive's jumps between it and the control, is taken out before
+    finalists are compared with each other: their trials are closer together than the control's. The
+    scatter is that of all finalists, as the few runs of one would say too little; without any
+    repetition that of the control's runs stands in, which for a ratio to the mean of two of them
+    counts 1.22 times.
     """
-    logs = {setting: [value for value, _ in values] for setting, values in evidence.relatives(phase, "final").items()}
+    logs = {
+        setting: [value for value, _ in values]
+        for setting, values in evidence.relatives(phase, "final").items()
+    }
     rounds = min((len(values) for values in logs.values()), default=0)
     if not rounds:
         return {}
-    common = [statistics.fmean(values[index] for values in logs.values()) for index in range(rounds)]
+    common = [
+        statistics.fmean(values[index] for values in logs.values()) for index in range(rounds)
+    ]
     level = statistics.median(common)
-    own = {setting: [value - shared for value, shared in zip(values, common, strict=False)] for setting, values in logs.items()}
+    own = {
+        setting: [value - shared for value, shared in zip(values, common, strict=False)]
+        for setting, values in logs.items()
+    }
     freedom = (rounds - 1) * max(1, len(logs) - 1)
-    squares = sum((value - statistics.fmean(values)) ** 2 for values in own.values() for value in values)
+    squares = sum(
+        (value - statistics.fmean(values)) ** 2 for values in own.values() for value in values
+    )
     noise = 1.22 * evidence.noise(phase)
     scatter = math.sqrt(squares / freedom) if freedom else noise
-    median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)  # 1.253: a median errs so much more than a mean
-    gains = {evidence.control: _Estimate(0.0, median_error * (statistics.stdev(common) if rounds > 1 else noise), max(1, rounds - 1))}
-    gains.update({setting: _Estimate(level + statistics.median(values), median_error * scatter, freedom) for setting, values in own.items()})
+    # 1.253: a median errs so much more than a mean
+    median_error = (1.253 if rounds > 2 else 1.0) / math.sqrt(rounds)
+    gains = {
+        evidence.control: _Estimate(
+            0.0,
+            median_error * (statistics.stdev(common) if rounds > 1 else noise),
+            max(1, rounds - 1),
+        )
+    }
+    gains.update(
+        {
+            setting: _Estimate(level + statistics.median(values), median_error * scatter, freedom)
+            for setting, values in own.items()
+        }
+    )
     return gains
 
 
 def _step_cost(gains: dict[str, _Estimate], speeds: dict[str, float]) -> _Estimate:
     """The drive's seconds in a training step for each parameter."""
-    seconds = {phase: STEP_BYTES[phase] / (speeds[phase] * math.exp(gain.value)) for phase, gain in gains.items()}
+    seconds = {
+        phase: STEP_BYTES[phase] / (speeds[phase] * math.exp(gain.value))
+        for phase, gain in gains.items()
+    }
     total = sum(seconds.values())
     error = math.hypot(*(seconds[phase] / total * gain.error for phase, gain in gains.items()))
     return _Estimate(math.log(total), error, gains["mixed"].freedom)
@@ -221,13 +300,16 @@ def _alike(one: _Estimate, best: _Estimate) -> bool:
     return gap <= math.log1p(ALIKE) or (gap <= _reach(one, best) and gap <= math.log1p(DOUBTFUL))
 
 
-def _best(evidence: Evidence, phase: str, setting: Setting, gains: dict[Setting, _Estimate]) -> Best:
+def _best(
+    evidence: Evidence, phase: str, setting: Setting, gains: dict[Setting, _Estimate]
+) -> Best:
     gain = gains[setting].value
     reach = _reach(gains[setting], gains[evidence.control]) if setting != evidence.control else 0.0
     speeds = [
         seen.result.bytes_per_second
         for seen in evidence.observations
-        if (seen.ask.setting, seen.ask.phase, seen.ask.stage, seen.flaw) == (setting, phase, "final", "")
+        if (seen.ask.setting, seen.ask.phase, seen.ask.stage, seen.flaw)
+        == (setting, phase, "final", "")
     ]
     return Best(
         **dataclasses.asdict(setting),
@@ -238,7 +320,14 @@ def _best(evidence: Evidence, phase: str, setting: Setting, gains: dict[Setting,
     )
 
 
-def _reasons(evidence: Evidence, chosen: Setting, fastest: Setting, alike: int, costs: dict[Setting, _Estimate], ranks: int) -> list[str]:
+def _reasons(
+    evidence: Evidence,
+    chosen: Setting,
+    fastest: Setting,
+    alike: int,
+    costs: dict[Setting, _Estimate],
+    ranks: int,
+) -> list[str]:
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     tried = len({seen.ask.setting for seen in evidence.observations})
     reasons = [
@@ -252,15 +341,21 @@ def _reasons(evidence: Evidence, chosen: Setting, fastest: Setting, alike: int, 
             f"with {format_bytes(fastest.bytes_in_flight)} in flight{each}, would save {saved:.1%} of a step's time on the drive: too little to be sure of."
         )
     if ranks > 1:
-        reasons.append(f"{ranks} ranks, which are processes, moved their own files at once with the setting on trial; speeds are of all of them together.")
+        reasons.append(
+            f"{ranks} ranks, which are processes, moved their own files at once with the setting on trial; speeds are of all of them together."
+        )
     if chosen == evidence.control:
-        reasons.append("These are DeepSpeed's defaults: on this drive nothing that was tried is better.")
+        reasons.append(
+            "These are DeepSpeed's defaults: on this drive nothing that was tried is better."
+        )
     reasons.append(
         "Judged by the drive's time in a training step: for each parameter 32 bytes of optimizer state and gradient, read and written at once, "
         "4 bytes of parameters read and 2 written."
     )
     if chosen.block_size > 1 << 20:
-        reasons.append(f"DeepSpeed keeps tensors smaller than block_size in RAM: here those under {format_bytes(chosen.block_size)}.")
+        reasons.append(
+            f"DeepSpeed keeps tensors smaller than block_size in RAM: here those under {format_bytes(chosen.block_size)}."
+        )
     return reasons
 
 
@@ -284,7 +379,11 @@ def _warnings(evidence: Evidence, steadiness: dict[str, steady.Steadiness]) -> l
 
 def _trial(seen: Observation, series: list[tuple[float, float]]) -> Trial:
     result = seen.result
-    relative = result.bytes_per_second / steady.control_at(seen.at_seconds, series) if series and not seen.ask.control else 1.0
+    relative = (
+        result.bytes_per_second / steady.control_at(seen.at_seconds, series)
+        if series and not seen.ask.control
+        else 1.0
+    )
     return Trial(
         phase=seen.ask.phase,
         **dataclasses.asdict(seen.ask.setting),

@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`, and `disable()` to put DeepSpeed back as it was."""
+"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`, and
+`disable()` to put DeepSpeed back as it was.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,26 @@ _log = logging.getLogger("nvme_offload")  # also what is below this speaks: memo
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
 
-_replaced: list[tuple[Any, str, Any]] = []  # object, attribute and DeepSpeed's own value, in the order of replacement
+# object, attribute and DeepSpeed's own value, in the order of replacement
+_replaced: list[tuple[Any, str, Any]] = []
 
 
 def enable() -> None:
-    """Have DeepSpeed offload to drives through this package, in this process, from now on; a second call does nothing.
+    """Have DeepSpeed offload to drives through this package, in this process, from now on; a second
+    call does nothing.
 
-    Its `async_io` op becomes this package's, so that nothing is compiled at the first step. Parameters and optimizer states with `"device": "nvme"`
-    go through this package's swappers, unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines that exist
-    already keep what they have. What is chosen and what steps spend is logged, to stderr where the program has set up no logging.
-    Raises: UnsupportedError when DeepSpeed is not installed, is older than `OLDEST_DEEPSPEED`, or lacks any name that is used (`zero3.compat`);
+    Its `async_io` op becomes this package's, so that nothing is compiled at the first step.
+    Parameters and optimizer states with `"device": "nvme"` go through this package's swappers,
+    unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines
+    that exist already keep what they have. What is chosen and what steps spend is logged, to stderr
+    where the program has set up no logging. Raises: UnsupportedError when DeepSpeed is not
+    installed, is older than `OLDEST_DEEPSPEED`, or lacks any name that is used (`zero3.compat`);
     nothing is replaced then.
     """
     if _replaced:
         return
-    _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)  # all ranks choose and spend alike
+    # all ranks choose and spend alike
+    _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
     try:
@@ -53,14 +60,24 @@ def enable() -> None:
     op.install()
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
-    _replace(partition_parameters, "AsyncPartitionedParameterSwapper", parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper))
+    _replace(
+        partition_parameters,
+        "AsyncPartitionedParameterSwapper",
+        parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper),
+    )
     for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
         _replace(engine.DeepSpeedEngine, name, method)
-    _replace(engine.DeepSpeedEngine, "_do_sanity_check", precision.explained(engine.DeepSpeedEngine._do_sanity_check))
+    _replace(
+        engine.DeepSpeedEngine,
+        "_do_sanity_check",
+        precision.explained(engine.DeepSpeedEngine._do_sanity_check),
+    )
 
 
 def disable() -> None:
-    """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go on working."""
+    """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go
+    on working.
+    """
     if not _replaced:
         return
     from . import op
@@ -78,9 +95,11 @@ def _be_quiet() -> None:
 
 
 def stats(engine: Any) -> StepStats:
-    """What the last step of the DeepSpeed *engine* spent where; without an optimizer, what its last forward pass did.
+    """What the last step of the DeepSpeed *engine* spent where; without an optimizer, what its last
+    forward pass did.
 
-    Raises: UsageError when the engine has neither parameters nor optimizer states on a drive behind this package, or has made no step.
+    Raises: UsageError when the engine has neither parameters nor optimizer states on a drive behind
+    this package, or has made no step.
     """
     from .step_stats import clock_of
 
@@ -91,7 +110,9 @@ def stats(engine: Any) -> StepStats:
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0, as far as the launcher has said it by now: Lightning's own tells only which one of this machine."""
+    """Whether this is rank 0, as far as the launcher has said it by now: Lightning's own tells only
+    which one of this machine.
+    """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 

@@ -19,7 +19,9 @@ def least(number: int) -> int:
 
 
 def all_or_none(action: Callable[[], None]) -> None:
-    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for that one for ever."""
+    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for
+    that one for ever.
+    """
     failure = None
     try:
         action()

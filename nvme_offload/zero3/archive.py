@@ -1,7 +1,9 @@
-"""Files of `torch.save` written and read piece by piece, by the engine: a tensor of a file need not be in memory, nor even be in one piece.
+"""Files of `torch.save` written and read piece by piece, by the engine: a tensor of a file need not
+be in memory, nor even be in one piece.
 
-A tensor that is *offloaded* holds no memory; it says of which parts it consists and how each is brought to memory for a moment. `write` has torch lay
-out the file with room for every tensor, and fills the room. The file is one like any other: torch.load reads it, also with mmap, except that it
+A tensor that is *offloaded* holds no memory; it says of which parts it consists and how each is
+brought to memory for a moment. `write` has torch lay out the file with room for every tensor, and
+fills the room. The file is one like any other: torch.load reads it, also with mmap, except that it
 has no checksums of its tensors, which torch does not look at.
 
 Source: torch.serialization.skip_data, torch.utils.serialization.config for the alignment.
@@ -27,7 +29,8 @@ from .manifest import PIECE_BYTES, Piece
 
 _ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly
 
-Provider = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]  # brings some tensors to memory, by name, for the time of the context
+# brings some tensors to memory, by name, for the time of the context
+Provider = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
 class Part(NamedTuple):
@@ -53,8 +56,12 @@ def has_offloaded(tree: Any) -> bool:
 
 def gather(tree: Any) -> Any:
     """*tree* with every tensor in memory."""
-    gathered = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _offloaded(tree)}
-    for provider, lent in _by_provider((gathered[id(tensor)], tensor.parts) for tensor in _offloaded(tree)).items():
+    gathered = {
+        id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _offloaded(tree)
+    }
+    for provider, lent in _by_provider(
+        (gathered[id(tensor)], tensor.parts) for tensor in _offloaded(tree)
+    ).items():
         with provider() as values:
             for key, tensor, start in lent:
                 tensor[start : start + values[key].numel()].copy_(values[key])
@@ -62,13 +69,16 @@ def gather(tree: Any) -> Any:
 
 
 def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
-    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to stay; the pieces written by the engine if *summed*.
+    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to
+    stay; the pieces written by the engine if *summed*.
 
-    Raises: NoSpaceError before anything but the layout is written, where the drive is full; IOFailure; what a provider raises. The file is then
-    of no use, and for the caller to delete.
+    Raises: NoSpaceError before anything but the layout is written, where the drive is full;
+    IOFailure; what a provider raises. The file is then of no use, and for the caller to delete.
     """
     storages = _lay_out(path, tree)
-    parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _offloaded(tree)}
+    parts = {
+        tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _offloaded(tree)
+    }
     reader: Any = torch._C.PyTorchFileReader(path)
     places: list[tuple[Any, tuple[Part, ...]]] = []
     resident: list[tuple[torch.UntypedStorage, int]] = []
@@ -91,26 +101,50 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
                     step = PIECE_BYTES // tensor.itemsize
                     for begin in range(0, tensor.numel(), step):
                         at = offset + begin * tensor.itemsize
-                        started.append((at, engine.write(tensor[begin : begin + step], file, at, checksum=summed)))
+                        started.append(
+                            (
+                                at,
+                                engine.write(
+                                    tensor[begin : begin + step], file, at, checksum=summed
+                                ),
+                            )
+                        )
                         yield started[-1][1]
 
             wait_all(start())
-            written.extend(Piece(at, ticket.nbytes, ticket.checksum) for at, ticket in started if ticket.checksum is not None)
+            written.extend(
+                Piece(at, ticket.nbytes, ticket.checksum)
+                for at, ticket in started
+                if ticket.checksum is not None
+            )
 
         for storage, offset in resident:
-            put([(offset, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu())])
+            put(
+                [
+                    (
+                        offset,
+                        torch.empty(0, dtype=torch.uint8, device=storage.device)
+                        .set_(storage)
+                        .cpu(),
+                    )
+                ]
+            )
         for provider, lent in _by_provider(places).items():
             with provider() as values:
-                put((offset + begin * itemsize, values[key].flatten()) for key, (offset, itemsize), begin in lent)
+                put(
+                    (offset + begin * itemsize, values[key].flatten())
+                    for key, (offset, itemsize), begin in lent
+                )
         file.sync()
     return written
 
 
 def read(path: str, engine: Engine) -> Any:
-    """What torch.load would make of *path*, with its tensors left in the file: `fetch` and `whole` get them.
+    """What torch.load would make of *path*, with its tensors left in the file: `fetch` and `whole`
+    get them.
 
-    Tensors that are attributes of objects are in memory; a file in the format before PyTorch 1.6 is as a whole.
-    Raises: what torch.load raises; IOFailure, TruncatedError.
+    Tensors that are attributes of objects are in memory; a file in the format before PyTorch 1.6 is
+    as a whole. Raises: what torch.load raises; IOFailure, TruncatedError.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
@@ -128,7 +162,9 @@ def read(path: str, engine: Engine) -> Any:
 
 
 def read_mapped(path: str, keep: str) -> Any:
-    """What torch.load makes of *path*, a mapping, in memory but for what it has under *keep*: that is mapped, and takes memory when it is looked at."""
+    """What torch.load makes of *path*, a mapping, in memory but for what it has under *keep*: that
+    is mapped, and takes memory when it is looked at.
+    """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
     try:
@@ -141,9 +177,11 @@ def read_mapped(path: str, keep: str) -> Any:
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
-    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when the tickets are done (`wait_all`).
+    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when
+    the tickets are done (`wait_all`).
 
-    Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises: IOFailure, TruncatedError, here and from the tickets.
+    Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises:
+    IOFailure, TruncatedError, here and from the tickets.
     """
     if not hasattr(tensor, "stored"):
         into.copy_(tensor.detach()[start : start + into.numel()])
@@ -160,7 +198,9 @@ def whole(value: Any) -> Any:
     """*value*, in memory if it is a tensor in a file."""
     if not hasattr(value, "stored"):
         return value
-    buffer = torch.empty(value.untyped_storage().nbytes() // value.dtype.itemsize, dtype=value.dtype)
+    buffer = torch.empty(
+        value.untyped_storage().nbytes() // value.dtype.itemsize, dtype=value.dtype
+    )
     value.stored.read(buffer, value, 0).wait()
     return buffer.as_strided(value.shape, value.stride(), value.storage_offset()).clone()
 
@@ -177,7 +217,8 @@ class _Stored(NamedTuple):
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
-    """Wait for every one of *tickets*, which may be started as they are asked for; none is left in flight, whatever starting the next one raises.
+    """Wait for every one of *tickets*, which may be started as they are asked for; none is left in
+    flight, whatever starting the next one raises.
 
     Raises: the first failure, once all are finished.
     """
@@ -198,7 +239,9 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
 
 
 def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
-    """Write *path* with room for the bytes of all tensors; the storages, by the name that torch gives each in the file."""
+    """Write *path* with room for the bytes of all tensors; the storages, by the name that torch
+    gives each in the file.
+    """
     storages: dict[str, torch.UntypedStorage] = {}
 
     class Pickler(pickle.Pickler):
@@ -209,20 +252,27 @@ def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
             def persistent_id(self: Any, item: Any) -> Any:
                 name = name_storage(self, item)
                 if name is not None:
-                    storages[name[2]] = item._untyped_storage if isinstance(item, torch.TypedStorage) else item
+                    storages[name[2]] = (
+                        item._untyped_storage if isinstance(item, torch.TypedStorage) else item
+                    )
                 return name
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
     module = types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
     patched: Any = serialization
-    with patched.patch({"save.storage_alignment": _ALIGNMENT_BYTES}), torch.serialization.skip_data(materialize_fake_tensors=True):
+    with (
+        patched.patch({"save.storage_alignment": _ALIGNMENT_BYTES}),
+        torch.serialization.skip_data(materialize_fake_tensors=True),
+    ):
         torch.save(tree, path, pickle_module=module)
     return storages
 
 
 def _by_provider(places: Any) -> dict[Provider, list[tuple[str, Any, int]]]:
-    """For each provider, in the order of its first use, what is to be done with it: key, the place of the whole tensor, and where in it."""
+    """For each provider, in the order of its first use, what is to be done with it: key, the place
+    of the whole tensor, and where in it.
+    """
     found: dict[Provider, list[tuple[str, Any, int]]] = {}
     for place, parts in places:
         for part in parts:
@@ -242,7 +292,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _offloaded(tree: Any) -> Iterator[Any]:
-    return (leaf for leaf in _leaves(tree) if hasattr(leaf, "parts") and isinstance(leaf, FakeTensor))
+    return (
+        leaf for leaf in _leaves(tree) if hasattr(leaf, "parts") and isinstance(leaf, FakeTensor)
+    )
 
 
 def _replaced(tree: Any, by_id: Mapping[int, torch.Tensor]) -> Any:

@@ -1,8 +1,11 @@
-"""Checkpoints of an engine whose parameters or optimizer states are in a tier: `save_checkpoint` and `load_checkpoint`, in DeepSpeed's own format.
+"""Checkpoints of an engine whose parameters or optimizer states are in a tier: `save_checkpoint`
+and `load_checkpoint`, in DeepSpeed's own format.
 
-A save is a generation: every rank writes its files into one directory aside, and has them on the drive to stay; once all have, a manifest of them
-is added, and one rename shows the directory under its tag, in the place of what was there. So a crash at any point leaves the last checkpoint, also
-one of the same tag, or the new one. What goes wrong is raised on every rank, and training can go on. A load checks every byte by the manifest.
+A save is a generation: every rank writes its files into one directory aside, and has them on the
+drive to stay; once all have, a manifest of them is added, and one rename shows the directory under
+its tag, in the place of what was there. So a crash at any point leaves the last checkpoint, also
+one of the same tag, or the new one. What goes wrong is raised on every rank, and training can go
+on. A load checks every byte by the manifest.
 """
 
 from __future__ import annotations
@@ -34,12 +37,30 @@ from .settings import question, refuse_what_wants_memory
 from .stage3 import Stage3
 
 _SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
-_STATE_FILES = ("_model_states.pt", "_optim_states.pt")  # the ends of the names that DeepSpeed gives its files
-_GENERATION = "nvme_offload_generation"  # the key in files of states; DeepSpeed looks at its own only
-_LOAD_ARGUMENTS = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+# the ends of the names that DeepSpeed gives its files
+_STATE_FILES = ("_model_states.pt", "_optim_states.pt")
+# the key in files of states; DeepSpeed looks at its own only
+_GENERATION = "nvme_offload_generation"
+_LOAD_ARGUMENTS = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+)
 # What torch.load raises for a file that is cut off or damaged.
-_UNREADABLE = (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error)
-_FULL_BYTES = 1 << 20  # a drive with less is full: DeepSpeed and torch do not always tell why they could not write
+_UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+)
+# a drive with less is full: DeepSpeed and torch do not always tell why they could not write
+_FULL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -81,16 +102,21 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     def _save_zero_checkpoint(self: Any, *args: Any, **named: Any) -> None:
         _attempt(self, lambda: before["_save_zero_checkpoint"](self, *args, **named))
 
-    def load_checkpoint(self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any) -> Any:
+    def load_checkpoint(
+        self: Any, load_dir: str, tag: str | None = None, *args: Any, **named: Any
+    ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
         if _streams(self) and not self.load_universal_checkpoint():
             given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
-            with_states = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+            with_states = given.get("load_optimizer_states", True) and not given.get(
+                "load_module_only", False
+            )
             _verify(self, load_dir, tag, with_states)
         if isinstance(self.optimizer, Stage3) and self.optimizer.holds_states_away:
             self.optimizer.begin_load()
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # the next micro-batch is the first of a step
+            # the next micro-batch is the first of a step
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
@@ -104,12 +130,20 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
     def _load_zero_checkpoint(self: Any, *args: Any, **named: Any) -> bool:
         streams = _streams(self) and not self.load_universal_checkpoint()
-        with _reading(self, functools.partial(_read_states, engine=_engine_of(self))) if streams else contextlib.nullcontext():
+        with (
+            _reading(self, functools.partial(_read_states, engine=_engine_of(self)))
+            if streams
+            else contextlib.nullcontext()
+        ):
             loaded: bool = before["_load_zero_checkpoint"](self, *args, **named)
             return loaded
 
     def _get_zero_param_shapes(self: Any) -> Any:
-        with states.in_users_groups(self.optimizer) if isinstance(self.optimizer, Stage3) else contextlib.nullcontext():
+        with (
+            states.in_users_groups(self.optimizer)
+            if isinstance(self.optimizer, Stage3)
+            else contextlib.nullcontext()
+        ):
             return before["_get_zero_param_shapes"](self)
 
     def _get_param_fragment_func(self: Any, param: Any) -> torch.Tensor:
@@ -120,22 +154,32 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             partition: torch.Tensor = param.nvme_swapper.partition(param)
             return partition
         param.nvme_swapper.swap_in([param], async_op=True)
-        return archive.offloaded(param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_provider(param), "", 0)])
+        return archive.offloaded(
+            param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_provider(param), "", 0)]
+        )
 
-    def load_module_state_dict(self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any) -> None:
+    def load_module_state_dict(
+        self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any
+    ) -> None:
         frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
         if any(_is_offloaded(param) for param in _frozen(self)):
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
             _load_frozen(self, frozen)
         before["load_module_state_dict"](self, checkpoint, *args, **named)
 
-    methods = {name: method for name, method in locals().items() if callable(method) and name not in ("engine", "original")}
+    methods = {
+        name: method
+        for name, method in locals().items()
+        if callable(method) and name not in ("engine", "original")
+    }
     before = {name: getattr(original, name) for name in methods}
     return methods
 
 
 class _Generation:
-    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved: what *tag* is of appears whole, or does not."""
+    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved:
+    what *tag* is of appears whole, or does not.
+    """
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         self.original = original
@@ -148,13 +192,17 @@ class _Generation:
         self._aside = self.place.with_name(f".{self.place.name}.partial")
         self._step = int(engine.global_steps)
         self._rank = int(engine.global_rank)
-        self._renames = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+        self._renames = (
+            engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+        ) == 0
         self._io = _engine_of(engine)
         self._checksum = "xxh3" if has_checksums() else "crc32"
         self._entries: list[Entry] = []
         self._place_lock: int | None = None
         if Path(save_dir).resolve() not in self.place.parents:
-            raise UsageError(f"a tag names a directory below that of the checkpoints, which {tag!r} does not")
+            raise UsageError(
+                f"a tag names a directory below that of the checkpoints, which {tag!r} does not"
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
@@ -164,10 +212,12 @@ class _Generation:
 
         def make() -> None:
             commit.make_directory(self.place.parent)
-            for left in (commit.recover_directory(self.place), self._aside):  # of a save that was killed
+            # of a save that was killed
+            for left in (commit.recover_directory(self.place), self._aside):
                 _clear(left, self.place)
             with contextlib.suppress(OSError):
-                for left in commit.abandoned(self.place.parent, r"\..+\.partial"):  # the same, of other tags
+                # the same, of other tags
+                for left in commit.abandoned(self.place.parent, r"\..+\.partial"):
                     if left.is_dir() and all(_is_ours(entry.name) for entry in left.iterdir()):
                         commit.remove(left)
             self._aside.mkdir()
@@ -204,14 +254,18 @@ class _Generation:
             raise _typed(error, final) from error
 
     def commit(self, info: Any) -> bool:
-        """Let the checkpoint appear, if every rank has written all of its files. Raises: what went wrong, on every rank."""
+        """Let the checkpoint appear, if every rank has written all of its files. Raises: what went
+        wrong, on every rank.
+        """
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._stage3)
         _agree(self.failure, self._tag)
         files = tuple(entry for entries in _told(self._entries) for entry in entries)
 
         def show() -> None:
-            Manifest(self.generation, self._step, dist.get_world_size(), self._checksum, files).write(self._aside)
+            Manifest(
+                self.generation, self._step, dist.get_world_size(), self._checksum, files
+            ).write(self._aside)
             _clear(commit.show_directory(self._aside, self.place, over=True), self.place)
 
         self._on_one_rank(show)
@@ -237,7 +291,9 @@ class _Generation:
 
 
 class _Complete:
-    """Stands for *original*, any checkpoint engine of DeepSpeed's, while the states of *stage3* are saved: files that lack some are not written."""
+    """Stands for *original*, any checkpoint engine of DeepSpeed's, while the states of *stage3* are
+    saved: files that lack some are not written.
+    """
 
     def __init__(self, original: Any, stage3: Stage3) -> None:
         self._original = original
@@ -271,7 +327,9 @@ def _lacking(stage3: Stage3) -> OffloadError | None:
 
 
 class _Reader:
-    """Stands for *original*, the TorchCheckpointEngine of an engine, while a checkpoint is loaded: *read* has the contents of a file."""
+    """Stands for *original*, the TorchCheckpointEngine of an engine, while a checkpoint is loaded:
+    *read* has the contents of a file.
+    """
 
     def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
         self._original = original
@@ -285,12 +343,25 @@ class _Reader:
         try:
             return self._read(path)
         except (*_UNREADABLE, OSError) as error:
-            if isinstance(error, OSError) and (isinstance(error, OffloadError) or error.errno != errno.EINVAL):  # a place before the file's begin
+            # a place before the file's begin
+            if isinstance(error, OSError) and (
+                isinstance(error, OffloadError) or error.errno != errno.EINVAL
+            ):
                 raise
-            raise _corrupt(Path(path), f"torch cannot read it: {' '.join(str(error).split())[:200]}") from error
+            raise _corrupt(
+                Path(path), f"torch cannot read it: {' '.join(str(error).split())[:200]}"
+            ) from error
 
 
-def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude_frozen: bool) -> bool:
+def _save(
+    engine: Any,
+    save: Callable[..., Any],
+    save_dir: str,
+    tag: str | None,
+    client_state: Any,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> bool:
     tag = str(f"global_step{engine.global_steps}" if tag is None else tag)
     original = engine.checkpoint_engine
     generation = _Generation(engine, original, save_dir, tag)
@@ -308,7 +379,8 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None,
         if engine.global_rank == 0:
             latest = Path(save_dir) / "latest"
             try:
-                commit.write_file(latest, tag, mode=None)  # DeepSpeed empties it first, so that a crash leaves no name at all
+                # DeepSpeed empties it first, so that a crash leaves no name at all
+                commit.write_file(latest, tag, mode=None)
             except OSError as error:
                 failure = _typed(error, latest)
         _agree(failure, tag)
@@ -316,7 +388,9 @@ def _save(engine: Any, save: Callable[..., Any], save_dir: str, tag: str | None,
 
 
 def _clear(directory: Path | None, place: Path) -> None:
-    """Remove what is left of a checkpoint in *directory*; what it had beside that, somebody's notes, goes to *place*."""
+    """Remove what is left of a checkpoint in *directory*; what it had beside that, somebody's
+    notes, goes to *place*.
+    """
     if directory is None or not directory.is_dir():
         return
     for entry in list(directory.iterdir()):
@@ -339,7 +413,9 @@ def _is_ours(name: str) -> bool:
 
 
 def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> None:
-    """Check a checkpoint by its manifest, if it has one, and by what is to be loaded of it. Raises: what any rank finds, on every rank."""
+    """Check a checkpoint by its manifest, if it has one, and by what is to be loaded of it. Raises:
+    what any rank finds, on every rank.
+    """
     latest = Path(load_dir) / "latest"
     rank, ranks = engine.global_rank, dist.get_world_size()
 
@@ -391,13 +467,17 @@ def _latest(path: Path) -> str:
 
 
 def _read_states(path: str, engine: io.Engine) -> Any:
-    """`archive.read`, of a file that belongs to the manifest beside it, if to any. Raises: CorruptionError."""
+    """`archive.read`, of a file that belongs to the manifest beside it, if to any. Raises:
+    CorruptionError.
+    """
     tree = archive.read(path, engine)
     generation = tree.get(_GENERATION) if isinstance(tree, dict) else None
     if generation is not None:
         found = Manifest.read(Path(path).parent)
         if found is None:
-            raise _corrupt(Path(path).with_name(manifest.NAME), "it is missing, and with it the checksums")
+            raise _corrupt(
+                Path(path).with_name(manifest.NAME), "it is missing, and with it the checksums"
+            )
         if found.generation != generation:
             raise _corrupt(Path(path), f"it is of another save than {manifest.NAME} beside it")
     return tree
@@ -410,7 +490,8 @@ def _corrupt(path: Path, reason: str) -> CorruptionError:
 def _told(value: Any) -> list[Any]:
     """*value* of every rank."""
     found: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(found, value)  # which older releases of DeepSpeed do not wrap
+    # which older releases of DeepSpeed do not wrap
+    torch.distributed.all_gather_object(found, value)
     return found
 
 
@@ -421,11 +502,15 @@ def _agree(failure: Exception | None, tag: str) -> None:
         raise failure
     for rank, text in enumerate(texts):
         if text is not None:
-            raise OffloadError(f"the checkpoint {tag} was not saved, because another rank could not: rank {rank} had {text}")
+            raise OffloadError(
+                f"the checkpoint {tag} was not saved, because another rank could not: rank {rank} had {text}"
+            )
 
 
 def _attempt(engine: Any, save: Callable[[], None]) -> None:
-    """Keep a failure until the ranks agree on it: they have more to do together, and one that is missing there would have the others wait for it."""
+    """Keep a failure until the ranks agree on it: they have more to do together, and one that is
+    missing there would have the others wait for it.
+    """
     generation = engine.checkpoint_engine
     if not isinstance(generation, _Generation):
         save()
@@ -510,7 +595,9 @@ def _provider(param: Any) -> archive.Provider:
 
 
 def _is_offloaded(param: Any) -> bool:
-    return isinstance(getattr(param, "nvme_swapper", None), ParameterSwapper) and param.nvme_swapper.is_offloaded(param)
+    return isinstance(
+        getattr(param, "nvme_swapper", None), ParameterSwapper
+    ) and param.nvme_swapper.is_offloaded(param)
 
 
 def _engine_of(engine: Any) -> io.Engine:

@@ -1,8 +1,10 @@
-"""What this package uses of DeepSpeed: every name, signature and attribute, and how releases differ in them. Nothing else knows it.
+"""What this package uses of DeepSpeed: every name, signature and attribute, and how releases differ
+in them. Nothing else knows it.
 
-`check` compares the contract with the DeepSpeed that is installed, before `enable` replaces anything. A renamed private method would otherwise only
-show in what is missing: DeepSpeed goes on without our part, and writes checkpoints without states. What older releases lack, the functions behind
-the contract supply, so that the classes of this package are written for the newest alone.
+`check` compares the contract with the DeepSpeed that is installed, before `enable` replaces
+anything. A renamed private method would otherwise only show in what is missing: DeepSpeed goes on
+without our part, and writes checkpoints without states. What older releases lack, the functions
+behind the contract supply, so that the classes of this package are written for the newest alone.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")  # releases that the contract holds for, oldest first
+# releases that the contract holds for, oldest first
+TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")
 OLDEST, NEWEST = TESTED[0], TESTED[-1]
 
 _log = logging.getLogger(__name__)
 
-# By owner, "module:class" or a module, one name a line. With parameters it is a function that takes these, "..." for more that are handed on as they
-# come; without it is a constant, or an attribute that the owner's code sets. At the end, the releases that have it where not all do.
+# By owner, "module:class" or a module, one name a line. With parameters it is a function that takes
+# these, "..." for more that are handed on as they come; without it is a constant, or an attribute
+# that the owner's code sets. At the end, the releases that have it where not all do.
 CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
         __init__(module, init_optimizer, param_names, timers, ds_config, ...) >=0.18
@@ -199,17 +203,24 @@ CONTRACT: Mapping[str, str] = {
     """,
 }
 
-# What DeepSpeed calls on a swapper that it holds under one of these names, and ours need not have, because ours are asked in another way before.
+# What DeepSpeed calls on a swapper that it holds under one of these names, and ours need not have,
+# because ours are asked in another way before.
 _SWAPPERS = {
     "nvme_swapper": {"get_path", "release_reserved_buffers", "reserve_available_buffers"},
-    "optimizer_swapper": {"initialize_from_swapped_fp16_params", "swap_out_gradients", "writeback_optimizer_state_and_gradients"},
+    "optimizer_swapper": {
+        "initialize_from_swapped_fp16_params",
+        "swap_out_gradients",
+        "writeback_optimizer_state_and_gradients",
+    },
 }
 _LINE = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?( (?P<bound><|>=)(?P<release>[\d.]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One name of DeepSpeed that is used; *owner* has it. parameters: what it takes, of a function; "..." at the end for more."""
+    """One name of DeepSpeed that is used; *owner* has it. parameters: what it takes, of a function;
+    "..." at the end for more.
+    """
 
     owner: str
     name: str
@@ -225,9 +236,15 @@ def uses(version: str) -> Iterator[Use]:
         for line in filter(None, map(str.strip, lines.splitlines())):
             found = _LINE.fullmatch(line)
             assert found is not None, line
-            if found["release"] and (numbers(version) >= numbers(found["release"])) != (found["bound"] == ">="):
+            if found["release"] and (numbers(version) >= numbers(found["release"])) != (
+                found["bound"] == ">="
+            ):
                 continue
-            parameters = None if found["parameters"] is None else tuple(filter(None, found["parameters"].split(", ")))
+            parameters = (
+                None
+                if found["parameters"] is None
+                else tuple(filter(None, found["parameters"].split(", ")))
+            )
             yield Use(owner, found["name"], parameters)
 
 
@@ -247,7 +264,8 @@ def is_too_new(version: str) -> bool:
 
 
 def check() -> None:
-    """See that the DeepSpeed that is installed has all of the contract. A release newer than any that was tried is named in a warning.
+    """See that the DeepSpeed that is installed has all of the contract. A release newer than any
+    that was tried is named in a warning.
 
     Raises: UnsupportedError with the names that are missing, the release, and one that has them.
     """
@@ -255,9 +273,13 @@ def check() -> None:
         version: str = importlib.import_module("deepspeed").__version__
         importlib.import_module("deepspeed.runtime.engine")
     except ImportError as error:
-        raise UnsupportedError(f"DeepSpeed is not installed here: {error}; pip install deepspeed") from None
+        raise UnsupportedError(
+            f"DeepSpeed is not installed here: {error}; pip install deepspeed"
+        ) from None
     if is_too_old(version):
-        raise UnsupportedError(f"zero3 needs DeepSpeed {OLDEST} or newer, and this is {version}: pip install --upgrade deepspeed")
+        raise UnsupportedError(
+            f"zero3 needs DeepSpeed {OLDEST} or newer, and this is {version}: pip install --upgrade deepspeed"
+        )
     _codes.cache_clear()
     lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
     if lacking:
@@ -265,7 +287,11 @@ def check() -> None:
             f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
         )
     if is_too_new(version):
-        _log.warning("DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known", version, NEWEST)
+        _log.warning(
+            "DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known",
+            version,
+            NEWEST,
+        )
 
 
 def _fault(use: Use) -> str:
@@ -298,10 +324,25 @@ def _unanswered() -> list[str]:
     from .param_swapper import ParameterSwapper
 
     ours = {"nvme_swapper": ParameterSwapper, "optimizer_swapper": OptimizerSwapper}
-    places = ("engine", "zero.stage3", "zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.parameter_offload")
+    places = (
+        "engine",
+        "zero.stage3",
+        "zero.partition_parameters",
+        "zero.partitioned_param_coordinator",
+        "zero.parameter_offload",
+    )
     modules = [importlib.import_module(f"deepspeed.runtime.{place}") for place in places]
-    called = {(holder, name) for holder in ours for module in modules for name in _called_on(module, holder)}
-    lacking = [(holder, name) for holder, name in called if name not in _SWAPPERS[holder] and not hasattr(ours[holder], name)]
+    called = {
+        (holder, name)
+        for holder in ours
+        for module in modules
+        for name in _called_on(module, holder)
+    }
+    lacking = [
+        (holder, name)
+        for holder, name in called
+        if name not in _SWAPPERS[holder] and not hasattr(ours[holder], name)
+    ]
     return [f"it calls {name} on {holder}" for holder, name in sorted(lacking)]
 
 
@@ -314,16 +355,25 @@ def _owner(place: str) -> Any:
 def _parameters(function: Any) -> tuple[str, ...]:
     if inspect.isclass(function):
         function = function.__init__
-    return tuple(name for name in inspect.signature(_undecorated(function)).parameters if name != "self")
+    return tuple(
+        name for name in inspect.signature(_undecorated(function)).parameters if name != "self"
+    )
 
 
 def _undecorated(function: Any) -> Any:
     """What decorators of DeepSpeed's and torch's stand around: not all of them say so."""
     while True:
-        inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if isinstance(cell.cell_contents, types.FunctionType)]
+        inside = [
+            cell.cell_contents
+            for cell in getattr(function, "__closure__", None) or ()
+            if isinstance(cell.cell_contents, types.FunctionType)
+        ]
         if hasattr(function, "__wrapped__"):
             function = function.__wrapped__
-        elif len(inside) == 1 and tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
+        elif len(inside) == 1 and tuple(inspect.signature(function).parameters) == (
+            "args",
+            "kwargs",
+        ):
             (function,) = inside
         else:
             return function
@@ -331,12 +381,18 @@ def _undecorated(function: Any) -> Any:
 
 @functools.lru_cache
 def _codes(owner: Any) -> tuple[types.CodeType, ...]:
-    """The code of all functions of *owner*, a class with those that it is made of, or a module with its classes."""
+    """The code of all functions of *owner*, a class with those that it is made of, or a module with
+    its classes.
+    """
     return tuple(_codes_of(owner))
 
 
 def _codes_of(owner: Any) -> Iterator[types.CodeType]:
-    values = [value for kind in owner.__mro__ for value in vars(kind).values()] if inspect.isclass(owner) else list(vars(owner).values())
+    values = (
+        [value for kind in owner.__mro__ for value in vars(kind).values()]
+        if inspect.isclass(owner)
+        else list(vars(owner).values())
+    )
     for value in values:
         if inspect.isclass(value):
             if not inspect.isclass(owner) and value.__module__ == owner.__name__:
@@ -359,7 +415,12 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _sets(owner: Any, name: str) -> bool:
     """Whether *owner*'s code sets the attribute *name* of anything."""
-    instructions = (found for code in _codes(owner) if name in code.co_names for found in dis.get_instructions(code))
+    instructions = (
+        found
+        for code in _codes(owner)
+        if name in code.co_names
+        for found in dis.get_instructions(code)
+    )
     return any(found.opname == "STORE_ATTR" and found.argval == name for found in instructions)
 
 
@@ -391,9 +452,15 @@ def stage3() -> Any:
         "master_weights_and_grads_dtype": torch.float32,
         "param_names": _parameter_names,
     }
-    missing = {name: value for name, value in substitutes.items() if not hasattr(base, name) and not _sets(base, name)}
+    missing = {
+        name: value
+        for name, value in substitutes.items()
+        if not hasattr(base, name) and not _sets(base, name)
+    }
     if "param" not in _parameters(base.load_hp_checkpoint_state):
-        missing["load_hp_checkpoint_state"] = lambda self, folder, key, param=None: base.load_hp_checkpoint_state(self, folder, key)
+        missing["load_hp_checkpoint_state"] = lambda self, folder, key, param=None: (
+            base.load_hp_checkpoint_state(self, folder, key)
+        )
     return type(base.__name__, (base,), missing) if missing else base
 
 
@@ -409,7 +476,9 @@ def at_accumulation_boundary(stage3: Any) -> bool:
 
 
 def end_backward(stage3: Any) -> None:
-    """Leave a backward pass that an exception has cut short: what it has not reduced is forgotten, which the next pass would reduce as its own."""
+    """Leave a backward pass that an exception has cut short: what it has not reduced is forgotten,
+    which the next pass would reduce as its own.
+    """
     for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
         bucket.params.clear()
         bucket.elements = 0
@@ -418,17 +487,24 @@ def end_backward(stage3: Any) -> None:
     for identifier in stage3.params_already_reduced:
         stage3.params_already_reduced[identifier] = False
     if hasattr(stage3, "_backward_active_depth"):
-        stage3._backward_active_depth = 0  # how deep passes are nested: the next would not be taken for the outermost
+        # how deep passes are nested: the next would not be taken for the outermost
+        stage3._backward_active_depth = 0
 
 
 def lists_by_sub_group(stage3: Any) -> list[str]:
     """The attributes, not in all releases, that have an item for each sub-group."""
-    return [name for name in ("sub_group_process_groups", "sub_group_partition_counts") if hasattr(stage3, name)]
+    return [
+        name
+        for name in ("sub_group_process_groups", "sub_group_partition_counts")
+        if hasattr(stage3, name)
+    ]
 
 
 def is_trained(param: Any) -> bool:
     """Whether *param* is the optimizer's: newer releases leave out those without elements, too."""
-    asked = getattr(importlib.import_module("deepspeed.runtime.utils"), "is_optimized_parameter", None)
+    asked = getattr(
+        importlib.import_module("deepspeed.runtime.utils"), "is_optimized_parameter", None
+    )
     return bool(param.requires_grad if asked is None else asked(param))
 
 
@@ -436,7 +512,9 @@ def writes_archives(checkpoint_engine: Any) -> bool:
     """Whether *checkpoint_engine* is the one that uses plain torch.save and torch.load."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    return type(checkpoint_engine) is TorchCheckpointEngine and getattr(checkpoint_engine, "zipfile_serialization", True)
+    return type(checkpoint_engine) is TorchCheckpointEngine and getattr(
+        checkpoint_engine, "zipfile_serialization", True
+    )
 
 
 def tag_of(commit_info: Any) -> str:

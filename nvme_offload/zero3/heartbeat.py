@@ -1,4 +1,6 @@
-"""`Heartbeat`: tells every minute what moves to and from the drives, while no step ends that would tell."""
+"""`Heartbeat`: tells every minute what moves to and from the drives, while no step ends that would
+tell.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ _beating: weakref.WeakKeyDictionary[Tier, Heartbeat] = weakref.WeakKeyDictionary
 
 
 class Heartbeat:
-    """Logs what moved in and out of *tier* since the last `beat`, where something did, and since when no step has ended.
+    """Logs what moved in and out of *tier* since the last `beat`, where something did, and since
+    when no step has ended.
 
-    A step of a large model takes minutes, its checkpoint too, and an inference has no steps: whoever waits shall see that it goes on.
+    A step of a large model takes minutes, its checkpoint too, and an inference has no steps:
+    whoever waits shall see that it goes on.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -43,10 +47,18 @@ class Heartbeat:
             return
         now, before = time.monotonic(), self._before or counted
         seconds, self._at, self._before = now - self._at, now, counted
-        read, written = counted.bytes_read - before.bytes_read, counted.bytes_written - before.bytes_written
+        read, written = (
+            counted.bytes_read - before.bytes_read,
+            counted.bytes_written - before.bytes_written,
+        )
         due, self._rested = not self._rested and bool(read or written), False
         if due:
-            waited = counted.read_wait_seconds + counted.room_wait_seconds - before.read_wait_seconds - before.room_wait_seconds
+            waited = (
+                counted.read_wait_seconds
+                + counted.room_wait_seconds
+                - before.read_wait_seconds
+                - before.room_wait_seconds
+            )
             speed = (read + written) / seconds / 1e9
             _log.info(
                 "still going: in the last %.0f s read %s and wrote %s, %.2f GB/s; waited %.0f s for the drive",
@@ -61,7 +73,12 @@ def watch(tier: Tier) -> None:
     heartbeat = _beating[tier] = Heartbeat(tier)
     stopped = threading.Event()
     weakref.finalize(tier, stopped.set)
-    threading.Thread(target=_run, args=(weakref.ref(heartbeat), stopped), name="nvme_offload heartbeat", daemon=True).start()
+    threading.Thread(
+        target=_run,
+        args=(weakref.ref(heartbeat), stopped),
+        name="nvme_offload heartbeat",
+        daemon=True,
+    ).start()
 
 
 def rest(tier: Tier) -> None:

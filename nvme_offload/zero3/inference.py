@@ -1,4 +1,6 @@
-"""`Inference`: what stands in the place of ZeRO-3's optimizer where there is none, and parameters stream from a drive through forward passes alone."""
+"""`Inference`: what stands in the place of ZeRO-3's optimizer where there is none, and parameters
+stream from a drive through forward passes alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from .step_stats import StepClock
 class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     """As its base; each forward pass of the whole module is a step."""
 
-    def __init__(self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         return_to_device(module)
         super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
         self._tier = parameter_tier(module)
@@ -38,18 +42,24 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_pass(self, *_: Any) -> None:
-        self._depth -= 1  # Lightning's steps are forward passes to DeepSpeed, in which the module calls itself
+        # Lightning's steps are forward passes to DeepSpeed, in which the module calls itself
+        self._depth -= 1
         if self._depth == 0 and self._tier is not None and self.clock is not None:
             self.clock.end()
             if self._tier.swapper.learned and self._tier not in trained:
-                self._tier.swapper.step()  # or what a training before this has used would be read ahead for ever
+                # or what a training before this has used would be read ahead for ever
+                self._tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
-        """No master weights are to be made of those that a checkpoint has: DeepSpeed asks for them all the same, and its class has no such method."""
+        """No master weights are to be made of those that a checkpoint has: DeepSpeed asks for them
+        all the same, and its class has no such method.
+        """
 
 
 def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """*ds_config* with the sections that Lightning's strategy does not hand on to `test` and `predict`, from its own configuration."""
+    """*ds_config* with the sections that Lightning's strategy does not hand on to `test` and
+    `predict`, from its own configuration.
+    """
     config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
     left_out = config if isinstance(config, Mapping) else {}
     return {**{key: left_out[key] for key in ("aio", SECTION) if key in left_out}, **ds_config}

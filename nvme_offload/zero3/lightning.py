@@ -10,26 +10,35 @@ from .progress import Progress
 
 
 def _lightning() -> Any:
-    """The framework, under whichever of its two names the program has it: their classes are not the same."""
+    """The framework, under whichever of its two names the program has it: their classes are not the
+    same.
+    """
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
             return sys.modules[name]
-    old_alone = importlib.util.find_spec("lightning") is None and importlib.util.find_spec("pytorch_lightning") is not None
+    old_alone = (
+        importlib.util.find_spec("lightning") is None
+        and importlib.util.find_spec("pytorch_lightning") is not None
+    )
     return importlib.import_module("pytorch_lightning" if old_alone else "lightning.pytorch")
 
 
 class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the base is only known when it is there
-    """A callback for a Lightning `Trainer` with `DeepSpeedStrategy`: `Trainer(callbacks=[LightningProgress()])`.
+    """A callback for a Lightning `Trainer` with `DeepSpeedStrategy`:
+    `Trainer(callbacks=[LightningProgress()])`.
 
-    After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which training stood still for the drive, and
-    `nvme_gb_per_s`, both directions together; loggers have `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up,
+    After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which
+    training stood still for the drive, and `nvme_gb_per_s`, both directions together; loggers have
+    `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up,
     and so it does at the end of `test` and of `predict`, where each batch is a step.
     """
 
     def __init__(self) -> None:
         self._progress = Progress()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Log the step that this batch completed, if it did."""
         if not self._progress.see(trainer.strategy.model):
             return
@@ -37,7 +46,15 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
             in_bar = name in ("nvme_wait_share", "nvme_gb_per_s")
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, batch_size=1)
 
-    def on_test_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Take in the forward pass that is over."""
         self._progress.see(trainer.strategy.model)
 

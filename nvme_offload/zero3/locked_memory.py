@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Locked memory that is in use: first address -> bytes. Entries also go when the memory does, in the middle of anything, so iterate over a copy.
+# Locked memory that is in use: first address -> bytes. Entries also go when the memory does, in the
+# middle of anything, so iterate over a copy.
 _locked: dict[int, int] = {}
 
 
-def locked_tensor(count: int, example: torch.Tensor, lock: Callable[[int], memoryview]) -> torch.Tensor:
-    """A tensor of *count* zeros with the example\'s dtype, in memory that *lock* makes. Lifetime: until it and its views are gone. Raises: UsageError."""
+def locked_tensor(
+    count: int, example: torch.Tensor, lock: Callable[[int], memoryview]
+) -> torch.Tensor:
+    """A tensor of *count* zeros with the example\'s dtype, in memory that *lock* makes. Lifetime:
+    until it and its views are gone. Raises: UsageError.
+    """
     import numpy as np
     import torch
 
@@ -36,15 +41,22 @@ def locked_tensor(count: int, example: torch.Tensor, lock: Callable[[int], memor
     address = array.ctypes.data
     _locked[address] = nbytes
     weakref.finalize(array, _locked.pop, address, None).atexit = False
-    # Not a view of a tensor of bytes: deepspeed.utils.pin_memory takes the end of this very tensor for the end of all views of it.
-    return torch.empty(0, dtype=example.dtype).set_(torch.from_numpy(array).untyped_storage(), 0, (count,), (1,))
+    # Not a view of a tensor of bytes: deepspeed.utils.pin_memory takes the end of this very tensor
+    # for the end of all views of it.
+    return torch.empty(0, dtype=example.dtype).set_(
+        torch.from_numpy(array).untyped_storage(), 0, (count,), (1,)
+    )
 
 
 def locked_memory(nbytes: int) -> memoryview:
-    """*nbytes* of memory, locked as far as the limit allows, and not known to CUDA. Source: mlock(2)."""
+    """*nbytes* of memory, locked as far as the limit allows, and not known to CUDA. Source:
+    mlock(2).
+    """
     memory = Memory(nbytes)  # there in forked children too, as other memory is
     if (count := memory.lock()) < nbytes:
-        _log.info("%d of %d bytes could be locked in memory; the rest may be swapped out", count, nbytes)
+        _log.info(
+            "%d of %d bytes could be locked in memory; the rest may be swapped out", count, nbytes
+        )
     return memoryview(memory)
 
 
@@ -64,9 +76,13 @@ def is_pinned(buffer: torch.Tensor) -> bool:
 
 
 def extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """The first address of *buffer* and the one behind its last byte. Addresses on GPUs are none of the CPU's."""
+    """The first address of *buffer* and the one behind its last byte. Addresses on GPUs are none of
+    the CPU's.
+    """
     begin = buffer.data_ptr()
     if buffer.is_contiguous():
         return begin, begin + buffer.nbytes
-    last = sum((count - 1) * stride for count, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    last = sum(
+        (count - 1) * stride for count, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
     return begin, begin + (last + 1) * buffer.itemsize

@@ -1,11 +1,14 @@
-"""DeepSpeed's `async_io` op on our engine: what DeepSpeed would compile at the first step, it finds here.
+"""DeepSpeed's `async_io` op on our engine: what DeepSpeed would compile at the first step, it finds
+here.
 
-The calls are those of deepspeed 0.19.8, with its names and defaults, its whole numbers for answers, and its order: the operations of a handle
-take effect one after another where they touch the same bytes. What differs is that a failure is an exception (of `errors`) where DeepSpeed
-prints, returns -1 or ends the process; that every size, offset and alignment works; and that CPU tensors move without a copy, pinned or not:
-leave a buffer alone from an asynchronous call until `wait`.
+The calls are those of deepspeed 0.19.8, with its names and defaults, its whole numbers for answers,
+and its order: the operations of a handle take effect one after another where they touch the same
+bytes. What differs is that a failure is an exception (of `errors`) where DeepSpeed prints, returns
+-1 or ends the process; that every size, offset and alignment works; and that CPU tensors move
+without a copy, pinned or not: leave a buffer alone from an asynchronous call until `wait`.
 
-Source: deepspeed/ops/csrc/aio/py_lib/py_ds_aio.cpp, deepspeed/ops/csrc/pin_memory/py_ds_pin_memory.cpp.
+Source: deepspeed/ops/csrc/aio/py_lib/py_ds_aio.cpp,
+deepspeed/ops/csrc/pin_memory/py_ds_pin_memory.cpp.
 """
 
 from __future__ import annotations
@@ -26,14 +29,23 @@ from ..hardware.config import MIN_BLOCK_SIZE, AioConfig
 from ..io.engine import Engine
 from ..io.pool import PinnedPool
 from .locked_memory import forget, is_pinned, locked_memory, locked_tensor
-from .operation import OUT_OF_DESCRIPTORS, Operation, moves_as_it_is, open_descriptor, open_path, require_movable, write_to_descriptor
+from .operation import (
+    OUT_OF_DESCRIPTORS,
+    Operation,
+    moves_as_it_is,
+    open_descriptor,
+    open_path,
+    require_movable,
+    write_to_descriptor,
+)
 
 if TYPE_CHECKING:
     import torch
 
     StrPath = str | bytes | os.PathLike[str]
 
-_DIRECT_ALIGNMENT_BYTES = 512  # for each thread; what deepspeed.io.FastFileWriter cuts its writes by
+# for each thread; what deepspeed.io.FastFileWriter cuts its writes by
+_DIRECT_ALIGNMENT_BYTES = 512
 
 _log = logging.getLogger(__name__)
 
@@ -41,17 +53,22 @@ _log = logging.getLogger(__name__)
 class aio_handle:
     """A queue of operations on files, to be waited for together.
 
-    Settings are those of the "aio" section of a DeepSpeed configuration; *intra_op_parallelism* is our thread_count. Flags may also be the
-    strings "true" and "false", which ds_nvme_tune prints. Files are opened with O_DIRECT wherever the filesystem has it; where it has not
-    (tmpfs), they go through the page cache and a warning is logged once. Handles with equal settings share an engine.
+    Settings are those of the "aio" section of a DeepSpeed configuration; *intra_op_parallelism* is
+    our thread_count. Flags may also be the strings "true" and "false", which ds_nvme_tune prints.
+    Files are opened with O_DIRECT wherever the filesystem has it; where it has not (tmpfs), they go
+    through the page cache and a warning is logged once. Handles with equal settings share an
+    engine.
 
-    A *buffer* is any tensor: one that is on a GPU or not contiguous goes through a copy, which is taken back in `wait`. A missing file is
-    created for writing, with mode 0600; an existing one keeps its length and its other bytes. *validate* reads the bytes back and compares.
+    A *buffer* is any tensor: one that is on a GPU or not contiguous goes through a copy, which is
+    taken back in `wait`. A missing file is created for writing, with mode 0600; an existing one
+    keeps its length and its other bytes. *validate* reads the bytes back and compares.
 
-    Lifetime: a handle that is dropped leaves its operations to be finished, except that nothing is copied back; a failure among them is logged.
-    Raises: UsageError; UnsupportedError when the kernel has no room for the queues; from every method that starts an operation UsageError
-    and IOFailure at once; from those that wait the first failure of IOFailure, NoSpaceError, TruncatedError (the file ends before the bytes
-    asked for) and CorruptionError, once all operations are finished. The handle can be used after any of them.
+    Lifetime: a handle that is dropped leaves its operations to be finished, except that nothing is
+    copied back; a failure among them is logged. Raises: UsageError; UnsupportedError when the
+    kernel has no room for the queues; from every method that starts an operation UsageError and
+    IOFailure at once; from those that wait the first failure of IOFailure, NoSpaceError,
+    TruncatedError (the file ends before the bytes asked for) and CorruptionError, once all
+    operations are finished. The handle can be used after any of them.
     """
 
     def __init__(
@@ -79,7 +96,9 @@ class aio_handle:
         self._lock = threading.Lock()
 
     def get_block_size(self) -> int:
-        """Bytes handed to the kernel at a time, as asked for; the engine takes the next multiple of what drives want."""
+        """Bytes handed to the kernel at a time, as asked for; the engine takes the next multiple of
+        what drives want.
+        """
         return self._block_size
 
     def get_queue_depth(self) -> int:
@@ -99,24 +118,38 @@ class aio_handle:
         return self._config.thread_count
 
     def get_alignment(self) -> int:
-        """Bytes that callers cut their buffers by; DeepSpeed's own value, which this op does not need."""
+        """Bytes that callers cut their buffers by; DeepSpeed's own value, which this op does not
+        need.
+        """
         return _DIRECT_ALIGNMENT_BYTES * self._config.thread_count
 
-    def read(self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0) -> int:
+    def read(
+        self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
+    ) -> int:
         """Fill *buffer* from *filename* and return 0; earlier operations need not be finished."""
         return self._complete(False, buffer, filename, validate, file_offset)
 
-    def write(self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0) -> int:
+    def write(
+        self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
+    ) -> int:
         """Write *buffer* to *filename* and return 0; earlier operations need not be finished."""
         return self._complete(True, buffer, filename, validate, file_offset)
 
-    def pread(self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any) -> int:
-        """`pread(buffer, filename, validate, async, file_offset=0)`: start reading; with *async* return 0, otherwise as `wait` does."""
+    def pread(
+        self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
+    ) -> int:
+        """`pread(buffer, filename, validate, async, file_offset=0)`: start reading; with *async*
+        return 0, otherwise as `wait` does.
+        """
         asynchronous, file_offset = _async_and_offset(rest, named)
         return self._queue(False, buffer, filename, validate, asynchronous, file_offset)
 
-    def pwrite(self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any) -> int:
-        """`pwrite(buffer, filename, validate, async, file_offset=0)`: start writing; with *async* return 0, otherwise as `wait` does."""
+    def pwrite(
+        self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
+    ) -> int:
+        """`pwrite(buffer, filename, validate, async, file_offset=0)`: start writing; with *async*
+        return 0, otherwise as `wait` does.
+        """
         asynchronous, file_offset = _async_and_offset(rest, named)
         return self._queue(True, buffer, filename, validate, asynchronous, file_offset)
 
@@ -132,12 +165,20 @@ class aio_handle:
         """Start reading, and return 0."""
         return self._queue(False, buffer, filename, False, True, file_offset)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: StrPath | int | None = None, file_offset: int = 0, *, fd: int | None = None) -> int:
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: StrPath | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Start writing to a file, or to the open descriptor *fd*, and return 0.
 
-        The descriptor may be closed at once, and is not closed here; its file position and an O_APPEND on it do not matter.
-        A file that has no name by which it can be opened for writing (deleted, O_TMPFILE, without permission) is written through the page cache,
-        before this returns.
+        The descriptor may be closed at once, and is not closed here; its file position and an
+        O_APPEND on it do not matter. A file that has no name by which it can be opened for writing
+        (deleted, O_TMPFILE, without permission) is written through the page cache, before this
+        returns.
         """
         if (filename is None) == (fd is None):
             raise TypeError("async_pwrite() needs either filename or fd")
@@ -147,7 +188,8 @@ class aio_handle:
     def wait(self) -> int:
         """Finish all operations and return their number, which is 0 where there are none.
 
-        After an exception other than theirs (Ctrl-C) the operations are still there to be waited for.
+        After an exception other than theirs (Ctrl-C) the operations are still there to be waited
+        for.
         """
         with self._lock:
             for operation in self._pending:
@@ -161,27 +203,43 @@ class aio_handle:
         return len(finished)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and pinned as `PinnedPool` does, also for CUDA.
+        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and pinned as
+        `PinnedPool` does, also for CUDA.
 
-        Lifetime: the memory is given back when the tensor and its views are gone, whether it was freed or not.
+        Lifetime: the memory is given back when the tensor and its views are gone, whether it was
+        freed or not.
         """
-        return locked_tensor(_index("num_elem", num_elem), example_tenosr, lambda nbytes: PinnedPool(nbytes).memory)
+        return locked_tensor(
+            _index("num_elem", num_elem), example_tenosr, lambda nbytes: PinnedPool(nbytes).memory
+        )
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Forget that *tensor* is pinned; False where it is not the whole of what `new_cpu_locked_tensor` returned."""
+        """Forget that *tensor* is pinned; False where it is not the whole of what
+        `new_cpu_locked_tensor` returned.
+        """
         return forget(tensor.data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether all of *buffer* is pinned, by torch or as a locked tensor or a view of one."""
         return is_pinned(buffer)
 
-    def _queue(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, asynchronous: bool, file_offset: int) -> int:
+    def _queue(
+        self,
+        writing: bool,
+        buffer: torch.Tensor,
+        where: StrPath | int,
+        validate: bool,
+        asynchronous: bool,
+        file_offset: int,
+    ) -> int:
         asynchronous = _flag("async", asynchronous)
         with self._lock:
             self._pending.append(self._start(writing, buffer, where, validate, file_offset))
         return 0 if asynchronous else self.wait()
 
-    def _complete(self, writing: bool, buffer: torch.Tensor, where: StrPath, validate: bool, file_offset: int) -> int:
+    def _complete(
+        self, writing: bool, buffer: torch.Tensor, where: StrPath, validate: bool, file_offset: int
+    ) -> int:
         with self._lock:
             operation = self._start(writing, buffer, where, validate, file_offset)
         operation.settle()
@@ -189,7 +247,14 @@ class aio_handle:
             raise operation.failure
         return 0
 
-    def _start(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, file_offset: int) -> Operation:
+    def _start(
+        self,
+        writing: bool,
+        buffer: torch.Tensor,
+        where: StrPath | int,
+        validate: bool,
+        file_offset: int,
+    ) -> Operation:
         require_movable(buffer)
         validate = _flag("validate", validate)
         offset = _index("file_offset", file_offset)
@@ -197,7 +262,8 @@ class aio_handle:
             raise UsageError(f"file_offset must not be negative: {offset}")
         if self._shared.process_id != os.getpid():  # forked since
             self._shared = _share_engine(self._config)
-        # A tensor of its own on the same memory: DeepSpeed points tensors elsewhere while they are in flight (`tensor.data = ...`).
+        # A tensor of its own on the same memory: DeepSpeed points tensors elsewhere while they are
+        # in flight (`tensor.data = ...`).
         buffer = buffer.detach()
         try:
             return self._submit(writing, buffer, where, validate, offset)
@@ -209,22 +275,32 @@ class aio_handle:
             pending.settle()
         return self._submit(writing, buffer, where, validate, offset)
 
-    def _submit(self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, offset: int) -> Operation:
+    def _submit(
+        self, writing: bool, buffer: torch.Tensor, where: StrPath | int, validate: bool, offset: int
+    ) -> Operation:
         import torch
 
         engine = self._shared.engine
-        place = open_descriptor(engine, where, writing) if isinstance(where, int) else open_path(engine, where, writing)
+        place = (
+            open_descriptor(engine, where, writing)
+            if isinstance(where, int)
+            else open_path(engine, where, writing)
+        )
         operation = Operation(engine, writing, buffer, place, offset, validate)
         for pending in self._pending:
             if pending.conflicts(operation):
                 pending.settle()
         if not moves_as_it_is(buffer):
             # Pinned memory comes from torch's own allocator, which keeps it for the next time.
-            operation.staging = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+            operation.staging = torch.empty(
+                buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda
+            )
             if writing:
                 operation.staging.copy_(buffer)
         if place.file is not None:
-            operation.ticket = (engine.write if writing else engine.read)(operation.staging, place.file, offset)
+            operation.ticket = (engine.write if writing else engine.read)(
+                operation.staging, place.file, offset
+            )
         else:
             try:
                 write_to_descriptor(operator.index(where), operation.staging, offset)  # type: ignore[arg-type]
@@ -234,10 +310,14 @@ class aio_handle:
 
 
 class pin_handle:
-    """Page-locked memory for the rest of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`), which registers it with CUDA by itself."""
+    """Page-locked memory for the rest of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`), which
+    registers it with CUDA by itself.
+    """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and locked in memory as far as the limit allows."""
+        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and locked in memory
+        as far as the limit allows.
+        """
         return locked_tensor(_index("num_elem", num_elem), example_tensor, locked_memory)
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
@@ -253,26 +333,51 @@ class pin_handle:
         return is_pinned(buffer)
 
 
-def aio_read(buffer: torch.Tensor, filename: StrPath, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool) -> int:
+def aio_read(
+    buffer: torch.Tensor,
+    filename: StrPath,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
     """Fill *buffer* from the start of *filename* and return 0. Raises: as `aio_handle`."""
-    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).read(buffer, filename, validate)
+    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).read(
+        buffer, filename, validate
+    )
 
 
-def aio_write(buffer: torch.Tensor, filename: StrPath, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool) -> int:
+def aio_write(
+    buffer: torch.Tensor,
+    filename: StrPath,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
     """Write *buffer* to the start of *filename* and return 0. Raises: as `aio_handle`."""
-    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).write(buffer, filename, validate)
+    return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).write(
+        buffer, filename, validate
+    )
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy *src* to *dst*, which has as many elements of the same dtype, and return 0. Raises: UsageError."""
+    """Copy *src* to *dst*, which has as many elements of the same dtype, and return 0. Raises:
+    UsageError.
+    """
     if dst.dtype != src.dtype or dst.numel() != src.numel():
-        raise UsageError(f"{src.numel()} elements of {src.dtype} cannot be copied to {dst.numel()} of {dst.dtype}")
+        raise UsageError(
+            f"{src.numel()} elements of {src.dtype} cannot be copied to {dst.numel()} of {dst.dtype}"
+        )
     dst.detach().copy_(src.detach().reshape(dst.shape))
     return 0
 
 
 def install() -> None:
-    """Have DeepSpeed find this op, and the memory that goes with it, instead of compiling its own; a second call does nothing.
+    """Have DeepSpeed find this op, and the memory that goes with it, instead of compiling its own;
+    a second call does nothing.
 
     Source: deepspeed/ops/op_builder/builder.py, pin_memory_load.py; deepspeed/ops/__init__.py.
     """
@@ -281,8 +386,11 @@ def install() -> None:
     import deepspeed.ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    cache = next(vars(kind)["_loaded_ops"] for kind in AsyncIOBuilder.__mro__ if "_loaded_ops" in vars(kind))
-    pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)  # without __file__, so that nobody looks for symbols in it
+    cache = next(
+        vars(kind)["_loaded_ops"] for kind in AsyncIOBuilder.__mro__ if "_loaded_ops" in vars(kind)
+    )
+    # without __file__, so that nobody looks for symbols in it
+    pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)
     pin_module.__dict__["pin_handle"] = pin_handle
     _replace(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
     _replace(vars(sys), "_deepspeed_pin_memory_op_module", pin_module)
@@ -308,17 +416,25 @@ _absent = object()
 def _replace(namespace: dict[str, Any], name: str, value: object) -> None:
     before = namespace.get(name, _absent)
     namespace[name] = value
-    _undo.append(lambda: namespace.pop(name, None) if before is _absent else namespace.__setitem__(name, before))
+    _undo.append(
+        lambda: (
+            namespace.pop(name, None) if before is _absent else namespace.__setitem__(name, before)
+        )
+    )
 
 
 def _replace_attribute(owner: type, name: str, value: object) -> None:
     before = vars(owner).get(name, _absent)
     setattr(owner, name, value)
-    _undo.append(lambda: delattr(owner, name) if before is _absent else setattr(owner, name, before))
+    _undo.append(
+        lambda: delattr(owner, name) if before is _absent else setattr(owner, name, before)
+    )
 
 
 class _SharedEngine:
-    """The engine of all handles with the same settings; closed when the last of them goes. One that is left at the end, the engine's module closes."""
+    """The engine of all handles with the same settings; closed when the last of them goes. One that
+    is left at the end, the engine's module closes.
+    """
 
     def __init__(self, config: AioConfig) -> None:
         self.engine = Engine(config)
@@ -326,7 +442,9 @@ class _SharedEngine:
         weakref.finalize(self, _close, self.engine).atexit = False
 
 
-_shared_engines: weakref.WeakValueDictionary[tuple[int, AioConfig], _SharedEngine] = weakref.WeakValueDictionary()
+_shared_engines: weakref.WeakValueDictionary[tuple[int, AioConfig], _SharedEngine] = (
+    weakref.WeakValueDictionary()
+)
 _sharing = threading.Lock()
 _kept: aio_handle | None = None
 
@@ -348,7 +466,9 @@ def _close(engine: Engine) -> None:
 
 
 def _keep(handle: aio_handle) -> aio_handle:
-    """Keep the engine of *handle* for the next call: making and closing one takes the kernel tens of milliseconds."""
+    """Keep the engine of *handle* for the next call: making and closing one takes the kernel tens
+    of milliseconds.
+    """
     global _kept
     _kept = handle
     return handle
@@ -371,9 +491,14 @@ def _flag(name: str, value: bool | str) -> bool:
 
 
 def _async_and_offset(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[bool, int]:
-    """The arguments `async, file_offset=0`, the first of which no function of Python can be declared with."""
+    """The arguments `async, file_offset=0`, the first of which no function of Python can be
+    declared with.
+    """
 
     def bind(asynchronous: bool, file_offset: int = 0) -> tuple[bool, int]:
         return asynchronous, file_offset
 
-    return bind(*rest, **{"asynchronous" if name == "async" else name: value for name, value in named.items()})
+    return bind(
+        *rest,
+        **{"asynchronous" if name == "async" else name: value for name, value in named.items()},
+    )

@@ -25,7 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class Place:
-    """An open file, how to call it and how to recognise it; *file* is None where the engine cannot open it."""
+    """An open file, how to call it and how to recognise it; *file* is None where the engine cannot
+    open it.
+    """
 
     __slots__ = ("file", "identity", "path")
 
@@ -38,9 +40,30 @@ class Place:
 class Operation:
     """A read or write of a handle: what it touches, and how it ended."""
 
-    __slots__ = ("begin", "buffer", "end", "engine", "failure", "memory", "memory_end", "place", "staging", "ticket", "validate", "writing")
+    __slots__ = (
+        "begin",
+        "buffer",
+        "end",
+        "engine",
+        "failure",
+        "memory",
+        "memory_end",
+        "place",
+        "staging",
+        "ticket",
+        "validate",
+        "writing",
+    )
 
-    def __init__(self, engine: Engine, writing: bool, buffer: torch.Tensor, place: Place, offset: int, validate: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        writing: bool,
+        buffer: torch.Tensor,
+        place: Place,
+        offset: int,
+        validate: bool,
+    ) -> None:
         self.engine = engine
         self.writing = writing
         self.buffer = buffer
@@ -53,13 +76,24 @@ class Operation:
         self.failure: Exception | None = None
 
     def conflicts(self, later: Operation) -> bool:
-        """Whether *later* must not begin before this one has ended: they share bytes, in memory or in a file, that one of them changes."""
+        """Whether *later* must not begin before this one has ended: they share bytes, in memory or
+        in a file, that one of them changes.
+        """
         if self.ticket is None:
             return False
-        if self.memory < later.memory_end and later.memory < self.memory_end and not (self.writing and later.writing):
+        if (
+            self.memory < later.memory_end
+            and later.memory < self.memory_end
+            and not (self.writing and later.writing)
+        ):
             return True
         same_file = self.place.identity == later.place.identity
-        return same_file and self.begin < later.end and later.begin < self.end and (self.writing or later.writing)
+        return (
+            same_file
+            and self.begin < later.end
+            and later.begin < self.end
+            and (self.writing or later.writing)
+        )
 
     def settle(self) -> None:
         """Wait until it is finished, and keep what went wrong."""
@@ -74,7 +108,8 @@ class Operation:
         except Exception as error:
             self.failure = error
         self.ticket = None
-        self.buffer = self.staging = self.buffer.new_empty(0)  # whoever holds the exception does not hold the memory
+        # whoever holds the exception does not hold the memory
+        self.buffer = self.staging = self.buffer.new_empty(0)
         self.place.file = None
 
     def _compare(self) -> None:
@@ -111,7 +146,8 @@ def open_path(engine: Engine, path: StrPath, writing: bool) -> Place:
 def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
     """Open the file of *descriptor* once more, for the engine.
 
-    By its name, if it still has it: the engine refuses links for writing, also those of /proc/self/fd.
+    By its name, if it still has it: the engine refuses links for writing, also those of
+    /proc/self/fd.
     """
     if not writing:
         raise UsageError(f"filename must be a path, not {descriptor}")
@@ -146,7 +182,8 @@ def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> 
     done = 0
     try:
         try:
-            own = os.open(path, os.O_WRONLY)  # without O_DIRECT, which would want everything aligned, and without O_APPEND
+            # without O_DIRECT, which would want everything aligned, and without O_APPEND
+            own = os.open(path, os.O_WRONLY)
         except PermissionError:
             own = os.dup(descriptor)
         try:
@@ -158,8 +195,12 @@ def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> 
         raise _failure(error, path, offset, len(memory), done) from None
 
 
-def _failure(error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0) -> IOFailure:
-    return IOFailure.of(error, operation="write", path=path, offset=offset, nbytes=nbytes, done=done)
+def _failure(
+    error: OSError, path: str, offset: int = 0, nbytes: int = 0, done: int = 0
+) -> IOFailure:
+    return IOFailure.of(
+        error, operation="write", path=path, offset=offset, nbytes=nbytes, done=done
+    )
 
 
 _told_of: set[int] = set()
@@ -169,7 +210,10 @@ def _tell_of_page_cache(place: Place) -> None:
     device = place.identity[0]
     if place.file is not None and not place.file.direct and device not in _told_of:
         _told_of.add(device)
-        _log.warning("the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache", place.path)
+        _log.warning(
+            "the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache",
+            place.path,
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,5 +233,11 @@ def require_movable(buffer: torch.Tensor) -> None:
 
     if not isinstance(buffer, torch.Tensor):
         raise UsageError(f"buffer must be a tensor, not {type(buffer).__name__}")
-    if buffer.layout is not torch.strided or buffer.is_meta or (buffer.is_quantized and not moves_as_it_is(buffer)):
-        raise UsageError(f"buffer must be a dense tensor with memory of its own, not {buffer.layout} of {buffer.dtype} on {buffer.device}")
+    if (
+        buffer.layout is not torch.strided
+        or buffer.is_meta
+        or (buffer.is_quantized and not moves_as_it_is(buffer))
+    ):
+        raise UsageError(
+            f"buffer must be a dense tensor with memory of its own, not {buffer.layout} of {buffer.dtype} on {buffer.device}"
+        )

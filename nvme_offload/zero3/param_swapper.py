@@ -1,7 +1,9 @@
-"""`ParameterSwapper`: the partitions of ZeRO-3's parameters, each in its own type and one name of a `TensorSwapper`.
+"""`ParameterSwapper`: the partitions of ZeRO-3's parameters, each in its own type and one name of a
+`TensorSwapper`.
 
-It stands where DeepSpeed expects `AsyncPartitionedParameterSwapper`, and answers to the same calls. A partition that is swapped in is copied to the
-accelerator at once, where the all-gather wants it anyway, so that no host memory is held between two calls: however many parameters DeepSpeed keeps
+It stands where DeepSpeed expects `AsyncPartitionedParameterSwapper`, and answers to the same calls.
+A partition that is swapped in is copied to the accelerator at once, where the all-gather wants it
+anyway, so that no host memory is held between two calls: however many parameters DeepSpeed keeps
 alive, the budget cannot run out.
 """
 
@@ -29,7 +31,8 @@ _serial = itertools.count()
 
 
 class ParameterSwapper:
-    """Keeps parameter partitions in the tier of *ds_config*; the keys buffer_count, buffer_size and max_in_cpu have no use here, one budget holds.
+    """Keeps parameter partitions in the tier of *ds_config*; the keys buffer_count, buffer_size and
+    max_in_cpu have no use here, one budget holds.
 
     Lifetime: the partitions are forgotten when this is dropped.
     Raises: UsageError; IOFailure or UnsupportedError when the directory cannot be used.
@@ -39,7 +42,8 @@ class ParameterSwapper:
         self.dtype = model_dtype  # of most: adapters, for one, may be wider
         self.tier = tier_of(ds_config._param_dict)
         self._prefix = f"parameter{next(_serial)}"
-        self._filling: dict[int, torch.Tensor] = {}  # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
+        # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
+        self._filling: dict[int, torch.Tensor] = {}
         self._names: set[str] = set()
         self._taken: str | None = None  # the name that is in use, or was to be
         self.tier.abandon_with(self, self._names)
@@ -55,7 +59,9 @@ class ParameterSwapper:
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
-    def swap_out_and_release(self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False) -> None:
+    def swap_out_and_release(
+        self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
+    ) -> None:
         """Take the partitions of *params* as they are now; the writing goes on behind."""
         for param in params:
             buffer = self._filling.pop(param.ds_id, None)
@@ -73,8 +79,12 @@ class ParameterSwapper:
 
     # Forward and backward.
 
-    def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None) -> None:
-        """Bring the partitions of *params* to the accelerator or, with *async_op*, have them read ahead."""
+    def swap_in(
+        self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None
+    ) -> None:
+        """Bring the partitions of *params* to the accelerator or, with *async_op*, have them read
+        ahead.
+        """
         self.tier.swapper.prefetch([self._name(param) for param in params])
         if async_op:
             return
@@ -87,7 +97,9 @@ class ParameterSwapper:
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator, but for those that a gather under way still reads: DeepSpeed asks again when it partitions these."""
+        """Drop the copies on the accelerator, but for those that a gather under way still reads:
+        DeepSpeed asks again when it partitions these.
+        """
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
                 continue
@@ -95,19 +107,27 @@ class ParameterSwapper:
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
-        """How many partitions can be asked for in advance: the swapper itself takes no more than there is room for."""
+        """How many partitions can be asked for in advance: the swapper itself takes no more than
+        there is room for.
+        """
         return _MANY
 
     def synchronize_reads(self) -> None:
         """Nothing is left under way by `swap_in`."""
 
     def synchronize_writes(self) -> None:
-        """What is written needs no waiting for: it is read back from memory until it is on the drive."""
+        """What is written needs no waiting for: it is read back from memory until it is on the
+        drive.
+        """
 
     # The optimizer step.
 
-    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]) -> None:
-        """Take the new values of the partitions of *dst_fp16_params* from *src_fp32_params*, rounded to the parameters' type."""
+    def swap_out_partitioned_params(
+        self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]
+    ) -> None:
+        """Take the new values of the partitions of *dst_fp16_params* from *src_fp32_params*,
+        rounded to the parameters' type.
+        """
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
             self._create(param, source.numel()).copy_(source)
             self._release(param, changed=True)
@@ -117,7 +137,9 @@ class ParameterSwapper:
 
     @contextlib.contextmanager
     def with_shape(self, param: Any) -> Iterator[None]:
-        """Meanwhile *param*'s partition has its number of elements also where it is offloaded, without memory for them, for who asks for no more."""
+        """Meanwhile *param*'s partition has its number of elements also where it is offloaded,
+        without memory for them, for who asks for no more.
+        """
         if not self.is_offloaded(param):
             yield
             return
@@ -146,7 +168,9 @@ class ParameterSwapper:
                 self.tier.swapper.release(name, changed=True)
 
     def _take(self, param: Any) -> str:
-        """The name of *param*, which is about to be in use; noted first, so that no exception comes between."""
+        """The name of *param*, which is about to be in use; noted first, so that no exception comes
+        between.
+        """
         self.give_back()
         self._taken = name = self._name(param)
         return name
@@ -174,19 +198,30 @@ class ParameterSwapper:
         partition = self.tier.swapper.swap_in(self._take(param)).view(_dtype(param))
         try:
             # Both wait until the bytes have arrived, so that the room can be given back.
-            return torch.empty_like(partition, device=device).copy_(partition) if into is None else into.copy_(partition)
+            return (
+                torch.empty_like(partition, device=device).copy_(partition)
+                if into is None
+                else into.copy_(partition)
+            )
         finally:
             self._release(param, changed=False)
 
 
 def _dtype(param: Any) -> torch.dtype:
-    # While zero.Init makes a model, torch.empty gives what is asked for in the type of that: so DeepSpeed's own partitions are of it, too.
-    dtype: torch.dtype = torch.empty(0, dtype=param.dtype).dtype if param.ds_tensor is None else param.ds_tensor.dtype
+    # While zero.Init makes a model, torch.empty gives what is asked for in the type of that: so
+    # DeepSpeed's own partitions are of it, too.
+    dtype: torch.dtype = (
+        torch.empty(0, dtype=param.dtype).dtype
+        if param.ds_tensor is None
+        else param.ds_tensor.dtype
+    )
     return dtype
 
 
 def _placeholder(param: Any) -> torch.Tensor:
-    """What a partition is while it is offloaded: of 0 dimensions, by which DeepSpeed tells, and of its type."""
+    """What a partition is while it is offloaded: of 0 dimensions, by which DeepSpeed tells, and of
+    its type.
+    """
     placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
     return placeholder
 
@@ -194,20 +229,30 @@ def _placeholder(param: Any) -> torch.Tensor:
 def parameter_tier(module: torch.nn.Module) -> Tier | None:
     """The tier that parameters of *module* are in; None where none is."""
     swappers = (getattr(param, "nvme_swapper", None) for param in module.parameters())
-    return next((swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None)
+    return next(
+        (swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None
+    )
 
 
 def return_to_device(module: torch.nn.Module) -> None:
-    """Put what a *module* that was used before has whole to where it is computed with: Lightning leaves it on the CPU after every run."""
+    """Put what a *module* that was used before has whole to where it is computed with: Lightning
+    leaves it on the CPU after every run.
+    """
     device = torch.device(get_accelerator().current_device_name())
-    whole = [param for param in module.parameters() if getattr(param, "ds_status", None) is ZeroParamStatus.AVAILABLE]
+    whole = [
+        param
+        for param in module.parameters()
+        if getattr(param, "ds_status", None) is ZeroParamStatus.AVAILABLE
+    ]
     if any(param.device != device for param in whole):
         for tensor in itertools.chain(whole, module.buffers()):
             tensor.data = tensor.data.to(device)
 
 
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call where DeepSpeed calls *original*, its own parameter swapper: it makes what the configuration asks for."""
+    """What to call where DeepSpeed calls *original*, its own parameter swapper: it makes what the
+    configuration asks for.
+    """
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
         native = Settings.of(ds_config._param_dict).swappers == "native"

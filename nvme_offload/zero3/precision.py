@@ -10,9 +10,11 @@ from ..errors import UsageError
 
 
 def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`DeepSpeedEngine._do_sanity_check`, whose refusal of fp16 or bf16 says what it is about and what to do.
+    """`DeepSpeedEngine._do_sanity_check`, whose refusal of fp16 or bf16 says what it is about and
+    what to do.
 
-    Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch for fp16 instructions of the processor.
+    Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch
+    for fp16 instructions of the processor.
     """
 
     @functools.wraps(check)

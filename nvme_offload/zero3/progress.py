@@ -1,4 +1,6 @@
-"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end; Lightning's and the Trainer's callbacks are made of it."""
+"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end;
+Lightning's and the Trainer's callbacks are made of it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class _Sum:
 class Progress:
     """The steps of one engine after another, as they are seen.
 
-    What is not offloaded to a drive by this package has nothing to show: that is said once, as a warning, and no error.
+    What is not offloaded to a drive by this package has nothing to show: that is said once, as a
+    warning, and no error.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,9 @@ class Progress:
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer; whether it is one that was not seen before."""
+        """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer;
+        whether it is one that was not seen before.
+        """
         try:
             step = clock_of(engine).last
         except UsageError as reason:
@@ -63,7 +68,9 @@ class Progress:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps seen since the last call, or {} when there was none: the share of their time that waited for a drive, and what one moved on average."""
+        """Of the steps seen since the last call, or {} when there was none: the share of their time
+        that waited for a drive, and what one moved on average.
+        """
         seen, self._since = self._since, _Sum()
         if not seen.steps:
             return {}

@@ -1,4 +1,6 @@
-"""`Settings`: what a ds_config says of offload to drives, in its own sections and in "nvme_offload"."""
+"""`Settings`: what a ds_config says of offload to drives, in its own sections and in
+"nvme_offload".
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,24 @@ from ..swap.tier import engine_config, memory_size
 from ..units import format_bytes
 
 SECTION = "nvme_offload"
-# Of the section "aio", as `AioConfig` calls them: the last is the one that DeepSpeed reads, its documentation has the one before.
+# Of the section "aio", as `AioConfig` calls them: the last is the one that DeepSpeed reads, its
+# documentation has the one before.
 _AIO_KEYS = {
-    **{key: key for key in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")},
+    **{
+        key: key
+        for key in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
+    },
     "intra_op_parallelism": "thread_count",
 }
-# Where a ds_config asks for what DeepSpeed does with states in memory alone: it would not find them there, or not what it wrote.
-_IN_MEMORY = (("zero_optimization", "zenflow"), ("zero_optimization", "offload_optimizer", "super_offload"), ("checkpoint", "writer"))
-_LIKENESS = 0.8  # of a key of the configuration with ours, from which on it is taken for a misspelt one
+# Where a ds_config asks for what DeepSpeed does with states in memory alone: it would not find them
+# there, or not what it wrote.
+_IN_MEMORY = (
+    ("zero_optimization", "zenflow"),
+    ("zero_optimization", "offload_optimizer", "super_offload"),
+    ("checkpoint", "writer"),
+)
+# of a key of the configuration with ours, from which on it is taken for a misspelt one
+_LIKENESS = 0.8
 
 _log = logging.getLogger(__name__)
 _asked: set[str] = set()
@@ -35,15 +47,16 @@ class Settings:
     """The section "nvme_offload" of a ds_config; every key may be left out.
 
     swappers: "native" for this package's, "deepspeed" for DeepSpeed's own on this package's op.
-    host_memory: bytes of host memory a rank may hold for parameters, gradients and optimizer states, pinned or cached; or "auto", which takes from the memory
-    that is available what the model needs.
-    backend: of the engine, as in `AioConfig`.
-    paths: directories on the drives to use instead of nvme_path; large tensors are striped over them.
-    weights: the share of each path, in any unit; equal where left out.
-    checksum: whether every byte that comes back from a drive is compared with what was written.
-    state_format: how master weights and optimizer states are kept, see `nvme_offload.optimizer_states`: as they are, in 12 bytes a parameter with Adam;
-    without the bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in 4.
-    missing_gradients: what a parameter is given that has no gradient in a step: "zero", or "last" for that of its last step, as DeepSpeed does.
+    host_memory: bytes of host memory a rank may hold for parameters, gradients and optimizer
+    states, pinned or cached; or "auto", which takes from the memory that is available what the
+    model needs. backend: of the engine, as in `AioConfig`. paths: directories on the drives to use
+    instead of nvme_path; large tensors are striped over them. weights: the share of each path, in
+    any unit; equal where left out. checksum: whether every byte that comes back from a drive is
+    compared with what was written. state_format: how master weights and optimizer states are kept,
+    see `nvme_offload.optimizer_states`: as they are, in 12 bytes a parameter with Adam; without the
+    bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in
+    4. missing_gradients: what a parameter is given that has no gradient in a step: "zero", or
+    "last" for that of its last step, as DeepSpeed does.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -57,14 +70,20 @@ class Settings:
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
-        """Read the section of *ds_config*. Raises: UsageError naming the key and the values that are possible."""
+        """Read the section of *ds_config*. Raises: UsageError naming the key and the values that
+        are possible.
+        """
         section = ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
-            raise UsageError(f'"{SECTION}" in the DeepSpeed configuration must be a section, {{...}}, not {section!r}')
+            raise UsageError(
+                f'"{SECTION}" in the DeepSpeed configuration must be a section, {{...}}, not {section!r}'
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         for key in section:
             if key not in known:
-                raise UsageError(f'"{SECTION}" in the DeepSpeed configuration has the key {key!r}; the keys are {", ".join(sorted(known))}')
+                raise UsageError(
+                    f'"{SECTION}" in the DeepSpeed configuration has the key {key!r}; the keys are {", ".join(sorted(known))}'
+                )
         values = dict(section)
         _require(values, "swappers", ("native", "deepspeed"))
         _require(values, "backend", BACKENDS)
@@ -73,20 +92,25 @@ class Settings:
         _require(values, "missing_gradients", ("zero", "last"))
         for key, theirs in (("state_format", "exact"), ("missing_gradients", "last")):
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
-                raise UsageError(f'"{key}" in "{SECTION}" wants this package\'s swappers: leave "swappers" out')
+                raise UsageError(
+                    f'"{key}" in "{SECTION}" wants this package\'s swappers: leave "swappers" out'
+                )
         if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
         if "paths" in values:
             values["paths"] = _strings(values["paths"])
         if "weights" in values:
             if not values.get("paths"):
-                raise UsageError(f'"weights" in "{SECTION}" are the shares of "paths", and there are none: name the directories, or leave "weights" out')
+                raise UsageError(
+                    f'"weights" in "{SECTION}" are the shares of "paths", and there are none: name the directories, or leave "weights" out'
+                )
             values["weights"] = _weights(values["weights"], len(values["paths"]))
         return cls(**values)
 
 
 def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where DeepSpeed's own sections put parameters and optimizer states: one directory, or two that share the tensors of both.
+    """Where DeepSpeed's own sections put parameters and optimizer states: one directory, or two
+    that share the tensors of both.
 
     Raises: UsageError when a section names no directory.
     """
@@ -95,13 +119,17 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
         section = ds_config.get("zero_optimization", {}).get(name) or {}
         if section.get("device") == "nvme":
             if not section.get("nvme_path"):
-                raise UsageError(f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive')
+                raise UsageError(
+                    f'"{name}" in the DeepSpeed configuration has "device": "nvme" and no "nvme_path": name a directory on the drive'
+                )
             paths.append(section["nvme_path"])
     return tuple(dict.fromkeys(_absolute(paths)))
 
 
 def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
-    """See that all that *ds_config* asks for can be had with what it puts on a drive. Raises: UnsupportedError naming the key."""
+    """See that all that *ds_config* asks for can be had with what it puts on a drive. Raises:
+    UnsupportedError naming the key.
+    """
     if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
         return
     for keys in _IN_MEMORY:
@@ -109,11 +137,15 @@ def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
         for key in keys:
             found = found.get(key) if isinstance(found, Mapping) else None
         if found:
-            raise UnsupportedError(f'"{keys[-1]}" in "{keys[-2]}" works with states in memory only: leave it out, or give both offloads "device": "cpu"')
+            raise UnsupportedError(
+                f'"{keys[-1]}" in "{keys[-2]}" works with states in memory only: leave it out, or give both offloads "device": "cpu"'
+            )
 
 
 def question(ds_config: Mapping[str, Any]) -> None:
-    """Warn, once each, of what *ds_config* says that is surely not meant: DeepSpeed and `Settings` take it without a word."""
+    """Warn, once each, of what *ds_config* says that is surely not meant: DeepSpeed and `Settings`
+    take it without a word.
+    """
     for line in _config_warnings(ds_config):
         if line not in _asked:
             _asked.add(line)
@@ -122,13 +154,19 @@ def question(ds_config: Mapping[str, Any]) -> None:
 
 def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     if SECTION not in ds_config:
-        for key in difflib.get_close_matches(SECTION, [str(key) for key in ds_config], cutoff=_LIKENESS):
+        for key in difflib.get_close_matches(
+            SECTION, [str(key) for key in ds_config], cutoff=_LIKENESS
+        ):
             yield f'nothing reads {key!r} in the DeepSpeed configuration: is it "{SECTION}", misspelt?'
     zero = ds_config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name)
-        if zero.get("stage") in (1, 2) and isinstance(section, Mapping) and section.get("device") == "nvme":
+        if (
+            zero.get("stage") in (1, 2)
+            and isinstance(section, Mapping)
+            and section.get("device") == "nvme"
+        ):
             yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing goes to a drive: that needs "stage": 3'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
@@ -137,29 +175,43 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
-    """The engine's settings: the section "aio" of *ds_config* or, where there is none, what `nvme-sweep` chose for the drive of *path*.
+    """The engine's settings: the section "aio" of *ds_config* or, where there is none, what
+    `nvme-sweep` chose for the drive of *path*.
 
     O_DIRECT is used wherever the filesystem has it. Raises: UsageError naming the key.
     """
     aio = ds_config.get("aio")
     if aio is None:
         return engine_config(path, settings.backend)
-    return AioConfig(**{ours: aio[key] for key, ours in _AIO_KEYS.items() if key in aio}, backend=settings.backend, direct="auto")
+    return AioConfig(
+        **{ours: aio[key] for key, ours in _AIO_KEYS.items() if key in aio},
+        backend=settings.backend,
+        direct="auto",
+    )
 
 
 def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
-    """Keys of the section "aio" that neither DeepSpeed nor this package knows: misspelt ones, or the num_threads that ds_nvme_tune prints."""
+    """Keys of the section "aio" that neither DeepSpeed nor this package knows: misspelt ones, or
+    the num_threads that ds_nvme_tune prints.
+    """
     return [key for key in ds_config.get("aio") or {} if key not in _AIO_KEYS and key != "use_gds"]
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """*paths* from the root on; one that begins with ~ is in the user's home, as a shell would have it."""
+    """*paths* from the root on; one that begins with ~ is in the user's home, as a shell would have
+    it.
+    """
     return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 
 def _require(values: Mapping[str, Any], key: str, possible: tuple[Any, ...]) -> None:
-    if key in values and not any(values[key] is value or (isinstance(value, str) and values[key] == value) for value in possible):
-        raise UsageError(f'"{key}" in "{SECTION}" must be one of {", ".join(map(_as_json, possible))}, not {values[key]!r}')
+    if key in values and not any(
+        values[key] is value or (isinstance(value, str) and values[key] == value)
+        for value in possible
+    ):
+        raise UsageError(
+            f'"{key}" in "{SECTION}" must be one of {", ".join(map(_as_json, possible))}, not {values[key]!r}'
+        )
 
 
 def _as_json(value: Any) -> str:
@@ -172,17 +224,30 @@ def _host_memory(value: Any) -> int | Literal["auto"]:
     try:
         return memory_size(value)
     except ValueError:
-        raise UsageError(f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}') from None
+        raise UsageError(
+            f'"host_memory" in "{SECTION}" must be "auto", bytes, or a size such as "8GB", not {value!r}'
+        ) from None
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, list | tuple) or not value or not all(isinstance(path, str) for path in value):
-        raise UsageError(f'"paths" in "{SECTION}" must be a list of directories, ["/local_nvme0", "/local_nvme1"], not {value!r}')
+    if (
+        isinstance(value, str)
+        or not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(path, str) for path in value)
+    ):
+        raise UsageError(
+            f'"paths" in "{SECTION}" must be a list of directories, ["/local_nvme0", "/local_nvme1"], not {value!r}'
+        )
     return _absolute(value)
 
 
 def _weights(value: Any, paths: int) -> tuple[float, ...]:
-    numbers = isinstance(value, list | tuple) and all(isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in value)
+    numbers = isinstance(value, list | tuple) and all(
+        isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in value
+    )
     if not numbers or len(value) != paths:
-        raise UsageError(f'"weights" in "{SECTION}" must have a number above 0 for each of the {paths} "paths", not {value!r}')
+        raise UsageError(
+            f'"weights" in "{SECTION}" must have a number above 0 for each of the {paths} "paths", not {value!r}'
+        )
     return tuple(map(float, value))

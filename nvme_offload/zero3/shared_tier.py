@@ -1,4 +1,6 @@
-"""Which `Tier` a ds_config means: parameters and optimizer states share one where their settings are the same, so that one cap holds for both."""
+"""Which `Tier` a ds_config means: parameters and optimizer states share one where their settings
+are the same, so that one cap holds for both.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,20 @@ from ..swap.tier import Tier
 from . import heartbeat
 from .settings import Settings, aio_config, nvme_paths, question, unread_aio_keys
 
-_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = weakref.WeakValueDictionary()
+_tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
+    weakref.WeakValueDictionary()
+)
 _lock = threading.Lock()
-trained: weakref.WeakSet[Tier] = weakref.WeakSet()  # whose periods of use are the steps of a training that goes on
+# whose periods of use are the steps of a training that goes on
+trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)
 
 
 def tier_of(ds_config: Mapping[str, Any]) -> Tier:
-    """The tier of *ds_config*: made, or found where it is in use already. Raises: as `Tier`; UsageError naming a wrong key."""
+    """The tier of *ds_config*: made, or found where it is in use already. Raises: as `Tier`;
+    UsageError naming a wrong key.
+    """
     settings = Settings.of(ds_config)
     question(ds_config)
     paths = settings.paths or nvme_paths(ds_config)
@@ -30,7 +37,16 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
         tier = _tiers.get(key)
         if tier is None:
             if unread := unread_aio_keys(ds_config):
-                _log.warning('nothing reads %s in the section "aio": is it misspelt?', ", ".join(map(repr, unread)))
-            tier = _tiers[key] = Tier(paths, aio, host_memory=settings.host_memory, weights=settings.weights, checksum=settings.checksum)
+                _log.warning(
+                    'nothing reads %s in the section "aio": is it misspelt?',
+                    ", ".join(map(repr, unread)),
+                )
+            tier = _tiers[key] = Tier(
+                paths,
+                aio,
+                host_memory=settings.host_memory,
+                weights=settings.weights,
+                checksum=settings.checksum,
+            )
     heartbeat.watch(tier)
     return tier

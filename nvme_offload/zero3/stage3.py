@@ -1,7 +1,8 @@
 """`Stage3`: DeepSpeed's ZeRO-3 optimizer with this package's swappers behind it.
 
-What differs from the class below it: sub-groups are cut to sizes that the host memory can read ahead; gradients are kept as they are reduced, in 16 bit,
-until the optimizer wants them widened, in `Gradients`; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
+What differs from the class below it: sub-groups are cut to sizes that the host memory can read
+ahead; gradients are kept as they are reduced, in 16 bit, until the optimizer wants them widened, in
+`Gradients`; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
 Results do not differ, by a bit: norms are summed in the sub-groups that the user asked for.
 """
 
@@ -35,14 +36,26 @@ from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
 
 _VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
-_WITHOUT_EFFECT = {"buffer_count", "buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
-_HINTED = 4  # sub-groups read ahead in the first step, before the swapper has learned the order, and whenever a checkpoint is written
+_WITHOUT_EFFECT = {
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+}
+# sub-groups read ahead in the first step, before the swapper has learned the order, and whenever a
+# checkpoint is written
+_HINTED = 4
 
 _log = logging.getLogger(__name__)
 
 
 class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
-    """As its base; the swappers are this package's where the section "nvme_offload" of the configuration does not say otherwise."""
+    """As its base; the swappers are this package's where the section "nvme_offload" of the
+    configuration does not say otherwise.
+    """
 
     fp16_groups: list[list[Any]]
     tier: Tier  # where something is in one
@@ -54,12 +67,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self._keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
-        self._finite: dict[int, torch.Tensor] = {}  # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
-        self._logical_groups: list[list[list[Any]]] = []  # the user's sub-groups, each a list of ours, each a list of parameters
+        # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
+        self._finite: dict[int, torch.Tensor] = {}
+        # the user's sub-groups, each a list of ours, each a list of parameters
+        self._logical_groups: list[list[list[Any]]] = []
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
-        self.leaves_states_offloaded = False  # while a checkpoint is written that can have them from where they are
+        # while a checkpoint is written that can have them from where they are
+        self.leaves_states_offloaded = False
         self.clock: StepClock | None = None  # where something is in a tier
-        self.partly_changed = False  # by a step or a load that has not ended, or was cut short by an exception
+        # by a step or a load that has not ended, or was cut short by an exception
+        self.partly_changed = False
         return_to_device(module)
         super().__init__(*args, **named)
         tier = self.tier if self.swaps_natively else parameter_tier(module)
@@ -73,13 +90,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     # Making sub-groups and swapper.
 
-    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+    def _configure_offloading(
+        self, offload_optimizer_config: Any, offload_param_config: Any
+    ) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
         if not self.native:
             return
         if dist.get_rank() == 0:
             _tell_of_unused_keys(self._ds_config)
-        self.offload_optimizer_fast_init = False  # to read 16-bit parameters in bulk is what the swapper does anyway
+        # to read 16-bit parameters in bulk is what the swapper does anyway
+        self.offload_optimizer_fast_init = False
         self.max_params_in_cpu = 0  # what is kept in memory is the budget's business
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
@@ -90,34 +110,60 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if isinstance(param.nvme_swapper, ParameterSwapper):
-                param.nvme_swapper.convert(param, self.dtype)  # as the base does with all that it trains, where it moves them to host memory
+                # as the base does with all that it trains, where it moves them to host memory
+                param.nvme_swapper.convert(param, self.dtype)
 
     def _open_tier(self, param_groups: Any) -> None:
-        """Find out how much has to be kept, and see that memory and drives have room for it. Raises: UsageError or NoSpaceError with the numbers."""
+        """Find out how much has to be kept, and see that memory and drives have room for it.
+        Raises: UsageError or NoSpaceError with the numbers.
+        """
         self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
-        self._format = wide_enough(self._format, type(self.optimizer).__name__, self.optimizer.param_groups)
-        kept, unpacked = element_bytes(self._format, self._expected_states, self.dtype, self.master_weights_and_grads_dtype, type(self.optimizer).__name__)
+        self._format = wide_enough(
+            self._format, type(self.optimizer).__name__, self.optimizer.param_groups
+        )
+        kept, unpacked = element_bytes(
+            self._format,
+            self._expected_states,
+            self.dtype,
+            self.master_weights_and_grads_dtype,
+            type(self.optimizer).__name__,
+        )
         self._footprint = Footprint(
             states=kept,
-            gradient=self.gradient_accumulation_dtype.itemsize + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
+            gradient=self.gradient_accumulation_dtype.itemsize
+            + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
             beside=self.master_weights_and_grads_dtype.itemsize + unpacked,
-            parameter=self.dtype.itemsize if param_groups[0]["params"][0].nvme_swapper is not None else 0,
+            parameter=self.dtype.itemsize
+            if param_groups[0]["params"][0].nvme_swapper is not None
+            else 0,
         )
         self._elementwise = is_elementwise(self.optimizer)
         sizes = [param.partition_numel() for group in param_groups for param in group["params"]]
-        groups = [super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups]
-        uncut = [sum(param.partition_numel() for param in group) for group in itertools.chain.from_iterable(groups)]
-        self._least_sub_group = max(sizes if self._elementwise else uncut)  # elements of the largest, however small they are made
+        groups = [
+            super(Stage3, self)._create_fp16_sub_groups(group["params"]) for group in param_groups
+        ]
+        uncut = [
+            sum(param.partition_numel() for param in group)
+            for group in itertools.chain.from_iterable(groups)
+        ]
+        # elements of the largest, however small they are made
+        self._least_sub_group = max(sizes if self._elementwise else uncut)
         self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
         self.tier = tier_of(self._ds_config)
         self.tier.require_memory(self._whole_bytes)
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _plan(self) -> None:
-        """See that the host memory can hold the largest sub-group that cannot be cut. Raises: UsageError."""
+        """See that the host memory can hold the largest sub-group that cannot be cut. Raises:
+        UsageError.
+        """
         cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
         if cap < fewest:
-            largest = "parameter" if self._elementwise else "sub-group (sub_group_size says how large they are)"
+            largest = (
+                "parameter"
+                if self._elementwise
+                else "sub-group (sub_group_size says how large they are)"
+            )
             raise UsageError(
                 f'"host_memory" of {format_bytes(cap)} cannot hold the optimizer states of the largest {largest}, which has {self._least_sub_group} '
                 f"elements on this rank: allow at least {fewest} bytes ({format_bytes(fewest)})"
@@ -127,12 +173,24 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         groups = super()._create_fp16_sub_groups(params_group)
         if not (self.native and self.swap_optimizer):
             return groups
-        # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
+        # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole
+        # vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
         unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
-        wanted, most = self._footprint.wanted_elements(self.tier.cap_bytes), self._footprint.most_elements(self.tier.cap_bytes)
-        parts = [cut(group, wanted, most, unit) if self._elementwise else [group] for group in groups]
-        if not all(sum(param.partition_numel() for param in part) % unit == 0 for group in parts for part in group[:-1]):
-            _log.warning('sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it')
+        wanted, most = (
+            self._footprint.wanted_elements(self.tier.cap_bytes),
+            self._footprint.most_elements(self.tier.cap_bytes),
+        )
+        parts = [
+            cut(group, wanted, most, unit) if self._elementwise else [group] for group in groups
+        ]
+        if not all(
+            sum(param.partition_numel() for param in part) % unit == 0
+            for group in parts
+            for part in group[:-1]
+        ):
+            _log.warning(
+                'sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
+            )
         self._logical_groups += parts
         return list(itertools.chain.from_iterable(parts))
 
@@ -143,7 +201,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.tier.require(self._whole_bytes)
         widened = self.master_weights_and_grads_dtype
         kind = LastGradients if self._keeps_last else Gradients
-        self._gradients = kind(self.tier, self.fp16_partitioned_groups_flat_numel, self.gradient_accumulation_dtype, widened, self._settle_copies)
+        self._gradients = kind(
+            self.tier,
+            self.fp16_partitioned_groups_flat_numel,
+            self.gradient_accumulation_dtype,
+            widened,
+            self._settle_copies,
+        )
         self.optimizer_swapper = OptimizerSwapper(
             self.tier,
             lambda: self.optimizer,
@@ -153,33 +217,51 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             Working(
                 self.dtype,
                 lambda parameter, into: working_weights.load(self, self._index_of(parameter), into),
-                lambda parameter, source: working_weights.store(self, self._index_of(parameter), source),
+                lambda parameter, source: working_weights.store(
+                    self, self._index_of(parameter), source
+                ),
             ),
         )
 
     def _index_of(self, parameter: torch.Tensor) -> int:
-        return next(index for index, other in enumerate(self.fp32_partitioned_groups_flat) if other is parameter)
+        return next(
+            index
+            for index, other in enumerate(self.fp32_partitioned_groups_flat)
+            if other is parameter
+        )
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
-        return swappable and (not self.native or self.subgroup_to_device[sub_group_id] == "cpu")  # "ratio" leaves some on the accelerator
+        # "ratio" leaves some on the accelerator
+        return swappable and (not self.native or self.subgroup_to_device[sub_group_id] == "cpu")
 
     def initialize_optimizer_states(self) -> None:
-        """Make what the first step finds: the base's gradient buffers, and the states of an optimizer that does not make them at its first step."""
+        """Make what the first step finds: the base's gradient buffers, and the states of an
+        optimizer that does not make them at its first step.
+        """
         if not self.swaps_natively:
             super().initialize_optimizer_states()
             return
-        # The base steps through all states once, to make files of them. What it makes besides are gradient buffers for the others.
+        # The base steps through all states once, to make files of them. What it makes besides are
+        # gradient buffers for the others.
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if not self._swappable_optimizer_subgroup(index):
                 parameter.grad = torch.zeros_like(parameter)
-            elif isinstance(self.optimizer, torch.optim.Adagrad):  # the one that makes its states before the first step
+            # the one that makes its states before the first step
+            elif isinstance(self.optimizer, torch.optim.Adagrad):
                 self.optimizer_swapper.swap_in_optimizer_state(parameter)
                 start = self.optimizer.defaults["initial_accumulator_value"]
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.full_like(parameter, start, requires_grad=False)}
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(parameter, start, requires_grad=False),
+                }
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
         # What it makes after this is a buffer for the gradients of all that it finds here.
-        self.fp16_groups = [params for index, params in enumerate(self.fp16_groups) if not self._swappable_optimizer_subgroup(index)]
+        self.fp16_groups = [
+            params
+            for index, params in enumerate(self.fp16_groups)
+            if not self._swappable_optimizer_subgroup(index)
+        ]
 
     def destroy(self) -> None:
         """Give up the states, as the base does its hooks."""
@@ -201,8 +283,12 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """As the base; but the gradients of sub-groups that are swapped go to the tier, and their norms are made of what is at hand."""
+    def partition_grads(
+        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+    ) -> Any:
+        """As the base; but the gradients of sub-groups that are swapped go to the tier, and their
+        norms are made of what is at hand.
+        """
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
         self.optimizer_swapper.give_back()
@@ -222,12 +308,25 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
             if self._keeps_last and self.dtype == torch.float16:
-                self._finite |= {self.get_param_id(param): total.isfinite().all() for (_, _, param), total in zip(swapped[index], totals, strict=True)}
+                self._finite |= {
+                    self.get_param_id(param): total.isfinite().all()
+                    for (_, _, param), total in zip(swapped[index], totals, strict=True)
+                }
             if compat.at_accumulation_boundary(self):
                 for (_, _, param), total in zip(swapped[index], totals, strict=True):
-                    self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(total)
-                self._gradients.complete(index, [(offset, total) for (offset, _, _), total in zip(swapped[index], totals, strict=True)])
-        return super().partition_grads([param for param, _ in others], [partition for _, partition in others])
+                    self.norm_for_param_grads[self.get_param_id(param)] = (
+                        self._constant_buffered_norm2(total)
+                    )
+                self._gradients.complete(
+                    index,
+                    [
+                        (offset, total)
+                        for (offset, _, _), total in zip(swapped[index], totals, strict=True)
+                    ],
+                )
+        return super().partition_grads(
+            [param for param, _ in others], [partition for _, partition in others]
+        )
 
     def independent_gradient_partition_epilogue(self) -> None:
         """The backward pass is over."""
@@ -245,20 +344,30 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             for param in params:
                 identifier = self.get_param_id(param)
                 offset = self.grad_position[identifier][1]
-                if identifier not in self.norm_for_param_grads and offset in self._gradients.reduced(index):
-                    partition = self._gradients.partition(index, offset).to(get_accelerator().current_device_name())
+                if (
+                    identifier not in self.norm_for_param_grads
+                    and offset in self._gradients.reduced(index)
+                ):
+                    partition = self._gradients.partition(index, offset).to(
+                        get_accelerator().current_device_name()
+                    )
                     self.norm_for_param_grads[identifier] = self._constant_buffered_norm2(partition)
                     self._gradients.complete(index, [(offset, partition)])
         if self.swaps_natively:
             self._gradients.pause()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """As the base, which looks at the gradients that it has itself: of the others the norms tell."""
+        """As the base, which looks at the gradients that it has itself: of the others the norms
+        tell.
+        """
         told: Mapping[int, torch.Tensor] = self._finite if self._keeps_last else {}
-        if self.swaps_natively and not self._keeps_last:  # the base has norms only where it offloads
+        # the base has norms only where it offloads
+        if self.swaps_natively and not self._keeps_last:
             told = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
         if self.swaps_natively and told:
-            finite = torch.stack([every.to(self.inf_or_nan_tracker.device) for every in told.values()])
+            finite = torch.stack(
+                [every.to(self.inf_or_nan_tracker.device) for every in told.values()]
+            )
             self.inf_or_nan_tracker.logical_or_(finite.all().logical_not())
         overflows: bool = super().has_overflow(partition_gradients)
         return overflows
@@ -266,7 +375,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
         self.partly_changed = self.clock is not None
-        if not self.swaps_natively or self.loss_scale != 1.0 or (self.clip_grad > 0.0 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0):
+        if (
+            not self.swaps_natively
+            or self.loss_scale != 1.0
+            or (
+                self.clip_grad > 0.0
+                and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
+            )
+        ):
             super().unscale_and_clip_grads(sub_group_id, total_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,10 +406,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     # The step.
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base does; and say at every steps_per_print'th step what it spent on the drive.
+        """Update the parameters, as the base does; and say at every steps_per_print'th step what it
+        spent on the drive.
 
-        Raises: OffloadError where the step or the load before this one was cut short when it had changed a part of the states: until a checkpoint
-        is loaded.
+        Raises: OffloadError where the step or the load before this one was cut short when it had
+        changed a part of the states: until a checkpoint is loaded.
         """
         if self.clock is None:
             super().step(closure)
@@ -317,10 +434,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             _log.info("%s", stats)
 
     def _partition_all_parameters(self) -> None:
-        """As the base; and drop copies that an exception between read and gather has left: a step would change these alone, and not the values."""
+        """As the base; and drop copies that an exception between read and gather has left: a step
+        would change these alone, and not the values.
+        """
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if isinstance(param.nvme_swapper, ParameterSwapper) and not param.nvme_swapper.is_offloaded(param):
+            if isinstance(
+                param.nvme_swapper, ParameterSwapper
+            ) and not param.nvme_swapper.is_offloaded(param):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def require_whole(self) -> None:
@@ -336,15 +457,22 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self.swaps_natively:
             self._gradients.give_back()
             self.optimizer_swapper.give_back()
-        for swapper in {getattr(param, "nvme_swapper", None) for param in itertools.chain.from_iterable(self.fp16_groups)}:
+        for swapper in {
+            getattr(param, "nvme_swapper", None)
+            for param in itertools.chain.from_iterable(self.fp16_groups)
+        }:
             if isinstance(swapper, ParameterSwapper):
                 swapper.give_back()
 
     def begin_load(self) -> None:
-        """Forget what a call that was cut short has left, and all gradients: they are of weights that are no more."""
+        """Forget what a call that was cut short has left, and all gradients: they are of weights
+        that are no more.
+        """
         self.give_back()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            param.grad = None  # which an exception in a backward pass has left; the base wants a stream to forget it, and a processor has none
+            # which an exception in a backward pass has left; the base wants a stream to forget it,
+            # and a processor has none
+            param.grad = None
         compat.end_backward(self)
         self.reset_cpu_buffers()
         self.zero_grad()
@@ -352,11 +480,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.forget_all()
             self._finite.clear()
         if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
-            self.tier.swapper.flush()  # or what could not be written would be told of in the midst of the load
+            # or what could not be written would be told of in the midst of the load
+            self.tier.swapper.flush()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if not (
-            self.swaps_natively and not self._format.in_place and self._swappable_optimizer_subgroup(sub_group_id)
+            self.swaps_natively
+            and not self._format.in_place
+            and self._swappable_optimizer_subgroup(sub_group_id)
         ):  # there parameters follow as it is packed
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
@@ -365,14 +496,18 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Any, optim_state_key: str | None = None
+    ) -> None:
         """Likewise."""
         with _with_shape(param):
             super().set_local_hp_param(value, param, optim_state_key)
 
     # Bringing states and gradients.
 
-    def _optimizer_states_and_gradient_swap_in(self, sub_group_id: int, timer_names: Any = None) -> None:
+    def _optimizer_states_and_gradient_swap_in(
+        self, sub_group_id: int, timer_names: Any = None
+    ) -> None:
         if not self.swaps_natively:
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
@@ -381,17 +516,30 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.partly_changed |= steps
         if steps and not self.tier.swapper.learned:
             self.read_ahead(sub_group_id)
-        gradient = self._gradients.widened(sub_group_id, last=steps)  # before the states: so no two values need have room at once
+        # before the states: so no two values need have room at once
+        gradient = self._gradients.widened(sub_group_id, last=steps)
         super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
         parameter.grad = gradient
 
     def read_ahead(self, index: int) -> None:
         """The gradient and the states of sub-group *index* and of those after it are used next."""
-        following = [number for number in range(index, min(index + _HINTED, len(self.fp16_groups))) if self._swappable_optimizer_subgroup(number)]
-        names = ((self._gradients.name(number), self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number])) for number in following)
+        following = [
+            number
+            for number in range(index, min(index + _HINTED, len(self.fp16_groups)))
+            if self._swappable_optimizer_subgroup(number)
+        ]
+        names = (
+            (
+                self._gradients.name(number),
+                self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
+            )
+            for number in following
+        )
         self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
 
-    def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
+    def _writeback_swap_state(
+        self, sub_group_id: int, write_opt_state: bool, write_gradients: bool
+    ) -> None:
         if not self.swaps_natively:
             super()._writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
             return
@@ -414,14 +562,22 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
 
-    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None) -> Any:
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> Any:
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
-            return super()._get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
+            return super()._get_fp32_opt_state_partition(
+                param, release_swap_buffers, optim_state_key
+            )
         parameter = self.fp32_partitioned_groups_flat[index]
         try:
             self.optimizer_swapper.swap_in_optimizer_state(parameter)
-            fragment = (parameter if optim_state_key is None else self.optimizer.state[parameter][optim_state_key]).narrow(0, offset, numel)
+            fragment = (
+                parameter
+                if optim_state_key is None
+                else self.optimizer.state[parameter][optim_state_key]
+            ).narrow(0, offset, numel)
             if release_swap_buffers:
                 fragment = fragment.clone()
                 self._release_swap_buffers(index)
@@ -435,7 +591,15 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     @property
     def user_sub_groups(self) -> list[list[int]]:
         """The sub-groups that the user asked for, each a list of the numbers of ours."""
-        ends = list(itertools.accumulate((len(group) for group in self._logical_groups or [[group] for group in self.fp16_groups]), initial=0))
+        ends = list(
+            itertools.accumulate(
+                (
+                    len(group)
+                    for group in self._logical_groups or [[group] for group in self.fp16_groups]
+                ),
+                initial=0,
+            )
+        )
         return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
     @property
@@ -452,7 +616,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         tree = states.save(self, super()._rigid_state_dict)
         return tree if self.leaves_states_offloaded else archive.gather(tree)
 
-    def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+    def _rigid_load_state_dict(
+        self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
+    ) -> None:
         if self.holds_states_away:
             states.load(self, state_dict, load_optimizer_states)
             self.partly_changed = False
@@ -466,12 +632,22 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         else:
             super()._restore_from_bit16_weights()
 
-    def _load_universal_checkpoint(self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool, *older: Any) -> None:
+    def _load_universal_checkpoint(
+        self,
+        checkpoint_folder: str,
+        load_optimizer_states: bool,
+        load_from_fp32_weights: bool,
+        *older: Any,
+    ) -> None:
         if self.holds_states_away:
-            states.load_universal(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
+            states.load_universal(
+                self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights
+            )
             self.partly_changed = False
         else:
-            super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, *older)
+            super()._load_universal_checkpoint(
+                checkpoint_folder, load_optimizer_states, load_from_fp32_weights, *older
+            )
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:
@@ -485,7 +661,11 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
 
 def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:
-    return param.nvme_swapper.with_shape(param) if isinstance(param.nvme_swapper, ParameterSwapper) else contextlib.nullcontext()
+    return (
+        param.nvme_swapper.with_shape(param)
+        if isinstance(param.nvme_swapper, ParameterSwapper)
+        else contextlib.nullcontext()
+    )
 
 
 def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
@@ -493,4 +673,8 @@ def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
         section = ds_config.get("zero_optimization", {}).get(name) or {}
         unused = [key for key in section if key in _WITHOUT_EFFECT]
         if section.get("device") == "nvme" and unused:
-            _log.info('%s in "%s": no longer needed; the one budget "host_memory" holds for all', ", ".join(unused), name)
+            _log.info(
+                '%s in "%s": no longer needed; the one budget "host_memory" holds for all',
+                ", ".join(unused),
+                name,
+            )

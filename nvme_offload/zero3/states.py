@@ -1,8 +1,9 @@
 """The states of a `Stage3` as DeepSpeed's checkpoints have them, and back.
 
-A checkpoint knows the sub-groups that the user asked for, of which ours are pieces. So it does not show what wrote it: a run with the states in
-memory loads it, and the tools for checkpoints read it. Coming back, the sub-groups may be cut in another way: they never cross a parameter group and
-are always in the same order, so that each parameter group is one stream of elements.
+A checkpoint knows the sub-groups that the user asked for, of which ours are pieces. So it does not
+show what wrote it: a run with the states in memory loads it, and the tools for checkpoints read it.
+Coming back, the sub-groups may be cut in another way: they never cross a parameter group and are
+always in the same order, so that each parameter group is one stream of elements.
 """
 
 from __future__ import annotations
@@ -32,13 +33,23 @@ _MASTER = ""  # the key of the master weights, beside those of the optimizer's s
 
 @contextlib.contextmanager
 def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Let *stage3* have the user's sub-groups for the time of the context, with *masters*: for code of DeepSpeed's that counts sub-groups."""
+    """Let *stage3* have the user's sub-groups for the time of the context, with *masters*: for code
+    of DeepSpeed's that counts sub-groups.
+    """
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
     shown = {
-        "fp16_groups": [list(itertools.chain.from_iterable(stage3.fp16_groups[index] for index in group)) for group in groups],
-        "sub_group_to_group_id": {number: stage3.sub_group_to_group_id[index] for number, index in enumerate(first)},
-        **{name: [getattr(stage3, name)[index] for index in first] for name in lists_by_sub_group(stage3)},
+        "fp16_groups": [
+            list(itertools.chain.from_iterable(stage3.fp16_groups[index] for index in group))
+            for group in groups
+        ],
+        "sub_group_to_group_id": {
+            number: stage3.sub_group_to_group_id[index] for number, index in enumerate(first)
+        },
+        **{
+            name: [getattr(stage3, name)[index] for index in first]
+            for name in lists_by_sub_group(stage3)
+        },
     }
     if masters is not None:
         shown["fp32_partitioned_groups_flat"] = masters
@@ -53,7 +64,9 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and tensors that are offloaded."""
+    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and
+    tensors that are offloaded.
+    """
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
     every = stage3.optimizer.state
@@ -63,14 +76,29 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         providers = [_provider(stage3, index) for index in group]
         starts = list(itertools.accumulate(sizes, initial=0))
 
-        def shown(key: str, dtype: torch.dtype, providers: list[Provider] = providers, starts: list[int] = starts) -> torch.Tensor:
-            return offloaded(starts[-1], dtype, [Part(provider, key, start) for provider, start in zip(providers, starts, strict=False)])
+        def shown(
+            key: str,
+            dtype: torch.dtype,
+            providers: list[Provider] = providers,
+            starts: list[int] = starts,
+        ) -> torch.Tensor:
+            return offloaded(
+                starts[-1],
+                dtype,
+                [
+                    Part(provider, key, start)
+                    for provider, start in zip(providers, starts, strict=False)
+                ],
+            )
 
         master = shown(_MASTER, parameters[0].dtype).requires_grad_()
         masters.append(master)
         if parameters[0] in every:
             cut = _cut_states(stage3, group[0])
-            states[master] = {key: shown(key, cut[key]) if key in cut else value for key, value in every[parameters[0]].items()}
+            states[master] = {
+                key: shown(key, cut[key]) if key in cut else value
+                for key, value in every[parameters[0]].items()
+            }
     stage3.optimizer.state = states
     try:
         with in_users_groups(stage3, masters):
@@ -81,12 +109,19 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
-    """See that what is *saved* of *stage3* has a master weight and every state for each element of the model's. Raises: OffloadError."""
+    """See that what is *saved* of *stage3* has a master weight and every state for each element of
+    the model's. Raises: OffloadError.
+    """
     tree = saved.get(OPTIMIZER_STATE_DICT) or {}
     masters = tree.get(FP32_FLAT_GROUPS, [])
     kept = tree.get(OPTIMIZER_STATE_DICT, {}).get("state", {}).values()
     sizes = {tuple(master.shape) for master in masters}
-    found = [value.numel() for state in kept for value in state.values() if torch.is_tensor(value) and tuple(value.shape) in sizes]
+    found = [
+        value.numel()
+        for state in kept
+        for value in state.values()
+        if torch.is_tensor(value) and tuple(value.shape) in sizes
+    ]
     numels = stage3.fp16_partitioned_groups_flat_numel
     wanted = sum(numel * len(_cut_states(stage3, index)) for index, numel in enumerate(numels))
     if (sum(master.numel() for master in masters), sum(found)) != (sum(numels), wanted):
@@ -97,7 +132,8 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
 
 
 def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> None:
-    """Give *stage3* what *state_dict* has, whose tensors may still be in a file; its parameters follow.
+    """Give *stage3* what *state_dict* has, whose tensors may still be in a file; its parameters
+    follow.
 
     Raises: UsageError when the states are those of another model, before anything is changed.
     """
@@ -106,29 +142,45 @@ def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: b
     with in_users_groups(stage3):
         placement = stage3._zero3_partition_group_metadata()
     if state_dict.get("ds_zero_partition_groups") not in (None, placement):
-        raise UsageError("the checkpoint's expert parameters are on other ranks than this model's: load it with the placement that it was saved with")
+        raise UsageError(
+            "the checkpoint's expert parameters are on other ranks than this model's: load it with the placement that it was saved with"
+        )
     loaded = _load_optimizer(stage3, saved, masters) if load_optimizer_states else None
     stage3.loss_scaler = state_dict[LOSS_SCALER]
     stage3.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
     stage3.overflow = state_dict["overflow"]
-    identifiers = list(itertools.chain.from_iterable(group["params"] for group in saved["param_groups"]))
+    identifiers = list(
+        itertools.chain.from_iterable(group["params"] for group in saved["param_groups"])
+    )
     for index, sources in enumerate(spans):
 
         def fill(key: str, into: torch.Tensor, sources: list[_Span] = sources) -> Iterator[Ticket]:
             for span in sources:
-                tensor = masters[span.group] if key == _MASTER else saved["state"][identifiers[span.group]][key]
+                tensor = (
+                    masters[span.group]
+                    if key == _MASTER
+                    else saved["state"][identifiers[span.group]][key]
+                )
                 yield from fetch(tensor, span.start, into[span.offset : span.offset + span.numel])
 
-        refill(stage3, index, None if loaded is None else copy.deepcopy(loaded[sources[0].group]), fill)
+        refill(
+            stage3, index, None if loaded is None else copy.deepcopy(loaded[sources[0].group]), fill
+        )
 
 
-def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: Callable[[str, torch.Tensor], Iterable[Ticket]]) -> None:
-    """Have *fill* write the master weights of sub-group *index*, whose key is "", and all of *states*, and let the parameters follow.
+def refill(
+    stage3: Stage3,
+    index: int,
+    states: Mapping[str, Any] | None,
+    fill: Callable[[str, torch.Tensor], Iterable[Ticket]],
+) -> None:
+    """Have *fill* write the master weights of sub-group *index*, whose key is "", and all of
+    *states*, and let the parameters follow.
 
     It is given room for each, and says what is to be waited for.
 
-    *states* replace those that the optimizer has; a tensor without elements among them stands for one of the sub-group's size, of its type. None
-    keeps what the optimizer has.
+    *states* replace those that the optimizer has; a tensor without elements among them stands for
+    one of the sub-group's size, of its type. None keeps what the optimizer has.
     """
     parameter = stage3.fp32_partitioned_groups_flat[index]
     swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
@@ -143,12 +195,18 @@ def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: C
         if swapped:
             stage3.optimizer_swapper.renew(parameter, cut)
         else:
-            made = {key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device) for key, dtype in cut.items()}
+            made = {
+                key: torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+                for key, dtype in cut.items()
+            }
             stage3.optimizer.state[parameter].update(made)
     elif swapped:
         stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
     try:
-        places = {_MASTER: parameter.data, **{key: stage3.optimizer.state[parameter][key].data for key in cut}}
+        places = {
+            _MASTER: parameter.data,
+            **{key: stage3.optimizer.state[parameter][key].data for key in cut},
+        }
         wait_all(itertools.chain.from_iterable(fill(key, into) for key, into in places.items()))
         stage3._reassign_or_swap_out_partitioned_parameters(index)
     finally:
@@ -156,7 +214,9 @@ def refill(stage3: Stage3, index: int, states: Mapping[str, Any] | None, fill: C
             stage3.optimizer_swapper.swap_out_optimizer_state(parameter)
 
 
-def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool) -> None:
+def load_universal(
+    stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool
+) -> None:
     """Give *stage3* what the universal checkpoint in *directory* has, parameter by parameter."""
     root = Path(directory) / "zero"
     states: dict[str, Any] | None = None
@@ -164,9 +224,17 @@ def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, 
         shared = torch.load(root / "optimizer_state.pt", weights_only=False, map_location="cpu")
         stage3._load_global_state_stage3(shared)
         placeholder = torch.empty(0, dtype=stage3.master_weights_and_grads_dtype)
-        states = {"step": shared[OPTIMIZER_STATE_DICT]["state"][0]["step"], "exp_avg": placeholder, "exp_avg_sq": placeholder}
+        states = {
+            "step": shared[OPTIMIZER_STATE_DICT]["state"][0]["step"],
+            "exp_avg": placeholder,
+            "exp_avg_sq": placeholder,
+        }
         # The file has one set of them for all groups, as DeepSpeed wrote it and reads it.
-        hyperparameters = {key: value for key, value in shared[OPTIMIZER_STATE_DICT]["param_groups"][0].items() if key != "params"}
+        hyperparameters = {
+            key: value
+            for key, value in shared[OPTIMIZER_STATE_DICT]["param_groups"][0].items()
+            if key != "params"
+        }
         for group in stage3.optimizer.param_groups:
             group.update(copy.deepcopy(hyperparameters))
         del shared
@@ -176,7 +244,9 @@ def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, 
         def fill(key: str, into: torch.Tensor, params: list[Any] = params) -> list[Ticket]:
             offset = 0
             for param in params:
-                partition = stage3.load_hp_checkpoint_state(str(root / names[param]), key or "fp32", param=param)
+                partition = stage3.load_hp_checkpoint_state(
+                    str(root / names[param]), key or "fp32", param=param
+                )
                 if not (load_optimizer_states or load_from_fp32_weights):
                     partition = partition.to(stage3.dtype)
                 into[offset : offset + partition.numel()].copy_(partition)
@@ -187,7 +257,9 @@ def load_universal(stage3: Stage3, directory: str, load_optimizer_states: bool, 
 
 
 def take_masters_from_parameters(stage3: Stage3) -> None:
-    """Make the master weights of all sub-groups from the 16-bit parameters; the optimizer's states stay."""
+    """Make the master weights of all sub-groups from the 16-bit parameters; the optimizer's states
+    stay.
+    """
     for index, parameter in enumerate(stage3.fp32_partitioned_groups_flat):
         swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
         if swapped:
@@ -204,7 +276,9 @@ def take_masters_from_parameters(stage3: Stage3) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """*numel* elements of the saved sub-group *group*, from *start* on, which are those of one of ours from *offset* on."""
+    """*numel* elements of the saved sub-group *group*, from *start* on, which are those of one of
+    ours from *offset* on.
+    """
 
     group: int
     start: int
@@ -212,7 +286,9 @@ class _Span:
     numel: int
 
 
-def _spans(stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mapping[str, Any]]) -> list[list[_Span]]:
+def _spans(
+    stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mapping[str, Any]]
+) -> list[list[_Span]]:
     """For each of our sub-groups, what it consists of."""
     ours: dict[int, list[int]] = defaultdict(list)
     for index in range(len(stage3.fp16_groups)):
@@ -232,13 +308,22 @@ def _spans(stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mappi
         for index, offset, group, start, numel in _overlaps(ours[number], wanted, saved, sizes):
             spans[index].append(_Span(group, start, offset, numel))
     if following != len(masters) or not all(spans):
-        raise UsageError(f"the checkpoint has {len(saved_groups)} parameter groups, and the optimizer has {len(stage3.optimizer.param_groups)}")
+        raise UsageError(
+            f"the checkpoint has {len(saved_groups)} parameter groups, and the optimizer has {len(stage3.optimizer.param_groups)}"
+        )
     return spans
 
 
-def _overlaps(ours: list[int], our_sizes: list[int], theirs: list[int], their_sizes: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Where two ways to cut one stream meet: which of ours and where in it, which of theirs and where in it, how many elements."""
-    our_ends, their_ends = list(itertools.accumulate(our_sizes)), list(itertools.accumulate(their_sizes))
+def _overlaps(
+    ours: list[int], our_sizes: list[int], theirs: list[int], their_sizes: list[int]
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Where two ways to cut one stream meet: which of ours and where in it, which of theirs and
+    where in it, how many elements.
+    """
+    our_ends, their_ends = (
+        list(itertools.accumulate(our_sizes)),
+        list(itertools.accumulate(their_sizes)),
+    )
     edges = sorted({0, *our_ends, *their_ends})
     mine = other = 0
     for start, end in itertools.pairwise(edges):
@@ -246,11 +331,21 @@ def _overlaps(ours: list[int], our_sizes: list[int], theirs: list[int], their_si
             mine += 1
         while their_ends[other] <= start:
             other += 1
-        yield ours[mine], start - (our_ends[mine] - our_sizes[mine]), theirs[other], start - (their_ends[other] - their_sizes[other]), end - start
+        yield (
+            ours[mine],
+            start - (our_ends[mine] - our_sizes[mine]),
+            theirs[other],
+            start - (their_ends[other] - their_sizes[other]),
+            end - start,
+        )
 
 
-def _load_optimizer(stage3: Stage3, saved: Mapping[str, Any], masters: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Let the optimizer load its hyper-parameters; the states that it makes of the saved ones, by saved sub-group, as `refill` takes them."""
+def _load_optimizer(
+    stage3: Stage3, saved: Mapping[str, Any], masters: list[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Let the optimizer load its hyper-parameters; the states that it makes of the saved ones, by
+    saved sub-group, as `refill` takes them.
+    """
     optimizer = stage3.optimizer
     parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in masters]
     kept = optimizer.state
@@ -262,9 +357,24 @@ def _load_optimizer(stage3: Stage3, saved: Mapping[str, Any], masters: list[torc
             parameter, master = next(following)
             group["params"].append(parameter)
             state = saved["state"].get(identifier, {})
-            states[identifier] = {key: torch.empty(0, dtype=value.dtype) if _is_whole(value, master) else whole(value) for key, value in state.items()}
+            states[identifier] = {
+                key: torch.empty(0, dtype=value.dtype) if _is_whole(value, master) else whole(value)
+                for key, value in state.items()
+            }
     try:
-        optimizer.load_state_dict({**saved, "state": {**{key: whole(value) for key, value in saved["state"].items() if key not in states}, **states}})
+        optimizer.load_state_dict(
+            {
+                **saved,
+                "state": {
+                    **{
+                        key: whole(value)
+                        for key, value in saved["state"].items()
+                        if key not in states
+                    },
+                    **states,
+                },
+            }
+        )
         loaded = optimizer.state
         return [dict(loaded.get(parameter, {})) for parameter in parameters]
     finally:
@@ -286,7 +396,10 @@ def _provider(stage3: Stage3, index: int) -> Provider:
             stage3.optimizer_swapper.swap_in_optimizer_state(parameter)
         try:
             state = stage3.optimizer.state.get(parameter, {})
-            yield {_MASTER: parameter.data.cpu(), **{key: state[key].detach().cpu() for key in _cut_states(stage3, index)}}
+            yield {
+                _MASTER: parameter.data.cpu(),
+                **{key: state[key].detach().cpu() for key in _cut_states(stage3, index)},
+            }
         finally:
             if swapped:
                 stage3.optimizer_swapper.release_swap_buffers(parameter)
@@ -299,7 +412,11 @@ def _cut_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
     parameter = stage3.fp32_partitioned_groups_flat[index]
     if stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index):
         return stage3.optimizer_swapper.states(parameter)
-    return {key: value.dtype for key, value in stage3.optimizer.state.get(parameter, {}).items() if _is_whole(value, parameter)}
+    return {
+        key: value.dtype
+        for key, value in stage3.optimizer.state.get(parameter, {}).items()
+        if _is_whole(value, parameter)
+    }
 
 
 def _is_whole(value: Any, parameter: torch.Tensor) -> bool:

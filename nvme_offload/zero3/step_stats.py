@@ -1,4 +1,6 @@
-"""`StepStats`: what a training step, or a forward pass of an inference, spent on the drive and what on everything else."""
+"""`StepStats`: what a training step, or a forward pass of an inference, spent on the drive and what
+on everything else.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,26 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """One training step, as `DriveUse` has it: from the end of the optimizer step before it to the end of its own; skipped ones are counted too.
+    """One training step, as `DriveUse` has it: from the end of the optimizer step before it to the
+    end of its own; skipped ones are counted too.
 
-    update_seconds: the optimizer's part of the seconds; update_waited_seconds: that of the waited_seconds.
-    Of an engine without an optimizer: one forward pass, in which both are 0.
+    update_seconds: the optimizer's part of the seconds; update_waited_seconds: that of the
+    waited_seconds. Of an engine without an optimizer: one forward pass, in which both are 0.
     """
 
     update_seconds: float
     update_waited_seconds: float
 
     def _duration(self) -> str:
-        update = f", {self.update_seconds:.2f} s of them in the optimizer" if self.update_seconds else ""
+        update = (
+            f", {self.update_seconds:.2f} s of them in the optimizer" if self.update_seconds else ""
+        )
         return f"{super()._duration()}{update}"
 
 
 class StepClock:
-    """Makes the `StepStats` of one engine, whose optimizer step is everything between `begin_update` and `end`; *last* are those of the last step.
+    """Makes the `StepStats` of one engine, whose optimizer step is everything between
+    `begin_update` and `end`; *last* are those of the last step.
 
     A tier that several engines share counts for each of them what moved during its own steps.
     """
@@ -45,7 +51,8 @@ class StepClock:
         """The step begins now, and not where the one before it ended."""
         self._meter.take()
         self._began = time.monotonic()
-        self._update: tuple[float, float] | None = None  # when it began, and what had been waited by then
+        # when it began, and what had been waited by then
+        self._update: tuple[float, float] | None = None
 
     def begin_update(self) -> None:
         """The optimizer step begins."""
@@ -68,8 +75,12 @@ class StepClock:
 
 
 def clock_of(engine: Any) -> StepClock:
-    """The clock of the DeepSpeed *engine*, or of a wrapper with its optimizer. Raises: UsageError when it has none."""
+    """The clock of the DeepSpeed *engine*, or of a wrapper with its optimizer. Raises: UsageError
+    when it has none.
+    """
     clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
     if clock is None:
-        raise UsageError("this engine has no parameters and no optimizer states on a drive behind nvme_offload")
+        raise UsageError(
+            "this engine has no parameters and no optimizer states on a drive behind nvme_offload"
+        )
     return clock

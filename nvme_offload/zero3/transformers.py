@@ -9,11 +9,13 @@ from .progress import Progress
 
 
 class TrainerProgress(importlib.import_module("transformers").TrainerCallback):  # type: ignore[misc]  # the base is only known when it is there
-    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration: `Trainer(callbacks=[TrainerProgress()])`.
+    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration:
+    `Trainer(callbacks=[TrainerProgress()])`.
 
-    What the Trainer logs every `logging_steps` then has, of the steps since: `nvme_wait_share`, the share in which training stood still for the drive;
-    `nvme_gb_per_s`, both directions together; `nvme_read_gb` and `nvme_written_gb`, of one step on average. A line at the end sums up. They are in what
-    the progress bar prints and in the state's `log_history`.
+    What the Trainer logs every `logging_steps` then has, of the steps since: `nvme_wait_share`, the
+    share in which training stood still for the drive; `nvme_gb_per_s`, both directions together;
+    `nvme_read_gb` and `nvme_written_gb`, of one step on average. A line at the end sums up. They
+    are in what the progress bar prints and in the state's `log_history`.
     """
 
     def __init__(self) -> None:
@@ -23,7 +25,9 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
         """Take in the step that is over."""
         self._progress.see(kwargs["optimizer"])
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Add to *logs* what the steps since the last came to."""
         metrics = self._progress.metrics()
         if logs is not None:

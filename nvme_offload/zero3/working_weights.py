@@ -1,4 +1,6 @@
-"""The 16-bit parameters of a sub-group as one flat tensor, wherever their partitions are: on the accelerator, in memory or on a drive."""
+"""The 16-bit parameters of a sub-group as one flat tensor, wherever their partitions are: on the
+accelerator, in memory or on a drive.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def load(stage3: Stage3, index: int, into: torch.Tensor) -> None:
-    """Copy the parameters of sub-group *index* to *into*. Shapes: flat, of their type. Raises: as `TensorSwapper.swap_in`."""
+    """Copy the parameters of sub-group *index* to *into*. Shapes: flat, of their type. Raises: as
+    `TensorSwapper.swap_in`.
+    """
     flat = stage3.fp16_partitioned_groups_flat[index]
     if flat is not None:
         into.copy_(flat)
@@ -27,7 +31,9 @@ def load(stage3: Stage3, index: int, into: torch.Tensor) -> None:
 
 
 def store(stage3: Stage3, index: int, source: torch.Tensor) -> None:
-    """Make the parameters of sub-group *index* those in *source*. Shapes: flat, of their type. Raises: as `TensorSwapper.create`."""
+    """Make the parameters of sub-group *index* those in *source*. Shapes: flat, of their type.
+    Raises: as `TensorSwapper.create`.
+    """
     flat = stage3.fp16_partitioned_groups_flat[index]
     if flat is not None:
         flat.data.copy_(source)
@@ -48,4 +54,6 @@ def _parts(stage3: Stage3, index: int, flat: torch.Tensor) -> Iterator[tuple[Any
 
 
 def _is_offloaded(param: Any) -> bool:
-    return isinstance(param.nvme_swapper, ParameterSwapper) and param.nvme_swapper.is_offloaded(param)
+    return isinstance(param.nvme_swapper, ParameterSwapper) and param.nvme_swapper.is_offloaded(
+        param
+    )

@@ -18,7 +18,9 @@ from .ways import Step, Way
 
 @dataclasses.dataclass
 class Results:
-    """facts: machine and command, by name. speeds: all that fio measured. refused: why a way, by name, has no steps."""
+    """facts: machine and command, by name. speeds: all that fio measured. refused: why a way, by
+    name, has no steps.
+    """
 
     facts: dict[str, str]
     shape: Shape
@@ -33,29 +35,54 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """All that was measured."""
-        rows = {"steps": [step._asdict() for step in self.steps], "speeds": [speeds._asdict() for speeds in self.speeds]}
+        rows = {
+            "steps": [step._asdict() for step in self.steps],
+            "speeds": [speeds._asdict() for speeds in self.speeds],
+        }
         return {"facts": self.facts, "shape": self.shape._asdict(), **rows}
 
     def add(self, document: dict[str, Any]) -> None:
-        """Take the rounds of `as_json`. Raises: UsageError when they are of another shape or kind."""
-        if document["shape"] != self.shape._asdict() or document["facts"]["computing"] != self.facts["computing"]:
-            raise UsageError(f"the rounds there are of {document['shape']}, {document['facts']['computing']}")
+        """Take the rounds of `as_json`. Raises: UsageError when they are of another shape
+        or kind.
+        """
+        if (
+            document["shape"] != self.shape._asdict()
+            or document["facts"]["computing"] != self.facts["computing"]
+        ):
+            raise UsageError(
+                f"the rounds there are of {document['shape']}, {document['facts']['computing']}"
+            )
         self.steps += [Step(**step) for step in document["steps"]]
         self.speeds += [Speeds(**speeds) for speeds in document["speeds"]]
 
     def speed(self, name: str) -> float:
         """The median of what fio measured, in bytes a second; 0 where it was not run."""
-        return statistics.median(getattr(speeds, name) for speeds in self.speeds) if self.speeds else 0.0
+        return (
+            statistics.median(getattr(speeds, name) for speeds in self.speeds)
+            if self.speeds
+            else 0.0
+        )
 
 
 def render(results: Results, ways: Sequence[Way]) -> str:
     """The report."""
     titles = {way.name: way.title for way in ways}
-    of = {name: [step for step in results.steps if step.way == name and name not in results.refused] for name in titles}
-    parts = ["# Saved activations", *_summary(results, ways, of), "## Time and memory", _times(titles, of, results.refused)]
+    of = {
+        name: [step for step in results.steps if step.way == name and name not in results.refused]
+        for name in titles
+    }
+    parts = [
+        "# Saved activations",
+        *_summary(results, ways, of),
+        "## Time and memory",
+        _times(titles, of, results.refused),
+    ]
     if any(step.saved_bytes for step in results.steps):
         parts += ["## Through the drive", _drive(titles, of)]
-    parts += ["## Where, when and how", "\n".join(f"- {name}: {value}" for name, value in results.facts.items())]
+    parts += [
+        "## Where, when and how",
+        "\n".join(f"- {name}: {value}" for name, value in results.facts.items()),
+    ]
     return "\n\n".join([*parts, _how(of), *_fio(results), _equality(titles, of)]) + "\n"
 
 
@@ -66,18 +93,30 @@ def _summary(results: Results, ways: Sequence[Way], of: dict[str, list[Step]]) -
     if plain := of.get("none"):
         rate = shape.forward_flops / _median(plain, lambda step: step.forward_seconds) / 1e12
         yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
-    lines = [line for way in ways if (line := _judged(results, way, of[way.name], of.get(way.base, []), ways))]
+    lines = [
+        line
+        for way in ways
+        if (line := _judged(results, way, of[way.name], of.get(way.base, []), ways))
+    ]
     if lines:
         yield "\n".join(lines)
 
 
-def _judged(results: Results, way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]) -> str:
+def _judged(
+    results: Results, way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]
+) -> str:
     if not mine or not base or not mine[0].saved_bytes:
         return ""
     beside = next(other.title for other in ways if other.name == way.base)
-    times, memory = _against(mine, base, lambda step: step.seconds), _against(mine, base, lambda step: step.peak_bytes)
+    times, memory = (
+        _against(mine, base, lambda step: step.seconds),
+        _against(mine, base, lambda step: step.peak_bytes),
+    )
     said = f"- **{way.title}**, beside {beside}: {_ratio(times)} of the time at {_ratio(memory)} of the activation memory. "
-    written, read = _median(mine, lambda step: step.written_bytes), _median(mine, lambda step: step.read_bytes)
+    written, read = (
+        _median(mine, lambda step: step.written_bytes),
+        _median(mine, lambda step: step.read_bytes),
+    )
     if not written and not read:
         return said + "Everything fitted in host memory: nothing went to the drive."
     takes, gives = (
@@ -101,11 +140,32 @@ def _times(titles: dict[str, str], of: dict[str, list[Step]], refused: dict[str,
         if not mine:
             lines.append((title, refused.get(name, "not run"), "", "", "", "", ""))
             continue
-        times = [_ratio(_spread(mine, part)) for part in (lambda step: step.forward_seconds, lambda step: step.backward_seconds, lambda step: step.seconds)]
+        times = [
+            _ratio(_spread(mine, part))
+            for part in (
+                lambda step: step.forward_seconds,
+                lambda step: step.backward_seconds,
+                lambda step: step.seconds,
+            )
+        ]
         peak = format_bytes(int(_median(mine, lambda step: step.peak_bytes)))
-        ratios = [_ratio(_against(mine, base, what)) if base else "" for what in (lambda step: step.seconds, lambda step: step.peak_bytes)]
+        ratios = [
+            _ratio(_against(mine, base, what)) if base else ""
+            for what in (lambda step: step.seconds, lambda step: step.peak_bytes)
+        ]
         lines.append((title, *times, ratios[0], peak, ratios[1]))
-    return table(("way", "forward s", "backward s", "step s", "to none", "peak activation memory", "to none"), lines)
+    return table(
+        (
+            "way",
+            "forward s",
+            "backward s",
+            "step s",
+            "to none",
+            "peak activation memory",
+            "to none",
+        ),
+        lines,
+    )
 
 
 def _drive(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
@@ -113,13 +173,25 @@ def _drive(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
     for name, title in titles.items():
         mine = of[name]
         if mine and mine[0].saved_bytes:
-            sizes = [f"{_median(mine, what) / 1e9:.3g}" for what in (lambda s: s.saved_bytes, lambda s: s.written_bytes, lambda s: s.read_bytes)]
+            sizes = [
+                f"{_median(mine, what) / 1e9:.3g}"
+                for what in (
+                    lambda s: s.saved_bytes,
+                    lambda s: s.written_bytes,
+                    lambda s: s.read_bytes,
+                )
+            ]
             rates = [
                 f"{_median(mine, lambda s: s.written_bytes / s.forward_seconds) / 1e9:.3g}",
                 f"{_median(mine, lambda s: s.read_bytes / s.backward_seconds) / 1e9:.3g}",
             ]
-            waits = [f"{_median(mine, what):.3f}" for what in (lambda s: s.forward_wait_seconds, lambda s: s.backward_wait_seconds)]
-            lines.append((title, *sizes, *rates, *waits, format_bytes(max(step.host_bytes for step in mine))))
+            waits = [
+                f"{_median(mine, what):.3f}"
+                for what in (lambda s: s.forward_wait_seconds, lambda s: s.backward_wait_seconds)
+            ]
+            lines.append(
+                (title, *sizes, *rates, *waits, format_bytes(max(step.host_bytes for step in mine)))
+            )
     head = (
         "way",
         "saved GB",
@@ -146,7 +218,10 @@ def _how(of: dict[str, list[Step]]) -> str:
 
 def _fio(results: Results) -> Iterator[str]:
     if results.speeds:
-        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
+        figures = ", ".join(
+            f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s"
+            for name in Speeds._fields
+        )
         yield f"fio, before each round: {figures}; mixed is as many bytes each way at once, the sum."
 
 
@@ -172,7 +247,8 @@ def _against(mine: Sequence[Step], base: Sequence[Step], what: Callable[[Step], 
     rounds = sorted({step.round for step in mine} & {step.round for step in base})
     return spread(
         [
-            _median([step for step in mine if step.round == number], what) / max(_median([step for step in base if step.round == number], what), 1e-9)
+            _median([step for step in mine if step.round == number], what)
+            / max(_median([step for step in base if step.round == number], what), 1e-9)
             for number in rounds
         ]
     )

@@ -1,4 +1,6 @@
-"""The model that is trained: a decoder on long sequences of noise, of which only the blocks matter."""
+"""The model that is trained: a decoder on long sequences of noise, of which only the blocks
+matter.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ class Shape(NamedTuple):
     @property
     def forward_flops(self) -> float:
         """Of a forward pass: the matrices, and attention, which is causal."""
-        return self.batch * self.sequence * self.blocks * (24.0 * self.width**2 + 2.0 * self.sequence * self.width)
+        return (
+            self.batch
+            * self.sequence
+            * self.blocks
+            * (24.0 * self.width**2 + 2.0 * self.sequence * self.width)
+        )
 
 
-def make(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[nn.ModuleList, torch.Tensor]:
+def make(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.ModuleList, torch.Tensor]:
     """The blocks and a batch, the same in every call."""
     torch.manual_seed(0)
     with torch.device(device):
-        blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.blocks)).to(dtype)
+        blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.blocks)).to(
+            dtype
+        )
         return blocks, torch.randn(shape.batch, shape.sequence, shape.width, dtype=dtype)
 
 

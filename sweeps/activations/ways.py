@@ -25,7 +25,9 @@ from .transformer import checksum
 
 
 class Step(NamedTuple):
-    """What one step took; bytes are of saved tensors, and of the drive. peak_bytes: beside weights and gradients, on the device."""
+    """What one step took; bytes are of saved tensors, and of the drive. peak_bytes: beside weights
+    and gradients, on the device.
+    """
 
     way: str
     round: int
@@ -48,10 +50,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Way:
-    """A way through the blocks: *context* is around a *share* of them, evenly spread, which it *recomputes* in the backward pass or not; others keep theirs.
+    """A way through the blocks: *context* is around a *share* of them, evenly spread, which it
+    *recomputes* in the backward pass or not; others keep theirs.
 
-    kept_bytes: of this process' memory that it holds from one step to the next. fresh: no step was made in this process; the first takes memory, and what has
-    a drive learns an order.
+    kept_bytes: of this process' memory that it holds from one step to the next. fresh: no step was
+    made in this process; the first takes memory, and what has a drive learns an order.
     """
 
     name: str
@@ -73,12 +76,18 @@ class Way:
         chosen = spread(len(blocks), self.share)
         for number, block in enumerate(blocks):
             with self.context() if number in chosen else contextlib.nullcontext():
-                x = checkpoint(block, x, use_reentrant=False) if self.recomputes and number in chosen else block(x)
+                x = (
+                    checkpoint(block, x, use_reentrant=False)
+                    if self.recomputes and number in chosen
+                    else block(x)
+                )
         return x.float().square().mean()
 
 
 def spread(count: int, share: float) -> set[int]:
-    """A *share* of as many numbers, from 0, with gaps alike: the drive has as much to do in each part of a pass."""
+    """A *share* of as many numbers, from 0, with gaps alike: the drive has as much to do in each
+    part of a pass.
+    """
     chosen = round(share * count)
     return {number * count // chosen for number in range(chosen)}
 
@@ -87,8 +96,15 @@ NAMES = ("none", "cpu", "checkpoint", "nvme", "nvme-checkpoint")
 
 
 @contextlib.contextmanager
-def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], shares: list[float], min_bytes: str) -> Iterator[list[Way]]:
-    """The ways called *names*; those of the drive once for each of their *host_memory*, "nvme" for each of *shares* of the blocks as well.
+def ways(
+    names: list[str],
+    directory: Path,
+    host_memory: dict[str, list[str]],
+    shares: list[float],
+    min_bytes: str,
+) -> Iterator[list[Way]]:
+    """The ways called *names*; those of the drive once for each of their *host_memory*, "nvme" for
+    each of *shares* of the blocks as well.
 
     They are closed at the end of the `with`.
     """
@@ -96,18 +112,37 @@ def ways(names: list[str], directory: Path, host_memory: dict[str, list[str]], s
         found = []
         for name in names:
             if name in ("none", "checkpoint"):
-                found.append(Way(name, {"none": "nothing", "checkpoint": "checkpointing"}[name], recomputes=name == "checkpoint"))
+                found.append(
+                    Way(
+                        name,
+                        {"none": "nothing", "checkpoint": "checkpointing"}[name],
+                        recomputes=name == "checkpoint",
+                    )
+                )
             elif name == "cpu":
-                found.append(Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True)))
+                found.append(
+                    Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True))
+                )
             else:
                 recomputes = name == "nvme-checkpoint"
-                for share, memory in itertools.product([1.0] if recomputes else shares, host_memory[name]):
+                for share, memory in itertools.product(
+                    [1.0] if recomputes else shares, host_memory[name]
+                ):
                     offload = save_on_nvme(directory, min_bytes, memory)
                     stack.callback(offload.close)
                     title = f"save_on_nvme, {memory} of host memory{', checkpointing' if recomputes else ''}"
                     if share < 1:
                         title += f", {share:.0%} of the blocks"
-                    found.append(Way(f"{name} {memory} {share}", title, lambda offload=offload: offload, recomputes, offload, share))  # type: ignore[misc]
+                    found.append(
+                        Way(
+                            f"{name} {memory} {share}",
+                            title,
+                            lambda offload=offload: offload,
+                            recomputes,
+                            offload,
+                            share,
+                        )
+                    )  # type: ignore[misc]
         yield found
 
 
@@ -122,7 +157,14 @@ def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> St
     loss.backward()
     ended = _now(x.device)
     del loss
-    step = Step(way.name, number, turned - started, ended - turned, peak.nbytes() + way.kept_bytes, checksum(blocks))
+    step = Step(
+        way.name,
+        number,
+        turned - started,
+        ended - turned,
+        peak.nbytes() + way.kept_bytes,
+        checksum(blocks),
+    )
     if way.offload is None or before is None:
         return step
     way.kept_bytes += peak.left()
@@ -138,12 +180,16 @@ def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> St
 
 
 def give_back_at_once() -> None:
-    """See that the C library keeps no tensor's memory that was freed, which would count. Source: mallopt(3), for M_MMAP_THRESHOLD."""
+    """See that the C library keeps no tensor's memory that was freed, which would count. Source:
+    mallopt(3), for M_MMAP_THRESHOLD.
+    """
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
 
 
 class Peak:
-    """The most memory from here on, over what there is now: of the GPU, or of this process where there is none."""
+    """The most memory from here on, over what there is now: of the GPU, or of this process where
+    there is none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -167,14 +213,18 @@ class Peak:
 
     def _now(self, of_gpu: str, of_process: str) -> int:
         if self._device.type == "cuda":
-            return {"allocated": torch.cuda.memory_allocated, "max": torch.cuda.max_memory_allocated}[of_gpu](self._device)
+            return {
+                "allocated": torch.cuda.memory_allocated,
+                "max": torch.cuda.max_memory_allocated,
+            }[of_gpu](self._device)
         found = re.search(rf"{of_process}:\s*(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else 0
 
 
 def _trim() -> None:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide what is taken. Source: malloc_trim(3)
+    # what is free already would hide what is taken. Source: malloc_trim(3)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _now(device: torch.device) -> float:

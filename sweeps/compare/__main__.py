@@ -1,4 +1,6 @@
-"""`python -m sweeps.compare DIR`: the field side by side on the drive of DIR, as a page, a table in Markdown and JSON."""
+"""`python -m sweeps.compare DIR`: the field side by side on the drive of DIR, as a page, a table in
+Markdown and JSON.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,51 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
     return nbytes
 
 
-def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
+def _names(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> list[str] | None:
     return value.split(",") if value else None
 
 
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--size", default="1GiB", show_default=True, callback=_size, help="Bytes of a task; a checkpoint has twice as many.")
-@click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN)
+@click.option(
+    "--size",
+    default="1GiB",
+    show_default=True,
+    callback=_size,
+    help="Bytes of a task; a checkpoint has twice as many.",
+)
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=_DEFAULT_PLAN,
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option("--seconds", type=click.FloatRange(min=0), default=340, show_default=True, help="Begin no further round that would not end within this time.")
-@click.option("--only", callback=_names, help="Of the plan's sides only these, with commas between.")
-@click.option("--tasks", callback=_names, help="Of the plan's tasks only these, with commas between.")
-@click.option("--output", type=click.Path(path_type=Path), help="Directory of the report: reports/compare-NAME-DATE unless given.")
-@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=340,
+    show_default=True,
+    help="Begin no further round that would not end within this time.",
+)
+@click.option(
+    "--only", callback=_names, help="Of the plan's sides only these, with commas between."
+)
+@click.option(
+    "--tasks", callback=_names, help="Of the plan's tasks only these, with commas between."
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Directory of the report: reports/compare-NAME-DATE unless given.",
+)
+@click.option(
+    "--note",
+    multiple=True,
+    help="A sentence on the circumstances, for the report; may be given again.",
+)
 @click.option(
     "--training",
     "training_reports",
@@ -82,13 +115,25 @@ def main(
     note: tuple[str, ...],
     training_reports: tuple[Path, ...],
 ) -> None:
-    """Compare this package with others on the drive of DIRECTORY, in interleaved runs, and write a report."""
+    """Compare this package with others on the drive of DIRECTORY, in interleaved runs, and write a
+    report.
+    """
     stop_at_sigterm()
     started = time.monotonic()
     plan = read_plan(plan_path).narrowed(only, tasks)
     told = facts(directory, "sweeps.compare")
-    results = Results(told, size, plan.reference, plan.ceiling, [_task_facts(task, size) for task in plan.tasks], [], notes=list(note))
-    reports = training_reports or training.of_this_machine((_ROOT / "reports").glob("training-*.json"), told)
+    results = Results(
+        told,
+        size,
+        plan.reference,
+        plan.ceiling,
+        [_task_facts(task, size) for task in plan.tasks],
+        [],
+        notes=list(note),
+    )
+    reports = training_reports or training.of_this_machine(
+        (_ROOT / "reports").glob("training-*.json"), told
+    )
     for report in reports:
         results.training += training.read(report, _shown(report))
     with contextlib.ExitStack() as undo:
@@ -99,13 +144,22 @@ def main(
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
     if not results.runs:
         reasons = "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped)
-        raise UsageError(f"no side did anything: {reasons or 'it was interrupted before the first'}")
+        raise UsageError(
+            f"no side did anything: {reasons or 'it was interrupted before the first'}"
+        )
     target = output or _ROOT / "reports" / f"compare-{platform.node()}-{datetime.date.today()}"
     for path in page.write(results, target):
         click.echo(path)
 
 
-def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadline: float, undo: contextlib.ExitStack) -> None:
+def _compare(
+    results: Results,
+    plan: Plan,
+    directory: Path,
+    rounds: int,
+    deadline: float,
+    undo: contextlib.ExitStack,
+) -> None:
     place = Path(tempfile.mkdtemp(prefix="sweeps-compare-", dir=directory))
     undo.callback(shutil.rmtree, place, ignore_errors=True)
     largest = max(task.nbytes(results.size_bytes) for task in plan.tasks)
@@ -115,10 +169,18 @@ def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadlin
     try:
         evict(place / "read")
     except IOFailure as error:
-        raise UnsupportedError(f"files in {directory} stay in memory, where everybody would read them from: name a directory on a drive ({error})") from None
-    results.facts["direct I/O"] = "yes" if direct else "no: the filesystem has none, so that everybody goes through the page cache"
+        raise UnsupportedError(
+            f"files in {directory} stay in memory, where everybody would read them from: name a directory on a drive ({error})"
+        ) from None
+    results.facts["direct I/O"] = (
+        "yes"
+        if direct
+        else "no: the filesystem has none, so that everybody goes through the page cache"
+    )
     most = max(task.share for task in plan.tasks) * results.size_bytes
-    team = undo.enter_context(Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND))
+    team = undo.enter_context(
+        Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND)
+    )
     field = _Field(results, plan, team)
     field.prepare()
     field.tune()
@@ -126,7 +188,9 @@ def _compare(results: Results, plan: Plan, directory: Path, rounds: int, deadlin
     for number in range(rounds):
         began = time.monotonic()
         if number > 0 and began + longest > deadline:
-            results.notes.append(f"{number} of {rounds} rounds were held in the time that was given.")
+            results.notes.append(
+                f"{number} of {rounds} rounds were held in the time that was given."
+            )
             break
         field.hold(number, rounds)
         longest = max(longest, time.monotonic() - began)
@@ -146,9 +210,19 @@ class _Field:
     def prepare(self) -> None:
         """Load every side, those of different workers at once."""
         versions: dict[str, str] = {}
-        wanted = [side for side in self._plan.sides if any(task.name in side.tasks for task in self._plan.tasks)]
+        wanted = [
+            side
+            for side in self._plan.sides
+            if any(task.name in side.tasks for task in self._plan.tasks)
+        ]
         for side in wanted:
-            asked = {"verb": "prepare", "side": side.name, "transfer": _transfer_of(side), "checkpoint": side.checkpoint, "setting": side.candidates[0]}
+            asked = {
+                "verb": "prepare",
+                "side": side.name,
+                "transfer": _transfer_of(side),
+                "checkpoint": side.checkpoint,
+                "setting": side.candidates[0],
+            }
             self._team.start(side.worker, asked)
         for side in wanted:
             _say(f"getting {side.title} ready")
@@ -158,7 +232,9 @@ class _Field:
             except (UnsupportedError, SideFailed) as error:
                 self._skip(side, "", error)
         told = {version for found in versions.values() for version in found.split(", ")}
-        self._results.facts["versions"] = ", ".join([*sorted(told), f"Python {platform.python_version()}", commit()])
+        self._results.facts["versions"] = ", ".join(
+            [*sorted(told), f"Python {platform.python_version()}", commit()]
+        )
         self._versions = versions
 
     def tune(self) -> None:
@@ -173,15 +249,25 @@ class _Field:
                     continue  # every setting failed, and why is noted
                 chosen = fastest(speeds)
                 for setting, found in zip(side.candidates, speeds, strict=True):
-                    medians = {name: round(statistics.median(values) / 1e9, 3) for name, values in found.items() if values}
+                    medians = {
+                        name: round(statistics.median(values) / 1e9, 3)
+                        for name, values in found.items()
+                        if values
+                    }
                     tried.append({"setting": setting, "gb_per_second": medians})
                 _say(f"{side.title}: {describe(side.candidates[chosen])}")
             self._settings[side.name] = side.candidates[chosen]
             version = self._versions[side.name]
-            self._results.sides.append(SideFacts(side.name, side.title, version, side.done, side.candidates[chosen], tuple(tried)))
+            self._results.sides.append(
+                SideFacts(
+                    side.name, side.title, version, side.done, side.candidates[chosen], tuple(tried)
+                )
+            )
 
     def _try(self, side: Side, tasks: list[Task]) -> list[dict[str, list[float]]]:
-        speeds: list[dict[str, list[float]]] = [{task.name: [] for task in tasks} for _ in side.candidates]
+        speeds: list[dict[str, list[float]]] = [
+            {task.name: [] for task in tasks} for _ in side.candidates
+        ]
         size = max(_LEAST_BYTES, int(self._plan.tuning_share * self._results.size_bytes))
         failed: dict[int, Exception] = {}
         for number in range(self._plan.tuning_rounds):
@@ -190,7 +276,15 @@ class _Field:
                     if index in failed:
                         continue
                     try:
-                        found = self._ask(side, task, side.candidates[index], size, seed=_TUNING_SEED, verify=False, keep=True)
+                        found = self._ask(
+                            side,
+                            task,
+                            side.candidates[index],
+                            size,
+                            seed=_TUNING_SEED,
+                            verify=False,
+                            keep=True,
+                        )
                         speeds[index][task.name].append(found["nbytes"] / found["seconds"])
                     except (UnsupportedError, SideFailed) as error:
                         failed[index] = error
@@ -210,23 +304,59 @@ class _Field:
                 side = self._plan.side(name)
                 if (name, task.name) in self._refused:
                     continue
-                seed = _TUNING_SEED + 2 * (1 + len(self._plan.sides) * number + position)  # two buffers are filled by seeds that follow
+                # two buffers are filled by seeds that follow
+                seed = _TUNING_SEED + 2 * (1 + len(self._plan.sides) * number + position)
                 try:
-                    found = self._ask(side, task, self._settings[name], self._results.size_bytes, seed=seed, verify=number == 0, keep=False)
+                    found = self._ask(
+                        side,
+                        task,
+                        self._settings[name],
+                        self._results.size_bytes,
+                        seed=seed,
+                        verify=number == 0,
+                        keep=False,
+                    )
                 except (UnsupportedError, SideFailed) as error:
                     self._refused.add((name, task.name))
                     self._skip(side, task.name, error)
                     continue
                 self._results.runs.append(Run(task.name, name, number, position, **found))
-                _say(f"round {number + 1}, {task.name}: {side.title} {found['nbytes'] / found['seconds'] / 1e9:.2f} GB/s")
+                _say(
+                    f"round {number + 1}, {task.name}: {side.title} {found['nbytes'] / found['seconds'] / 1e9:.2f} GB/s"
+                )
 
-    def _ask(self, side: Side, task: Task, setting: Setting, size: int, *, seed: int, verify: bool, keep: bool) -> dict[str, Any]:
+    def _ask(
+        self,
+        side: Side,
+        task: Task,
+        setting: Setting,
+        size: int,
+        *,
+        seed: int,
+        verify: bool,
+        keep: bool,
+    ) -> dict[str, Any]:
         nbytes = task.nbytes(size)
-        asked: dict[str, Any] = {"side": side.name, "direction": task.direction, "setting": setting, "verify": verify, "keep": keep}
+        asked: dict[str, Any] = {
+            "side": side.name,
+            "direction": task.direction,
+            "setting": setting,
+            "verify": verify,
+            "keep": keep,
+        }
         if task.checkpoint and side.checkpoint:
-            return self._team.ask(side.worker, {**asked, "verb": "checkpoint", "checkpoint": side.checkpoint, "nbytes": nbytes})
+            return self._team.ask(
+                side.worker,
+                {**asked, "verb": "checkpoint", "checkpoint": side.checkpoint, "nbytes": nbytes},
+            )
         requests = task.requests(size)
-        move = {"verb": "transfer", "transfer": side.transfer, "request_bytes": nbytes // requests, "requests": requests, "seed": seed}
+        move = {
+            "verb": "transfer",
+            "transfer": side.transfer,
+            "request_bytes": nbytes // requests,
+            "requests": requests,
+            "seed": seed,
+        }
         return self._team.ask(side.worker, {**asked, **move})
 
     def _skip(self, side: Side, task: str, error: Exception) -> None:
@@ -235,17 +365,24 @@ class _Field:
 
 
 def _transfer_of(side: Side) -> str:
-    """The name of the side with the options of its first candidate, which is the one that is surely asked for."""
+    """The name of the side with the options of its first candidate, which is the one that is surely
+    asked for.
+    """
     options = side.candidates[0].get("options", []) if side.candidates else []
     return "+".join([side.transfer, *options]) if side.transfer else ""
 
 
 def _task_facts(task: Task, size: int) -> TaskFacts:
-    nbytes, requests = task.nbytes(size) * (2 if task.direction == "mixed" else 1), task.requests(size)
+    nbytes, requests = (
+        task.nbytes(size) * (2 if task.direction == "mixed" else 1),
+        task.requests(size),
+    )
     if task.checkpoint:
         tensors = shapes(nbytes)
         nbytes, requests = sum(tensor.nbytes for tensor in tensors), len(tensors)
-    return TaskFacts(task.name, task.title, task.group, task.direction, nbytes, requests, task.checkpoint)
+    return TaskFacts(
+        task.name, task.title, task.group, task.direction, nbytes, requests, task.checkpoint
+    )
 
 
 def _require_room(plan: Plan, size: int, place: Path) -> None:
@@ -257,11 +394,15 @@ def _require_room(plan: Plan, size: int, place: Path) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         reason = f"No space left on device: a comparison with --size {format_bytes(size)} needs {format_bytes(needed)} there, and {format_bytes(free)} are free"
-        raise NoSpaceError(28, reason, operation="allocation", path=str(place), offset=0, nbytes=needed, done=0)
+        raise NoSpaceError(
+            28, reason, operation="allocation", path=str(place), offset=0, nbytes=needed, done=0
+        )
 
 
 def _make_files(place: Path, nbytes: int) -> bool:
-    """The file that everybody reads and the one that everybody writes, on the drive whole; whether they can be moved directly."""
+    """The file that everybody reads and the one that everybody writes, on the drive whole; whether
+    they can be moved directly.
+    """
     buffer = allocated("huge", nbytes)
     fill(buffer, READ_SEED)
     with Engine(AioConfig(direct="auto")) as engine:

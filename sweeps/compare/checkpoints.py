@@ -1,6 +1,7 @@
 """Ways to write the state of a training to a file and to read it again, as sides of a comparison.
 
-Written means on the drive to stay (fdatasync); read means that every byte is in memory: what only maps its file has every page looked at.
+Written means on the drive to stay (fdatasync); read means that every byte is in memory: what only
+maps its file has every page looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _PAGE_BYTES = 4096
 
 
 class Checkpoint(Protocol):
-    """A side. The format of its files, for those that read what another wrote; *version*, which the report tells."""
+    """A side. The format of its files, for those that read what another wrote; *version*, which the
+    report tells.
+    """
 
     format: str
     version: str
@@ -41,11 +44,15 @@ class Checkpoint(Protocol):
         """Write *state* to *path*, which does not exist, to stay. Raises: OffloadError, OSError."""
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
-        """The state of about *nbytes* that is in *path*, all of it in memory. Raises: OffloadError, OSError."""
+        """The state of about *nbytes* that is in *path*, all of it in memory. Raises: OffloadError,
+        OSError.
+        """
 
 
 class Ours:
-    """How this package writes the checkpoints of states that are on a drive: a file of torch.save, its tensors moved by the engine."""
+    """How this package writes the checkpoints of states that are on a drive: a file of torch.save,
+    its tensors moved by the engine.
+    """
 
     format = "ours"
 
@@ -63,7 +70,10 @@ class Ours:
             yield state
 
         part = self._archive.Part
-        tree = {name: self._archive.away(tensor.numel(), tensor.dtype, [part(lend, name, 0)]) for name, tensor in state.items()}
+        tree = {
+            name: self._archive.offloaded(tensor.numel(), tensor.dtype, [part(lend, name, 0)])
+            for name, tensor in state.items()
+        }
         with self._engine(setting) as engine:
             self._archive.write(str(path), tree, engine)
 
@@ -73,20 +83,38 @@ class Ours:
 
         with self._engine(setting) as engine:
             stored = self._archive.read(str(path), engine)
-            memory = torch.frombuffer(allocate(sum(_paged(tensor.nbytes) for tensor in stored.values())), dtype=torch.uint8)
+            memory = torch.frombuffer(
+                allocate(sum(_paged(tensor.nbytes) for tensor in stored.values())),
+                dtype=torch.uint8,
+            )
             state, begin = {}, 0
             for name, tensor in stored.items():
                 state[name] = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
                 begin += _paged(tensor.nbytes)
-            self._archive.wait_all([ticket for name, tensor in stored.items() for ticket in self._archive.fetch(tensor, 0, state[name])])
+            self._archive.wait_all(
+                [
+                    ticket
+                    for name, tensor in stored.items()
+                    for ticket in self._archive.fetch(tensor, 0, state[name])
+                ]
+            )
         return state
 
     def _engine(self, setting: Setting) -> Engine:
-        return Engine(AioConfig(setting["block_size"], setting["queue_depth"], setting["thread_count"], setting["backend"], direct="auto"))
+        return Engine(
+            AioConfig(
+                setting["block_size"],
+                setting["queue_depth"],
+                setting["thread_count"],
+                setting["backend"],
+                direct="auto",
+            )
+        )
 
 
 class FastFileWriter:
-    """DeepSpeed's FastFileWriter under torch.save, with two buffers in turn, as its checkpoint engine uses it; what it wrote, torch.load reads.
+    """DeepSpeed's FastFileWriter under torch.save, with two buffers in turn, as its checkpoint
+    engine uses it; what it wrote, torch.load reads.
 
     Raises: UnsupportedError where DeepSpeed, or what its ops are built with, is not there.
     """
@@ -100,9 +128,12 @@ class FastFileWriter:
         self.version = self._op.version
         import deepspeed.io.fast_file_writer as module
 
-        # The constructor loads another op, which DeepSpeed does not have for CPUs, and which nothing but its older format asks for anything.
+        # The constructor loads another op, which DeepSpeed does not have for CPUs, and which
+        # nothing but its older format asks for anything.
         if self._op.on_cpu:
-            absent: Any = types.SimpleNamespace(load=lambda: types.SimpleNamespace(cast_to_byte_tensor=None))
+            absent: Any = types.SimpleNamespace(
+                load=lambda: types.SimpleNamespace(cast_to_byte_tensor=None)
+            )
             module.UtilsBuilder = lambda: absent
         self._writer, self._config = module.FastFileWriter, module.FastFileWriterConfig
         self._buffer: Any = None
@@ -111,14 +142,19 @@ class FastFileWriter:
         """Write *state* to *path*; the writer syncs."""
         import torch
 
-        handle = self._op.handle(setting["block_size"], setting["queue_depth"], setting["thread_count"])
+        handle = self._op.handle(
+            setting["block_size"], setting["queue_depth"], setting["thread_count"]
+        )
         nbytes = setting["buffer_size"]
         if self._buffer is None or self._buffer.nbytes != nbytes:
             if self._buffer is not None:
                 self._op.unlock(self._buffer)
             self._buffer = self._op.locked(nbytes)
         torch.serialization.set_crc32_options(setting.get("crc32", True))
-        writer = self._writer(str(path), self._config(dnvme_handle=handle, pinned_tensor=torch.from_numpy(self._buffer)))
+        writer = self._writer(
+            str(path),
+            self._config(dnvme_handle=handle, pinned_tensor=torch.from_numpy(self._buffer)),
+        )
         torch.save(state, writer)
         writer.close()
 
@@ -162,7 +198,9 @@ class TorchMapped(Torch):
 
 
 class SafeTensors:
-    """safetensors.torch: save_file and load_file. Raises: UnsupportedError where it is not installed."""
+    """safetensors.torch: save_file and load_file. Raises: UnsupportedError where it is not
+    installed.
+    """
 
     format = "safetensors"
 
@@ -185,7 +223,9 @@ class SafeTensors:
 
 
 class MemoryMap:
-    """numpy.memmap: all tensors in one file without a header, each from a page on, at places that the program knows."""
+    """numpy.memmap: all tensors in one file without a header, each from a page on, at places that
+    the program knows.
+    """
 
     format = "memmap"
 
@@ -229,7 +269,9 @@ _KINDS: dict[str, Callable[[], Checkpoint]] = {
 
 
 def make(name: str) -> Checkpoint:
-    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be had on this machine."""
+    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be
+    had on this machine.
+    """
     if name not in _KINDS:
         raise UsageError(f"{name!r} writes no checkpoints; there are {', '.join(_KINDS)}")
     return _KINDS[name]()

@@ -1,7 +1,8 @@
 """Install what a comparison compares with, into this Python: `python -m sweeps.compare.install`.
 
-From the package index, or with --wheels from a directory. Nothing that is there already is changed, and nothing but these packages comes along, so
-that torch and numpy stay what they are. What cannot be installed is told and left out; the comparison says so, too.
+From the package index, or with --wheels from a directory. Nothing that is there already is changed,
+and nothing but these packages comes along, so that torch and numpy stay what they are. What cannot
+be installed is told and left out; the comparison says so, too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import NamedTuple
 
 import click
 
-_REASON = re.compile(r"\s*\w+Error: ")  # a build's own, of which pip says the consequences in the lines after
+# a build's own, of which pip says the consequences in the lines after
+_REASON = re.compile(r"\s*\w+Error: ")
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/usr/lib64:/usr/lib"
 
 
 class _Peer(NamedTuple):
-    """*packages*, which bring *module*; *hindrance* tells why it would be of no use here, or nothing. builds: a compiler runs, on this torch."""
+    """*packages*, which bring *module*; *hindrance* tells why it would be of no use here, or
+    nothing. builds: a compiler runs, on this torch.
+    """
 
     module: str
     packages: tuple[str, ...]
@@ -43,15 +47,38 @@ def _without_cuda() -> str:
 
 _PEERS = (
     _Peer("safetensors", ("safetensors",)),
-    _Peer("kvikio", ("kvikio-cu12", "libkvikio-cu12", "rapids-logger==0.3.*", "cuda-pathfinder"), _without_cuda),
-    # Its setup looks for static libraries elsewhere than Debian has them, and would write to the .bashrc of a home that is not temporary.
+    _Peer(
+        "kvikio",
+        ("kvikio-cu12", "libkvikio-cu12", "rapids-logger==0.3.*", "cuda-pathfinder"),
+        _without_cuda,
+    ),
+    # Its setup looks for static libraries elsewhere than Debian has them, and would write to the
+    # .bashrc of a home that is not temporary.
     _Peer("tensornvme", ("tensornvme",), builds=True),
-    _Peer("deepspeed", ("deepspeed", "hjson", "msgpack", "ninja", "py-cpuinfo", "einops", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")),
+    _Peer(
+        "deepspeed",
+        (
+            "deepspeed",
+            "hjson",
+            "msgpack",
+            "ninja",
+            "py-cpuinfo",
+            "einops",
+            "pydantic",
+            "pydantic-core",
+            "annotated-types",
+            "typing-inspection",
+        ),
+    ),
 )
 
 
 @click.command()
-@click.option("--wheels", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Take the packages from this directory alone.")
+@click.option(
+    "--wheels",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Take the packages from this directory alone.",
+)
 def main(wheels: Path | None) -> None:
     """Install the peers of a comparison that are not there yet."""
     for peer in _PEERS:
@@ -64,7 +91,15 @@ def main(wheels: Path | None) -> None:
 
 
 def _install(peer: _Peer, wheels: Path | None) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "-q",
+        "--no-deps",
+    ]
     if wheels is not None:
         command += ["--no-index", "--find-links", str(wheels)]
     environment = dict(os.environ)
@@ -72,15 +107,23 @@ def _install(peer: _Peer, wheels: Path | None) -> str:
         if peer.builds:
             command.append("--no-build-isolation")
             environment["HOME"] = undo.enter_context(tempfile.TemporaryDirectory())
-            environment["LIBRARY_PATH"] = ":".join(filter(None, (environment.get("LIBRARY_PATH"), _LIBRARIES)))
+            environment["LIBRARY_PATH"] = ":".join(
+                filter(None, (environment.get("LIBRARY_PATH"), _LIBRARIES))
+            )
             if not any((Path(place) / "liburing.a").exists() for place in _LIBRARIES.split(":")):
                 environment["DISABLE_URING"] = "1"  # or it would look for its source in the net
             environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        ran = subprocess.run([*command, *peer.packages], env=environment, capture_output=True, text=True)
+        ran = subprocess.run(
+            [*command, *peer.packages], env=environment, capture_output=True, text=True
+        )
     if ran.returncode == 0:
         return "installed"
     said = ran.stderr.splitlines() or ["nothing"]
-    reasons = [line.strip() for line in said if _REASON.match(line)] or [line for line in said if "error" in line.lower()] or said
+    reasons = (
+        [line.strip() for line in said if _REASON.match(line)]
+        or [line for line in said if "error" in line.lower()]
+        or said
+    )
     return f"left out, pip says: {reasons[-1][:200]}"
 
 

@@ -1,4 +1,5 @@
-"""A comparison for people: one page that asks for nothing else, and the same in Markdown. Pure but for `write`.
+"""A comparison for people: one page that asks for nothing else, and the same in Markdown. Pure but
+for `write`.
 
 `python -m sweeps.compare.page reports/compare-NAME` writes them again from the JSON that is there.
 """
@@ -39,13 +40,26 @@ HOW = (
 
 _SPEED = ("speed", "advantage", "speed-checkpoint", "advantage-checkpoint")
 _CPU = ("cpu", "cpu-checkpoint")
-_HELD = ("process", "cached", "locked", "process-checkpoint", "cached-checkpoint", "locked-checkpoint")
+_HELD = (
+    "process",
+    "cached",
+    "locked",
+    "process-checkpoint",
+    "cached-checkpoint",
+    "locked-checkpoint",
+)
 
 
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write report.html, report.md and compare.json into *directory*, over what is there; their paths. Raises: OSError."""
+    """Write report.html, report.md and compare.json into *directory*, over what is there; their
+    paths. Raises: OSError.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    texts = {"compare.json": as_json(results), "report.md": markdown(results), "report.html": html(results)}
+    texts = {
+        "compare.json": as_json(results),
+        "report.md": markdown(results),
+        "report.html": html(results),
+    }
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     return [directory / name for name in reversed(texts)]
@@ -58,15 +72,26 @@ def html(results: Results) -> str:
 
     environment = environment_of_pages()
     assert environment.loader is not None
-    environment.loader = jinja2.ChoiceLoader([environment.loader, jinja2.FileSystemLoader(Path(__file__).parent)])
-    drawn = {name: [(chart, Markup(chart.svg())) for chart in found] for name, found in _charts(results).items()}
-    return environment.get_template("page.html.j2").render(_context(results), charts=drawn, **page_parts(environment))
+    environment.loader = jinja2.ChoiceLoader(
+        [environment.loader, jinja2.FileSystemLoader(Path(__file__).parent)]
+    )
+    drawn = {
+        name: [(chart, Markup(chart.svg())) for chart in found]
+        for name, found in _charts(results).items()
+    }
+    return environment.get_template("page.html.j2").render(
+        _context(results), charts=drawn, **page_parts(environment)
+    )
 
 
 def markdown(results: Results) -> str:
     """The same for a pull request, without charts."""
     context = _context(results)
-    parts = [f"# {context['title']}", context["lead"], *(f"- {name}: {value}" for name, value in results.facts.items())]
+    parts = [
+        f"# {context['title']}",
+        context["lead"],
+        *(f"- {name}: {value}" for name, value in results.facts.items()),
+    ]
     parts[2:] = ["\n".join(parts[2:])]
     parts += results.notes
     for heading, names in (
@@ -104,9 +129,17 @@ def _lead(results: Results) -> str:
     said = []
     for task in results.tasks:
         if task.name in ("read-1MiB", "write-1MiB", "checkpoint-write"):
-            others = [row for row in rows(results, task) if row.advantage and not row.side.name.startswith("ours") and row.side.name != results.ceiling]
+            others = [
+                row
+                for row in rows(results, task)
+                if row.advantage
+                and not row.side.name.startswith("ours")
+                and row.side.name != results.ceiling
+            ]
             if others and (best := max(others, key=lambda row: row.gb_per_second.median)).advantage:
-                said.append(f"{wording.ratio(best.advantage.median)} at {_doing(task)} ({best.side.title})")
+                said.append(
+                    f"{wording.ratio(best.advantage.median)} at {_doing(task)} ({best.side.title})"
+                )
     if not said:
         return f"{wording.plural(len(results.sides), 'side')} on one drive, interleaved."
     return f"The speed of ours with libaio over the fastest of the others each time: {', '.join(said)}. All moved the same bytes, in interleaved runs."
@@ -114,7 +147,11 @@ def _lead(results: Results) -> str:
 
 def _doing(task: TaskFacts) -> str:
     verb = {"read": "reading", "write": "writing", "mixed": "reading and writing"}[task.direction]
-    return f"{verb} a checkpoint" if task.checkpoint else f"{verb} {task.requests} tensors of {wording.size(task.nbytes // task.requests)}"
+    return (
+        f"{verb} a checkpoint"
+        if task.checkpoint
+        else f"{verb} {task.requests} tensors of {wording.size(task.nbytes // task.requests)}"
+    )
 
 
 def _charts(results: Results) -> dict[str, list[Chart]]:
@@ -122,25 +159,66 @@ def _charts(results: Results) -> dict[str, list[Chart]]:
     for group, tasks in groups(results):
         found["speed"].append(charts.speeds(results, group, tasks))
         found["cpu"].append(charts.costs(results, group, tasks))
-        if any(task.checkpoint or (task.requests == 1 and task.direction != "mixed") for task in tasks):  # many tensors take what a large one does
+        # many tensors take what a large one does
+        if any(
+            task.checkpoint or (task.requests == 1 and task.direction != "mixed") for task in tasks
+        ):
             found["memory"].append(charts.memory(results, group, tasks))
     return found
 
 
 def _tables(results: Results) -> Iterator[Table]:
-    reference = next((side.title for side in results.sides if side.name == results.reference), results.reference)
+    reference = next(
+        (side.title for side in results.sides if side.name == results.reference), results.reference
+    )
     for checkpoint in (False, True):
         kind = "-checkpoint" if checkpoint else ""
-        tasks = [task for _, found in groups(results) for task in found if task.checkpoint == checkpoint]
+        tasks = [
+            task for _, found in groups(results) for task in found if task.checkpoint == checkpoint
+        ]
         about = "A checkpoint: " if checkpoint else ""
-        yield _matrix(results, tasks, f"speed{kind}", f"{about}GB/s, medians", lambda row: wording.speed(row.gb_per_second.median))
-        yield _matrix(results, tasks, f"advantage{kind}", f"{about}the speed of {reference} over each, in the same round", _advantage)
-        yield _matrix(results, tasks, f"cpu{kind}", f"{about}CPU seconds a GiB", lambda row: f"{row.cpu_seconds_per_gib:.3f}")
+        yield _matrix(
+            results,
+            tasks,
+            f"speed{kind}",
+            f"{about}GB/s, medians",
+            lambda row: wording.speed(row.gb_per_second.median),
+        )
+        yield _matrix(
+            results,
+            tasks,
+            f"advantage{kind}",
+            f"{about}the speed of {reference} over each, in the same round",
+            _advantage,
+        )
+        yield _matrix(
+            results,
+            tasks,
+            f"cpu{kind}",
+            f"{about}CPU seconds a GiB",
+            lambda row: f"{row.cpu_seconds_per_gib:.3f}",
+        )
         for name, caption, measure in _MEMORY:
-            yield _matrix(results, tasks, f"{name}{kind}", f"{about}{caption}, MB", lambda row, measure=measure: _megabytes(measure(row)), measure)  # type: ignore[misc]
+            yield _matrix(
+                results,
+                tasks,
+                f"{name}{kind}",
+                f"{about}{caption}, MB",
+                lambda row, measure=measure: _megabytes(measure(row)),
+                measure,
+            )  # type: ignore[misc]
     yield _training(results)
-    sides = tuple((side.title, side.version, describe(side.setting), str(len(side.tried) or 1), side.done) for side in results.sides)
-    yield Table("sides", "Versions and settings", ("Side", "Version", "Setting", "Tried", "When its bytes are moved"), sides, words=frozenset({0, 1, 2, 4}))
+    sides = tuple(
+        (side.title, side.version, describe(side.setting), str(len(side.tried) or 1), side.done)
+        for side in results.sides
+    )
+    yield Table(
+        "sides",
+        "Versions and settings",
+        ("Side", "Version", "Setting", "Tried", "When its bytes are moved"),
+        sides,
+        words=frozenset({0, 1, 2, 4}),
+    )
     skipped = tuple((skip.side, skip.task or "everything", skip.reason) for skip in results.skipped)
     yield Table("skipped", "Skipped", ("Side", "At", "Why"), skipped, words=frozenset({0, 1, 2}))
     yield _tried(results)
@@ -154,7 +232,12 @@ _MEMORY: tuple[tuple[str, str, Callable[[Row], int]], ...] = (
 
 
 def _matrix(
-    results: Results, tasks: Sequence[TaskFacts], name: str, caption: str, shown: Callable[[Row], str], counts: Callable[[Row], float] | None = None
+    results: Results,
+    tasks: Sequence[TaskFacts],
+    name: str,
+    caption: str,
+    shown: Callable[[Row], str],
+    counts: Callable[[Row], float] | None = None,
 ) -> Table:
     """Sides by *tasks*; with *counts* only the sides where that is ever above 0."""
     by_side: dict[str, dict[str, Row]] = {}
@@ -169,8 +252,19 @@ def _matrix(
             continue
         if side.name.startswith("ours"):
             strong.add(len(lines))
-        lines.append((side.title, *(shown(mine[task.name]) if task.name in mine else wording.NONE for task in tasks)))
-    return Table(name, f"{caption[:1].upper()}{caption[1:]}", ("", *(_short(task, "\n") for task in tasks)), tuple(lines), frozenset(strong))
+        lines.append(
+            (
+                side.title,
+                *(shown(mine[task.name]) if task.name in mine else wording.NONE for task in tasks),
+            )
+        )
+    return Table(
+        name,
+        f"{caption[:1].upper()}{caption[1:]}",
+        ("", *(_short(task, "\n") for task in tasks)),
+        tuple(lines),
+        frozenset(strong),
+    )
 
 
 def _short(task: TaskFacts, between: str) -> str:
@@ -185,7 +279,9 @@ def _advantage(row: Row) -> str:
     if found is None:
         return wording.NONE
     low, high = f"{found.low:.2f}", f"{found.high:.2f}"
-    return f"{found.median:.2f}" if low == high else f"{found.median:.2f} ({low}{wording.DASH}{high})"
+    return (
+        f"{found.median:.2f}" if low == high else f"{found.median:.2f} ({low}{wording.DASH}{high})"
+    )
 
 
 def _training(results: Results) -> Table:
@@ -193,9 +289,24 @@ def _training(results: Results) -> Table:
     for row in results.training:
         step = "1" if row.step_ratio is None else _three(row.step_ratio)
         peak = "1" if row.peak_ratio is None else _three(row.peak_ratio)
-        figures = (f"{row.step_seconds:.3g}", step, f"{row.peak_bytes / 1e9:.1f}", peak, str(row.rounds))
+        figures = (
+            f"{row.step_seconds:.3g}",
+            step,
+            f"{row.peak_bytes / 1e9:.1f}",
+            peak,
+            str(row.rounds),
+        )
         lines.append((row.title, row.model, *figures, f"{row.report}, {row.date}"))
-    columns = ("What is where", "Model", "Step, s", "Over\nthe first", "Peak memory,\nGB", "Over\nthe first", "Rounds", "Report")
+    columns = (
+        "What is where",
+        "Model",
+        "Step, s",
+        "Over\nthe first",
+        "Peak memory,\nGB",
+        "Over\nthe first",
+        "Rounds",
+        "Report",
+    )
     return Table(
         "training",
         "A training step with DeepSpeed ZeRO-3, from reports made on a machine with this processor",
@@ -215,11 +326,21 @@ def _tried(results: Results) -> Table:
     lines = []
     for side in results.sides:
         for entry in side.tried:
-            speeds = ", ".join(f"{_short(tasks[name], ' ')} {wording.speed(value)}" for name, value in entry["gb_per_second"].items() if name in tasks)
+            speeds = ", ".join(
+                f"{_short(tasks[name], ' ')} {wording.speed(value)}"
+                for name, value in entry["gb_per_second"].items()
+                if name in tasks
+            )
             mark = "taken" if entry["setting"] == side.setting else ""
             lines.append((side.title, describe(entry["setting"]), speeds or "failed", mark))
     size = format_bytes(results.size_bytes)
-    return Table("tried", f"What was tried before a size of {size}, GB/s", ("Side", "Setting", "Reached", ""), tuple(lines), words=frozenset({0, 1, 2, 3}))
+    return Table(
+        "tried",
+        f"What was tried before a size of {size}, GB/s",
+        ("Side", "Setting", "Reached", ""),
+        tuple(lines),
+        words=frozenset({0, 1, 2, 3}),
+    )
 
 
 def _megabytes(nbytes: float) -> str:

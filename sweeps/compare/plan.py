@@ -1,4 +1,6 @@
-"""What is compared: tasks, sides and the settings that each side may choose from, read from a plan in TOML."""
+"""What is compared: tasks, sides and the settings that each side may choose from, read from a plan
+in TOML.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ else:
     import tomli as tomllib  # pytest brings it along
 
 DIRECTIONS = ("read", "write", "mixed")
-_GRANULE_BYTES = 1 << 20  # sizes are whole ones of these, so that every block size and number of threads divides them
-_SAME = 1.02  # a setting that is no better than that is not chosen over an earlier one, which is simpler
+# sizes are whole ones of these, so that every block size and number of threads divides them
+_GRANULE_BYTES = 1 << 20
+# a setting that is no better than that is not chosen over an earlier one, which is simpler
+_SAME = 1.02
 
 Setting = dict[str, Any]  # as the plan has it, sizes in bytes
 
@@ -29,8 +33,9 @@ Setting = dict[str, Any]  # as the plan has it, sizes in bytes
 class Task:
     """Bytes to move one way, or both ways at once.
 
-    group: tasks that make one chart, by its title. share: of the size that the command is given. request_bytes: of each tensor; 0 for one that has
-    all; checkpoint: the tensors are those of `state`, and go to a file in a format.
+    group: tasks that make one chart, by its title. share: of the size that the command is given.
+    request_bytes: of each tensor; 0 for one that has all; checkpoint: the tensors are those of
+    `state`, and go to a file in a format.
     """
 
     name: str
@@ -42,7 +47,9 @@ class Task:
     checkpoint: bool = False
 
     def nbytes(self, size: int) -> int:
-        """To be moved each way where the command is given *size*: half of it each way for both ways at once."""
+        """To be moved each way where the command is given *size*: half of it each way for both ways
+        at once.
+        """
         each = self.share * size / (2 if self.direction == "mixed" else 1)
         return max(1, round(each / _GRANULE_BYTES)) * _GRANULE_BYTES
 
@@ -55,8 +62,10 @@ class Task:
 class Side:
     """Something that moves bytes.
 
-    worker: sides of one share a process. transfer: the name of a side of `sweeps.peers`; checkpoint: one of `checkpoints`; either may be none.
-    candidates: its settings, of which the fastest at the tasks *tuned_by* is taken. done: what the report says of when its bytes are moved.
+    worker: sides of one share a process. transfer: the name of a side of `sweeps.peers`;
+    checkpoint: one of `checkpoints`; either may be none. candidates: its settings, of which the
+    fastest at the tasks *tuned_by* is taken. done: what the report says of when its bytes are
+    moved.
     """
 
     name: str
@@ -72,7 +81,9 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """reference: the side that ratios are to. ceiling: the one that nobody is expected to pass. tuning_share: of a task's bytes, for trying settings."""
+    """reference: the side that ratios are to. ceiling: the one that nobody is expected to pass.
+    tuning_share: of a task's bytes, for trying settings.
+    """
 
     rounds: int
     tuning_rounds: int
@@ -96,28 +107,41 @@ class Plan:
 
     def narrowed(self, only: Sequence[str] | None, tasks: Sequence[str] | None) -> Plan:
         """With only these sides and tasks. Raises: UsageError where one is unknown."""
-        for names, known in ((only, [side.name for side in self.sides]), (tasks, [task.name for task in self.tasks])):
+        for names, known in (
+            (only, [side.name for side in self.sides]),
+            (tasks, [task.name for task in self.tasks]),
+        ):
             for name in names or ():
                 if name not in known:
                     raise UsageError(f"{name!r} is none of {', '.join(known)}")
         sides = tuple(side for side in self.sides if only is None or side.name in only)
-        return dataclasses.replace(self, sides=sides, tasks=tuple(task for task in self.tasks if tasks is None or task.name in tasks))
+        return dataclasses.replace(
+            self,
+            sides=sides,
+            tasks=tuple(task for task in self.tasks if tasks is None or task.name in tasks),
+        )
 
 
 def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
-    """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and every other goes the other way about."""
+    """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and
+    every other goes the other way about.
+    """
     first = number * max(1, len(names) // rounds) % len(names) if names else 0
     step = -1 if number % 2 else 1
     return [names[(first + step * place) % len(names)] for place in range(len(names))]
 
 
 def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
-    """Which of the settings is the best, each given by the speeds at the tasks that it was tried with.
+    """Which of the settings is the best, each given by the speeds at the tasks that it was tried
+    with.
 
-    The best has the highest geometric mean over the tasks of the medians; the first of those that are as good counts, and none that failed.
+    The best has the highest geometric mean over the tasks of the medians; the first of those that
+    are as good counts, and none that failed.
     """
     means = [
-        math.exp(statistics.fmean(math.log(statistics.median(found)) for found in by_task.values())) if by_task and all(by_task.values()) else 0.0
+        math.exp(statistics.fmean(math.log(statistics.median(found)) for found in by_task.values()))
+        if by_task and all(by_task.values())
+        else 0.0
         for by_task in speeds
     ]
     most = max(means)
@@ -135,7 +159,12 @@ def describe(setting: Setting) -> str:
         elif isinstance(value, bool):
             said.append(key.replace("_", " ") if value else f"no {key.replace('_', ' ')}")
         else:
-            names = {"block_size": "block", "queue_depth": "depth", "buffer_size": "buffer", "backend": ""}
+            names = {
+                "block_size": "block",
+                "queue_depth": "depth",
+                "buffer_size": "buffer",
+                "backend": "",
+            }
             shown = format_bytes(value) if key.endswith("_size") else str(value)
             said.append(f"{names.get(key, key.replace('_', ' '))} {shown}".strip())
     return ", ".join(said) or "as it comes"
@@ -143,7 +172,16 @@ def describe(setting: Setting) -> str:
 
 _TASK_KEYS = {field.name for field in dataclasses.fields(Task)} - {"request_bytes"} | {"request"}
 _SIDE_KEYS = {field.name for field in dataclasses.fields(Side)}
-_SETTING_KEYS = {"backend", "block_size", "queue_depth", "thread_count", "memory", "options", "buffer_size", "crc32"}
+_SETTING_KEYS = {
+    "backend",
+    "block_size",
+    "queue_depth",
+    "thread_count",
+    "memory",
+    "options",
+    "buffer_size",
+    "crc32",
+}
 
 
 def read_plan(path: Path) -> Plan:
@@ -153,13 +191,22 @@ def read_plan(path: Path) -> Plan:
     """
     try:
         document = tomllib.loads(path.read_text())
-        _require_known(document, {"rounds", "tuning_rounds", "tuning_share", "reference", "ceiling", "task", "side"})
+        _require_known(
+            document,
+            {"rounds", "tuning_rounds", "tuning_share", "reference", "ceiling", "task", "side"},
+        )
         tasks = tuple(_task(entry) for entry in document["task"])
         names = [task.name for task in tasks]
         sides = tuple(_side(entry, names) for entry in document["side"])
         known = [side.name for side in sides]
         _require_known([document["reference"], document["ceiling"]], known)
-        heads = (document["rounds"], document["tuning_rounds"], document["tuning_share"], document["reference"], document["ceiling"])
+        heads = (
+            document["rounds"],
+            document["tuning_rounds"],
+            document["tuning_share"],
+            document["reference"],
+            document["ceiling"],
+        )
         return Plan(*heads, tasks, sides)
     except KeyError as error:
         raise UsageError(f"{path}: {error} is missing") from None
@@ -171,7 +218,15 @@ def _task(entry: dict[str, Any]) -> Task:
     _require_known(entry, _TASK_KEYS)
     _require_known([entry["direction"]], DIRECTIONS)
     request_bytes = parse_bytes(entry.get("request", 0))
-    return Task(entry["name"], entry["title"], entry["group"], entry["direction"], entry.get("share", 1.0), request_bytes, entry.get("checkpoint", False))
+    return Task(
+        entry["name"],
+        entry["title"],
+        entry["group"],
+        entry["direction"],
+        entry.get("share", 1.0),
+        request_bytes,
+        entry.get("checkpoint", False),
+    )
 
 
 def _side(entry: dict[str, Any], tasks: Sequence[str]) -> Side:
@@ -180,7 +235,12 @@ def _side(entry: dict[str, Any], tasks: Sequence[str]) -> Side:
     candidates = []
     for setting in entry.get("candidates", [{}]):
         _require_known(setting, _SETTING_KEYS)
-        candidates.append({key: parse_bytes(value) if key.endswith("_size") else value for key, value in setting.items()})
+        candidates.append(
+            {
+                key: parse_bytes(value) if key.endswith("_size") else value
+                for key, value in setting.items()
+            }
+        )
     return Side(
         entry["name"],
         entry["title"],

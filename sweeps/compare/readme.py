@@ -1,6 +1,8 @@
-"""The README's tables of the field, from the reports that are committed: `python -m sweeps.compare.readme`.
+"""The README's tables of the field, from the reports that are committed: `python -m
+sweeps.compare.readme`.
 
-What stands between the two marks of README.md is written anew; --check says whether it is as the reports have it and changes nothing.
+What stands between the two marks of README.md is written anew; --check says whether it is as the
+reports have it and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ _ROOT = Path(__file__).parents[2]
 
 
 def block(reports: Mapping[str, Results]) -> str:
-    """What stands between the marks: two tables for each of *reports*, which are by the path of their directory. Raises: UsageError where there are none."""
+    """What stands between the marks: two tables for each of *reports*, which are by the path of
+    their directory. Raises: UsageError where there are none.
+    """
     if not reports:
-        raise UsageError("there is no report of a comparison: run python -m sweeps.compare DIR --output reports/compare-NAME first")
+        raise UsageError(
+            "there is no report of a comparison: run python -m sweeps.compare DIR --output reports/compare-NAME first"
+        )
     return "\n\n".join(_machine(path, results) for path, results in reports.items())
 
 
 def replaced(text: str, between: str) -> str:
-    """*text* with *between* between the marks. Raises: UsageError where they are not there, once each and in order."""
+    """*text* with *between* between the marks. Raises: UsageError where they are not there, once
+    each and in order.
+    """
     lines = text.splitlines()
     if lines.count(BEGIN) != 1 or lines.count(END) != 1 or lines.index(BEGIN) > lines.index(END):
         raise UsageError(f"the file needs the line {BEGIN} and after it the line {END}, once each")
@@ -46,15 +54,27 @@ def _machine(path: str, results: Results) -> str:
         f"{wording.plural(results.rounds, 'round')} ([report]({path}/report.md)). GB/s of {reference}, and how many times as fast as each of the others it is:"
     )
     tasks = [task for _, found in groups(results) for task in found]
-    tables = [_table(results, [task for task in tasks if task.checkpoint == checkpoint]) for checkpoint in (False, True)]
-    skipped = [f"{skip.side} at {skip.task}" if skip.task else skip.side for skip in results.skipped]
-    left_out = [f"Left out, for the reasons in the report: {', '.join(skipped)}."] if skipped else []
+    tables = [
+        _table(results, [task for task in tasks if task.checkpoint == checkpoint])
+        for checkpoint in (False, True)
+    ]
+    skipped = [
+        f"{skip.side} at {skip.task}" if skip.task else skip.side for skip in results.skipped
+    ]
+    left_out = (
+        [f"Left out, for the reasons in the report: {', '.join(skipped)}."] if skipped else []
+    )
     return "\n\n".join([head, *(table.markdown() for table in tables if table.rows), *left_out])
 
 
 def _table(results: Results, tasks: Sequence[TaskFacts]) -> Table:
     by_task = {task.name: {row.side.name: row for row in rows(results, task)} for task in tasks}
-    others = [side for side in results.sides if not side.name.startswith("ours") and any(side.name in found for found in by_task.values())]
+    others = [
+        side
+        for side in results.sides
+        if not side.name.startswith("ours")
+        and any(side.name in found for found in by_task.values())
+    ]
     lines = []
     for task in tasks:
         found = by_task[task.name]
@@ -81,18 +101,36 @@ def _advantage(row: Row) -> str:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; exit with 1 where the README is not as the reports have it.")
-@click.option("--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_ROOT / "README.md")
-@click.option("--reports", type=click.Path(exists=True, file_okay=False, path_type=Path), default=_ROOT / "reports", help="Directory of compare-*/.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Change nothing; exit with 1 where the README is not as the reports have it.",
+)
+@click.option(
+    "--readme",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=_ROOT / "README.md",
+)
+@click.option(
+    "--reports",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=_ROOT / "reports",
+    help="Directory of compare-*/.",
+)
 def main(check: bool, readme: Path, reports: Path) -> None:
     """Write the tables of the field into the README."""
-    found = {f"{reports.name}/{path.parent.name}": from_json(path) for path in sorted(reports.glob("compare-*/compare.json"))}
+    found = {
+        f"{reports.name}/{path.parent.name}": from_json(path)
+        for path in sorted(reports.glob("compare-*/compare.json"))
+    }
     text = readme.read_text(encoding="utf-8")
     wanted = replaced(text, block(found))
     if text == wanted:
         return
     if check:
-        raise click.ClickException(f"{readme} is not as the reports have it: run python -m sweeps.compare.readme")
+        raise click.ClickException(
+            f"{readme} is not as the reports have it: run python -m sweeps.compare.readme"
+        )
     readme.write_text(wanted, encoding="utf-8")
 
 

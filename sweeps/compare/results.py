@@ -1,4 +1,6 @@
-"""What a comparison found: its runs, their statistics, and the file that it is kept in. Pure: nothing here looks at the machine."""
+"""What a comparison found: its runs, their statistics, and the file that it is kept in. Pure:
+nothing here looks at the machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A side's turn at a task. position: in the order of the round. The memory is as in `sweeps.peers.stopwatch.Measurement`."""
+    """A side's turn at a task. position: in the order of the round. The memory is as in
+    `sweeps.peers.stopwatch.Measurement`.
+    """
 
     task: str
     side: str
@@ -49,7 +53,9 @@ class TaskFacts:
 
 @dataclasses.dataclass(frozen=True)
 class SideFacts:
-    """A side as it was: its version, what "done" means for it, the setting it had, and how many it chose from."""
+    """A side as it was: its version, what "done" means for it, the setting it had, and how many it
+    chose from.
+    """
 
     name: str
     title: str
@@ -70,7 +76,9 @@ class Skipped:
 
 @dataclasses.dataclass
 class Results:
-    """facts: what the machine and the command were, by name. size_bytes: what the command was given. training: rows of a report of its own."""
+    """facts: what the machine and the command were, by name. size_bytes: what the command was
+    given. training: rows of a report of its own.
+    """
 
     facts: dict[str, str]
     size_bytes: int
@@ -95,7 +103,9 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A side at a task. advantage: the speed of the reference over its own in the same round; None without both. Memory and CPU are medians."""
+    """A side at a task. advantage: the speed of the reference over its own in the same round; None
+    without both. Memory and CPU are medians.
+    """
 
     task: TaskFacts
     side: SideFacts
@@ -133,7 +143,9 @@ def _of(results: Results, task: str, side: str) -> list[Run]:
 
 def _row(results: Results, task: TaskFacts, side: SideFacts, runs: Sequence[Run]) -> Row:
     own = {run.round: run.nbytes / run.seconds for run in runs}
-    reference = {run.round: run.nbytes / run.seconds for run in _of(results, task.name, results.reference)}
+    reference = {
+        run.round: run.nbytes / run.seconds for run in _of(results, task.name, results.reference)
+    }
     ratios = [reference[number] / speed for number, speed in own.items() if number in reference]
     return Row(
         task,
@@ -162,8 +174,17 @@ def from_json(path: Path) -> Results:
         document = json.loads(path.read_text())
         if document.pop("schema") != SCHEMA:
             raise UsageError(f"{path} is of another version of this comparison: run it again")
-        kinds: dict[str, type[Any]] = {"tasks": TaskFacts, "sides": SideFacts, "runs": Run, "skipped": Skipped, "training": TrainingRow}
-        fields: dict[str, Any] = {key: [kinds[key](**entry) for entry in value] if key in kinds else value for key, value in document.items()}
+        kinds: dict[str, type[Any]] = {
+            "tasks": TaskFacts,
+            "sides": SideFacts,
+            "runs": Run,
+            "skipped": Skipped,
+            "training": TrainingRow,
+        }
+        fields: dict[str, Any] = {
+            key: [kinds[key](**entry) for entry in value] if key in kinds else value
+            for key, value in document.items()
+        }
         return Results(**fields)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UsageError):

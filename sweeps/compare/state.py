@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint: those of a small transformer and its optimizer, of a few KiB to a tenth of the whole, with bytes that can be checked."""
+"""The tensors of a checkpoint: those of a small transformer and its optimizer, of a few KiB to a
+tenth of the whole, with bytes that can be checked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 _LAYERS = 12
 _EMBEDDING = 28  # squares of the hidden size
 _MATRICES = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # squares of the hidden size
-_VECTORS = {"norm1": 1, "norm2": 1, "qkv_bias": 3, "out_bias": 1, "up_bias": 4, "down_bias": 1}  # hidden sizes
+# hidden sizes
+_VECTORS = {"norm1": 1, "norm2": 1, "qkv_bias": 3, "out_bias": 1, "up_bias": 4, "down_bias": 1}
 _KINDS = {"weight": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}  # bytes of an element
 _PATTERN_BYTES = 32 << 20
 _STRIDE_BYTES = 64 * 1009  # where the bytes of a tensor begin in the pattern, by its number
@@ -44,9 +47,15 @@ def shapes(nbytes: int) -> list[Shape]:
     hidden = max(1, int((math.sqrt(vectors**2 + 4 * squares * elements) - vectors) / (2 * squares)))
     sizes = {"embedding": _EMBEDDING * hidden**2}
     for layer in range(_LAYERS):
-        sizes |= {f"layers.{layer}.{name}": factor * hidden**2 for name, factor in _MATRICES.items()}
+        sizes |= {
+            f"layers.{layer}.{name}": factor * hidden**2 for name, factor in _MATRICES.items()
+        }
         sizes |= {f"layers.{layer}.{name}": factor * hidden for name, factor in _VECTORS.items()}
-    return [Shape(f"{name}.{kind}", numel, itemsize) for name, numel in sizes.items() for kind, itemsize in _KINDS.items()]
+    return [
+        Shape(f"{name}.{kind}", numel, itemsize)
+        for name, numel in sizes.items()
+        for kind, itemsize in _KINDS.items()
+    ]
 
 
 def build(nbytes: int) -> dict[str, torch.Tensor]:
@@ -56,7 +65,9 @@ def build(nbytes: int) -> dict[str, torch.Tensor]:
     pattern = _pattern()
     state = {}
     for number, shape in enumerate(shapes(nbytes)):
-        tensor = torch.empty(shape.numel, dtype=torch.bfloat16 if shape.itemsize == 2 else torch.float32)
+        tensor = torch.empty(
+            shape.numel, dtype=torch.bfloat16 if shape.itemsize == 2 else torch.float32
+        )
         flat = tensor.view(torch.uint8).numpy()
         for begin, piece in _pieces(pattern, number, shape.nbytes):
             flat[begin : begin + piece.size] = piece
@@ -71,20 +82,39 @@ def require_same(found: Mapping[str, torch.Tensor], nbytes: int, side: str) -> N
     pattern = _pattern()
     expected = shapes(nbytes)
     if set(found) != {shape.name for shape in expected}:
-        raise CorruptionError(f"{side} has other tensors", operation="read", path="the checkpoint", offset=0, nbytes=nbytes, done=0)
+        raise CorruptionError(
+            f"{side} has other tensors",
+            operation="read",
+            path="the checkpoint",
+            offset=0,
+            nbytes=nbytes,
+            done=0,
+        )
     for number, shape in enumerate(expected):
         flat = found[shape.name].reshape(-1).view(torch.uint8).numpy()
         same = flat.size == shape.nbytes
-        same = same and all(np.array_equal(flat[begin : begin + piece.size], piece) for begin, piece in _pieces(pattern, number, shape.nbytes))
+        same = same and all(
+            np.array_equal(flat[begin : begin + piece.size], piece)
+            for begin, piece in _pieces(pattern, number, shape.nbytes)
+        )
         if not same:
-            raise CorruptionError(f"{side} has other bytes in {shape.name}", operation="read", path="the checkpoint", offset=0, nbytes=shape.nbytes, done=0)
+            raise CorruptionError(
+                f"{side} has other bytes in {shape.name}",
+                operation="read",
+                path="the checkpoint",
+                offset=0,
+                nbytes=shape.nbytes,
+                done=0,
+            )
 
 
 def _pattern() -> NDArray[np.uint8]:
     return np.random.default_rng(1).integers(0, 256, _PATTERN_BYTES, dtype=np.uint8)
 
 
-def _pieces(pattern: NDArray[np.uint8], number: int, nbytes: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def _pieces(
+    pattern: NDArray[np.uint8], number: int, nbytes: int
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     first = number * _STRIDE_BYTES % pattern.size
     begin = 0
     while begin < nbytes:

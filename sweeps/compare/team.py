@@ -41,9 +41,17 @@ class Team:
         process = self._processes.get(worker)
         if process is None:
             command = [sys.executable, "-m", "sweeps.compare.worker", *self._arguments]
-            # A session of its own, so that all it starts can be ended with it and Ctrl-C is for the command alone. Without a buffer here, so that
-            # what was not read yet is in the pipe, where `_line` waits for it.
-            process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, start_new_session=True)
+            # A session of its own, so that all it starts can be ended with it and Ctrl-C is for the
+            # command alone. Without a buffer here, so that what was not read yet is in the pipe,
+            # where `_line` waits for it.
+            process = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=_ROOT,
+                start_new_session=True,
+            )
             self._processes[worker] = process
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is what `answer` tells
@@ -52,8 +60,8 @@ class Team:
     def answer(self, worker: str, timeout_seconds: float | None = None) -> dict[str, Any]:
         """What *worker* says to what it was given first of all that is not answered.
 
-        Raises: UnsupportedError where the side says that it cannot on this machine; SideFailed where it fails, ends or takes too long, after which
-        the worker is a new process.
+        Raises: UnsupportedError where the side says that it cannot on this machine; SideFailed
+        where it fails, ends or takes too long, after which the worker is a new process.
         """
         process = self._processes.get(worker)
         if process is None:
@@ -65,7 +73,9 @@ class Team:
         if not line:
             code = process.wait()
             self._end(worker)
-            raise SideFailed(f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}")
+            raise SideFailed(
+                f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "unsupported" in answer:
             raise UnsupportedError(answer["unsupported"])
@@ -116,5 +126,10 @@ class Team:
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()

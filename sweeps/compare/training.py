@@ -1,4 +1,6 @@
-"""The rows that a report of `sweeps.training` has to say beside a comparison: seconds a step and peak memory, to DeepSpeed's own offload."""
+"""The rows that a report of `sweeps.training` has to say beside a comparison: seconds a step and
+peak memory, to DeepSpeed's own offload.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ..training.plan import Model
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRow:
-    """A way to train. The ratios are the row's over the baseline's, median, least and most of the rounds; None for the baseline itself."""
+    """A way to train. The ratios are the row's over the baseline's, median, least and most of the
+    rounds; None for the baseline itself.
+    """
 
     report: str
     date: str
@@ -33,17 +37,29 @@ class TrainingRow:
 
 
 def read(path: Path, name: str) -> list[TrainingRow]:
-    """The rows of the report *path*, which a reader finds under *name*. Raises: UsageError where it is none; OSError."""
+    """The rows of the report *path*, which a reader finds under *name*. Raises: UsageError where it
+    is none; OSError.
+    """
     try:
         document = json.loads(path.read_text())
         plan = document["plan"]
-        whole = [run for run in document["runs"] if run["error"] is None and run["measures"]["step"] is not None]
+        whole = [
+            run
+            for run in document["runs"]
+            if run["error"] is None and run["measures"]["step"] is not None
+        ]
         found = []
         for variant in plan["variants"]:
-            runs = {run["number"]: run["measures"] for run in whole if run["variant"] == variant["name"]}
+            runs = {
+                run["number"]: run["measures"] for run in whole if run["variant"] == variant["name"]
+            }
             if not runs:
                 continue
-            base = {run["number"]: run["measures"] for run in whole if run["variant"] == plan["baseline"]}
+            base = {
+                run["number"]: run["measures"]
+                for run in whole
+                if run["variant"] == plan["baseline"]
+            }
             compared = runs if variant["name"] != plan["baseline"] else {}
             found.append(
                 TrainingRow(
@@ -51,7 +67,11 @@ def read(path: Path, name: str) -> list[TrainingRow]:
                     document["facts"]["date"],
                     machine(document["facts"]),
                     _model(plan["model"]),
-                    next(other["title"] for other in plan["variants"] if other["name"] == plan["baseline"]),
+                    next(
+                        other["title"]
+                        for other in plan["variants"]
+                        if other["name"] == plan["baseline"]
+                    ),
                     variant["title"],
                     statistics.median(measures["step"] for measures in runs.values()),
                     _ratio(compared, base, "step"),
@@ -66,12 +86,16 @@ def read(path: Path, name: str) -> list[TrainingRow]:
 
 
 def machine(facts: dict[str, str]) -> str:
-    """What must be the same for two reports to be of such a machine: the processor and its cores. The memory of some machines grows with its use."""
+    """What must be the same for two reports to be of such a machine: the processor and its cores.
+    The memory of some machines grows with its use.
+    """
     return ", ".join(facts["processor"].split(", ")[:2])
 
 
 def of_this_machine(reports: Iterable[Path], facts: dict[str, str]) -> list[Path]:
-    """Those of the *reports* of sweeps.training that were made on a machine with such a processor, by their dates."""
+    """Those of the *reports* of sweeps.training that were made on a machine with such a processor,
+    by their dates.
+    """
     dated = []
     for path in sorted(reports):
         try:
@@ -83,8 +107,14 @@ def of_this_machine(reports: Iterable[Path], facts: dict[str, str]) -> list[Path
     return [path for _, path in sorted(dated)]
 
 
-def _ratio(own: dict[int, Any], base: dict[int, Any], measure: str) -> tuple[float, float, float] | None:
-    values = [measures[measure] / base[number][measure] for number, measures in own.items() if number in base]
+def _ratio(
+    own: dict[int, Any], base: dict[int, Any], measure: str
+) -> tuple[float, float, float] | None:
+    values = [
+        measures[measure] / base[number][measure]
+        for number, measures in own.items()
+        if number in base
+    ]
     if not values:
         return None
     found = spread(values)

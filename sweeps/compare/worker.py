@@ -1,7 +1,8 @@
-"""A process that has one or more sides and does what the command tells it on standard input: `python -m sweeps.compare.worker DIR`.
+"""A process that has one or more sides and does what the command tells it on standard input:
+`python -m sweeps.compare.worker DIR`.
 
-A line of JSON for each task, a line for each answer. What a side takes of memory and CPU is then its own, and one that crashes or hangs takes
-nothing else along.
+A line of JSON for each task, a line for each answer. What a side takes of memory and CPU is then
+its own, and one that crashes or hangs takes nothing else along.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _OWN_FILES = {"tensornvme"}  # reads what it wrote and looks at that by itself
 
 
 class Loans:
-    """Memory by kind and number, of as many bytes as the task at hand needs; kept until `release`."""
+    """Memory by kind and number, of as many bytes as the task at hand needs; kept until
+    `release`.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -47,7 +50,9 @@ class Loans:
         self._seeds: dict[tuple[str, int], int] = {}
 
     def get(self, kind: str, number: int) -> Bytes:
-        """The memory of that kind and number, filled by the seed and the number if it is to be. Raises: UnsupportedError."""
+        """The memory of that kind and number, filled by the seed and the number if it is to be.
+        Raises: UnsupportedError.
+        """
         buffer = self._lent.get((kind, number))
         if buffer is None or buffer.nbytes != self.nbytes:
             self._free((kind, number))
@@ -74,7 +79,9 @@ class Loans:
 
 
 class Shared:
-    """The directory of a comparison, as sides see it: the file to read and the file to write are everybody's."""
+    """The directory of a comparison, as sides see it: the file to read and the file to write are
+    everybody's.
+    """
 
     def __init__(self, directory: Path, direct: bool) -> None:
         self.directory = directory
@@ -87,7 +94,9 @@ class Shared:
 
     def tensor_paths(self, nbytes: int, count: int) -> list[Path]:
         """Nobody has a file for each tensor here. Raises: UnsupportedError."""
-        raise UnsupportedError("there are no files of single tensors in a comparison: give the side its option for one file")
+        raise UnsupportedError(
+            "there are no files of single tensors in a comparison: give the side its option for one file"
+        )
 
 
 class Worker:
@@ -109,16 +118,25 @@ class Worker:
         return {"version": ", ".join(dict.fromkeys(filter(None, names)))}
 
     def _warm_up(self, asked: dict[str, Any]) -> None:
-        """Write and read a small file, so that what is imported and built at the first one is not in the time of another."""
-        side, path = self._checkpoint(asked["checkpoint"]), self._place.directory / f"{asked['side']}.first"
+        """Write and read a small file, so that what is imported and built at the first one is not
+        in the time of another.
+        """
+        side, path = (
+            self._checkpoint(asked["checkpoint"]),
+            self._place.directory / f"{asked['side']}.first",
+        )
         try:
             side.save(state.build(_LARGE_BYTES), path, asked["setting"])
-            state.require_same(side.load(path, _LARGE_BYTES, asked["setting"]), _LARGE_BYTES, asked["side"])
+            state.require_same(
+                side.load(path, _LARGE_BYTES, asked["setting"]), _LARGE_BYTES, asked["side"]
+            )
         finally:
             path.unlink(missing_ok=True)
 
     def transfer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Move bytes between memory and the shared files; looks at all of them where *verify* is asked."""
+        """Move bytes between memory and the shared files; looks at all of them where *verify* is
+        asked.
+        """
         setting, buffers = asked["setting"], self._place.buffers
         options = "+".join([asked["transfer"], *setting.get("options", [])])
         base = asked["transfer"].partition("+")[0]
@@ -137,17 +155,25 @@ class Worker:
             1,
         )
         buffers.nbytes, buffers.seed = nbytes, asked["seed"]
-        # What a read replaces need not be anything, unless the side first writes it to its own file.
-        buffers.to_fill = {number for number, direction in enumerate(job.directions) if direction == "write" or base in _OWN_FILES}
+        # What a read replaces need not be anything, unless the side first writes it to its own
+        # file.
+        buffers.to_fill = {
+            number
+            for number, direction in enumerate(job.directions)
+            if direction == "write" or base in _OWN_FILES
+        }
         peer = self._peer(options)
         try:
             if base not in _UNSEEN:
                 for number in range(len(DIRECTIONS[job.direction])):
-                    buffers.get(job.memory, number)  # before the clock starts, and before the memory is looked at
+                    # before the clock starts, and before the memory is looked at
+                    buffers.get(job.memory, number)
             for direction in job.directions:
                 evict(self._place.path(direction))
             measurement = peer.run(self._place, job)
-            cached = measurement.cached_bytes or sum(cached_bytes(self._place.path(direction)) for direction in job.directions)
+            cached = measurement.cached_bytes or sum(
+                cached_bytes(self._place.path(direction)) for direction in job.directions
+            )
             if asked["verify"] and base not in _UNSEEN:
                 self._verify(job, base, asked["seed"])
         finally:
@@ -222,23 +248,30 @@ class Worker:
 
 
 def _make_room(nbytes: int) -> None:
-    """Take as much memory and give it back, so that nobody pays for what those before left in the page cache."""
+    """Take as much memory and give it back, so that nobody pays for what those before left in the
+    page cache.
+    """
     allocated("huge", nbytes)[:: mmap.PAGESIZE] = 0
 
 
 def _give_back() -> None:
-    """Return memory that is free to the kernel, so that the next task finds the process as this one did. Source: malloc_trim(3)."""
+    """Return memory that is free to the kernel, so that the next task finds the process as this one
+    did. Source: malloc_trim(3).
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _answer(measurement: Measurement) -> dict[str, Any]:
-    return {name: value for name, value in measurement._asdict().items() if name != "submit_seconds"}
+    return {
+        name: value for name, value in measurement._asdict().items() if name != "submit_seconds"
+    }
 
 
 def main() -> None:
     """Answer every line until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has it, and closes our standard input
+    # the command has it, and closes our standard input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries and compilers talk there
     worker = Worker(Path(sys.argv[1]), sys.argv[2] == "direct")
@@ -254,7 +287,16 @@ def main() -> None:
             answer = verbs[asked["verb"]](asked)
         except UnsupportedError as error:
             answer = {"unsupported": str(error)}
-        except (OffloadError, OSError, RuntimeError, AssertionError, ValueError, TypeError, MemoryError) as error:  # of libraries that are not ours
+        # of libraries that are not ours
+        except (
+            OffloadError,
+            OSError,
+            RuntimeError,
+            AssertionError,
+            ValueError,
+            TypeError,
+            MemoryError,
+        ) as error:
             answer = {"failed": f"{type(error).__name__}: {error}"[:500]}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

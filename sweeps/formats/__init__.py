@@ -1,1 +1,3 @@
-"""What the state formats do to training: a character-level transformer with each of them, several seeds, and gradients that misbehave."""
+"""What the state formats do to training: a character-level transformer with each of them, several
+seeds, and gradients that misbehave.
+"""

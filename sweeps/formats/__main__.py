@@ -1,4 +1,6 @@
-"""`python -m sweeps.formats`: train the transformer with each state format and several seeds, stress the formats, and write the report."""
+"""`python -m sweeps.formats`: train the transformer with each state format and several seeds,
+stress the formats, and write the report.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,43 @@ class _Job(NamedTuple):
 @click.option("--layers", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--width", type=click.IntRange(min=8), default=384, show_default=True)
 @click.option("--heads", type=click.IntRange(min=1), default=6, show_default=True)
-@click.option("--context", type=click.IntRange(min=2), default=256, show_default=True, help="Bytes that the transformer sees.")
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    default=256,
+    show_default=True,
+    help="Bytes that the transformer sees.",
+)
 @click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How many.")
-@click.option("--at-once", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings side by side, over all GPUs.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Trainings side by side, over all GPUs.",
+)
 @click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
-@click.option("--stress/--no-stress", "stressed", default=True, show_default=True, help="Also step by gradients that misbehave.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.")
-@click.option("--again", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train nothing: write the report of this JSON file again.")
+@click.option(
+    "--stress/--no-stress",
+    "stressed",
+    default=True,
+    show_default=True,
+    help="Also step by gradients that misbehave.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.",
+)
+@click.option(
+    "--again",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Train nothing: write the report of this JSON file again.",
+)
 def main(
     layers: int,
     width: int,
@@ -66,21 +94,37 @@ def main(
     output: Path | None,
     again: Path | None,
 ) -> None:
-    """Compare the losses that "exact", "split" and "compact" states train to, and print a report in Markdown."""
+    """Compare the losses that "exact", "split" and "compact" states train to, and print a report in
+    Markdown.
+    """
     if again is not None:
         _write(from_json(json.loads(again.read_text(encoding="utf-8"))), output)
         return
     names = format_names.split(",")
     for name in names:
         if name not in FORMATS:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}", param_hint="--formats")
+            raise click.BadParameter(
+                f"{name!r} is none of {', '.join(FORMATS)}", param_hint="--formats"
+            )
     if width % heads:
-        raise click.BadParameter(f"{width} is not a multiple of the {heads} heads", param_hint="--width")
+        raise click.BadParameter(
+            f"{width} is not a multiple of the {heads} heads", param_hint="--width"
+        )
     text_bytes = round(text_megabytes * 1e6)
-    recipe = Recipe(Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps // 5 + 1))
-    results = Results(device_facts(device, "sweeps.formats") | {"recipe": repr(recipe)}, read_text(text_bytes)[2], [], [])
+    recipe = Recipe(
+        Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps // 5 + 1)
+    )
+    results = Results(
+        device_facts(device, "sweeps.formats") | {"recipe": repr(recipe)},
+        read_text(text_bytes)[2],
+        [],
+        [],
+    )
     runs = [(seed, name) for seed in range(seeds) for name in names]
-    jobs = [_Job(number, device, text_bytes, recipe, name, seed) for number, (seed, name) in enumerate(runs)]
+    jobs = [
+        _Job(number, device, text_bytes, recipe, name, seed)
+        for number, (seed, name) in enumerate(runs)
+    ]
     started = time.monotonic()
     with _mapped(at_once) as mapped:
         for run in mapped(_train, jobs):
@@ -104,22 +148,31 @@ def _mapped(at_once: int) -> Iterator[Callable[..., Any]]:
 
 
 def _train(job: _Job) -> Trained:
-    device = f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
+    device = (
+        f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
+    )
     text, held_out, _ = read_text(job.text_bytes)
     return train(text.to(device), held_out.to(device), job.recipe, job.format, job.seed)
 
 
 def _write(results: Results, output: Path | None) -> None:
-    """Print the report and, where there is an *output*, write it; the JSON file first, from which the rest can be made again."""
+    """Print the report and, where there is an *output*, write it; the JSON file first, from which
+    the rest can be made again.
+    """
     chart = None
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results)) + "\n", encoding="utf-8")
+        output.with_name(output.name + ".json").write_text(
+            json.dumps(as_json(results)) + "\n", encoding="utf-8"
+        )
         try:
             draw(results, output.with_name(output.name + ".png"))
             chart = output.name + ".png"
         except ImportError as error:
-            click.echo(f"No chart: {error}. Where matplotlib is, --again {output}.json --output {output} draws it.", err=True)
+            click.echo(
+                f"No chart: {error}. Where matplotlib is, --again {output}.json --output {output} draws it.",
+                err=True,
+            )
         output.with_name(output.name + ".md").write_text(render(results, chart), encoding="utf-8")
     click.echo(render(results, chart))
 
@@ -127,7 +180,10 @@ def _write(results: Results, output: Path | None) -> None:
 def device_facts(device: str, module: str) -> dict[str, str]:
     """What the machine and *device* are like, and how *module* was called, by name."""
     machine = facts(Path(), module)
-    here = {name: machine[name] for name in ("date", "command", "processor", "kernel", "load at the start")}
+    here = {
+        name: machine[name]
+        for name in ("date", "command", "processor", "kernel", "load at the start")
+    }
     accelerator = torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "none"
     return here | {"accelerator": accelerator, "versions": f"{commit()}, torch {torch.__version__}"}
 

@@ -1,4 +1,6 @@
-"""`python -m sweeps.formats.drift`: how far 8-bit moments are from exact ones that saw the same gradients, as a transformer trains."""
+"""`python -m sweeps.formats.drift`: how far 8-bit moments are from exact ones that saw the same
+gradients, as a transformer trains.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,18 @@ class Moments:
         self._steps += 1
         self.first.lerp_(gradient, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        step = (self.first / (1 - beta1**self._steps)) / ((self.second / (1 - beta2**self._steps)).sqrt() + EPS)
+        step = (self.first / (1 - beta1**self._steps)) / (
+            (self.second / (1 - beta2**self._steps)).sqrt() + EPS
+        )
         if self._in_codes:
             for index, moment in enumerate((self.first, self.second)):
-                encode(moment, self._codes, self._exponents, signed=index == 0, seed=(self._steps, index))
+                encode(
+                    moment,
+                    self._codes,
+                    self._exponents,
+                    signed=index == 0,
+                    seed=(self._steps, index),
+                )
                 decode(self._codes, self._exponents, moment, signed=index == 0)
         return step
 
@@ -49,34 +59,55 @@ class Moments:
 @click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-def main(layers: int, width: int, heads: int, context: int, batch: int, steps: int, device: str) -> None:
-    """Print a table in Markdown: by steps done, what rounding did to the second moments and to the steps that they make."""
+def main(
+    layers: int, width: int, heads: int, context: int, batch: int, steps: int, device: str
+) -> None:
+    """Print a table in Markdown: by steps done, what rounding did to the second moments and to the
+    steps that they make.
+    """
     text, _, what = read_text(4_000_000)
     text = text.to(device)
     recipe = Recipe(Shape(layers, width, heads, context), steps, batch, warm_up=min(100, steps))
     torch.manual_seed(0)
     model = Transformer(recipe.shape).to(device, torch.bfloat16)
     weights = list(model.parameters())
-    optimizer = PackedAdamW(weights, state_format("exact"), 0, betas=recipe.betas, weight_decay=recipe.weight_decay)
+    optimizer = PackedAdamW(
+        weights, state_format("exact"), 0, betas=recipe.betas, weight_decay=recipe.weight_decay
+    )
     numel = sum(weight.numel() for weight in weights)
     exact, coded = (Moments(numel, device, recipe.betas, in_codes) for in_codes in (False, True))
     for name, value in device_facts(device, "sweeps.formats.drift").items():
         click.echo(f"- {name}: {value}")
     click.echo(f"- {numel / 1e6:.2f} million parameters, {recipe}; {what}\n")
     click.echo(
-        "| steps | second moment over exact: mean | scatter | step over exact: mean | error of the step, rms | largest step | exact's |\n" + "| --- " * 7 + "|"
+        "| steps | second moment over exact: mean | scatter | step over exact: mean | error of the step, rms | largest step | exact's |\n"
+        + "| --- " * 7
+        + "|"
     )
     for number, starts in enumerate(batches(text, steps, batch, context, 0), start=1):
         model(*cut(text, starts, context)).backward()
         torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
-        gradient = torch.cat([weight.grad.float().flatten() for weight in weights if weight.grad is not None])
+        gradient = torch.cat(
+            [weight.grad.float().flatten() for weight in weights if weight.grad is not None]
+        )
         right, found = exact.step(gradient), coded.step(gradient)
         if number & (number - 1) == 0 or number == steps:
             seen = exact.second > 0
-            ratio = (coded.second / exact.second)[seen].clamp(max=10)  # held up where it is less than a block can show
+            # held up where it is less than a block can show
+            ratio = (coded.second / exact.second)[seen].clamp(max=10)
             error = ((found - right).square().mean() / right.square().mean()).sqrt()
             along = (found * right).sum() / right.square().sum()
-            cells = [f"{value:.3f}" for value in (ratio.mean(), ratio.std(), along, error, found.abs().max(), right.abs().max())]
+            cells = [
+                f"{value:.3f}"
+                for value in (
+                    ratio.mean(),
+                    ratio.std(),
+                    along,
+                    error,
+                    found.abs().max(),
+                    right.abs().max(),
+                )
+            ]
             click.echo(f"| {number} | {' | '.join(cells)} |")
         optimizer.step(recipe.rate(number - 1))
         for weight in weights:

@@ -1,7 +1,9 @@
-"""`python -m sweeps.formats.quality DIR --packages P --output FILE`: what "compact" trains to, beside "exact" and beside others' 8-bit optimizers.
+"""`python -m sweeps.formats.quality DIR --packages P --output FILE`: what "compact" trains to,
+beside "exact" and beside others' 8-bit optimizers.
 
-Each case is trained with states as they are, in "compact" as users have it, in "compact" with 8 bits whatever the options, and with the
-8-bit AdamW of bitsandbytes and torchao, where these can be imported from P and work here. The table has final losses as a multiple of exact's.
+Each case is trained with states as they are, in "compact" as users have it, in "compact" with 8
+bits whatever the options, and with the 8-bit AdamW of bitsandbytes and torchao, where these can be
+imported from P and work here. The table has final losses as a multiple of exact's.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Train = Callable[[Make, int], float]
 
 
 class Case(NamedTuple):
-    """One thing to train: *train* gives the final loss of the optimizer that it is given a way to make, for a seed."""
+    """One thing to train: *train* gives the final loss of the optimizer that it is given a way to
+    make, for a seed.
+    """
 
     name: str
     kind: Any
@@ -44,10 +48,14 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def regression(make: Make, seed: int, *, steps: int = 300, decay: bool = False) -> float:
-    """Least squares over the whole batch with targets that a linear model fits but for some noise: nothing is random but how states are rounded."""
+    """Least squares over the whole batch with targets that a linear model fits but for some noise:
+    nothing is random but how states are rounded.
+    """
     generator = _generator(seed)
     inputs = torch.randn(256, 128, generator=generator) * torch.logspace(0, -1.5, 128)
-    targets = inputs @ torch.randn(128, 8, generator=generator) + 0.01 * torch.randn(256, 8, generator=generator)
+    targets = inputs @ torch.randn(128, 8, generator=generator) + 0.01 * torch.randn(
+        256, 8, generator=generator
+    )
     weight = torch.nn.Parameter(torch.zeros(128, 8))
     optimizer = make([weight])
     base = optimizer.param_groups[0]["lr"]
@@ -61,7 +69,9 @@ def regression(make: Make, seed: int, *, steps: int = 300, decay: bool = False) 
 
 
 def decades(make: Make, seed: int, *, steps: int = 300) -> float:
-    """Bowls of one depth whose gradients differ by up to eight decades, in an order that puts all of them in each block."""
+    """Bowls of one depth whose gradients differ by up to eight decades, in an order that puts all
+    of them in each block.
+    """
     generator = _generator(seed)
     scale = torch.logspace(0, -8, 256).repeat(4)[torch.randperm(1024, generator=generator)]
     goal = torch.randn(1024, generator=generator)
@@ -75,12 +85,20 @@ def decades(make: Make, seed: int, *, steps: int = 300) -> float:
     return float((weight.detach() - goal).square().mean()) + 1e-6
 
 
-def _sentences(count: int, length: int, generator: torch.Generator, words: int = 200) -> torch.Tensor:
+def _sentences(
+    count: int, length: int, generator: torch.Generator, words: int = 200
+) -> torch.Tensor:
     """Of a language of pairs of words, most of which are rare."""
     following = torch.randint(0, words, (words, 4), generator=_generator(0))
-    rows = [torch.multinomial(1 / torch.arange(1, words + 1).float(), count, replacement=True, generator=generator)]
+    rows = [
+        torch.multinomial(
+            1 / torch.arange(1, words + 1).float(), count, replacement=True, generator=generator
+        )
+    ]
     for _ in range(length - 1):
-        choice = torch.multinomial(torch.tensor([0.6, 0.2, 0.15, 0.05]), count, replacement=True, generator=generator)
+        choice = torch.multinomial(
+            torch.tensor([0.6, 0.2, 0.15, 0.05]), count, replacement=True, generator=generator
+        )
         rows.append(following[rows[-1], choice])
     return torch.stack(rows, 1)
 
@@ -97,7 +115,10 @@ def language(make: Make, seed: int, *, steps: int = 250) -> float:
     mask = torch.nn.Transformer.generate_square_subsequent_mask(15)
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(head(block(embedding(batch[:, :-1]), mask, is_causal=True)).flatten(0, 1), batch[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            head(block(embedding(batch[:, :-1]), mask, is_causal=True)).flatten(0, 1),
+            batch[:, 1:].flatten(),
+        )
 
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = base * min(1, (step + 1) / 40) * (1 - step / steps)
@@ -109,7 +130,9 @@ def language(make: Make, seed: int, *, steps: int = 250) -> float:
 
 
 def rows(make: Make, seed: int, *, steps: int = 600) -> float:
-    """An embedding of which most rows have gradients rarely, and zeros between; the loss is that of the rare half."""
+    """An embedding of which most rows have gradients rarely, and zeros between; the loss is that of
+    the rare half.
+    """
     generator = _generator(seed)
     goal = torch.randn(1000, 16, generator=generator)
     weight = torch.nn.Parameter(torch.zeros(1000, 16))
@@ -148,11 +171,37 @@ def cases() -> list[Case]:
     """All of them."""
     adam, sgd = torch.optim.AdamW, torch.optim.SGD
     momenta = (0.9, 0.95, 0.97, 0.98, 0.99)
-    found = [Case(f"regression, AdamW, beta1 {beta}", adam, {"lr": 1e-2, "betas": (beta, 0.999), "weight_decay": 0.0}, regression) for beta in momenta]
-    found += [Case(f"regression, SGD, momentum {beta}", sgd, {"lr": 0.05 * (1 - beta) / 0.1, "momentum": beta}, regression) for beta in momenta]
+    found = [
+        Case(
+            f"regression, AdamW, beta1 {beta}",
+            adam,
+            {"lr": 1e-2, "betas": (beta, 0.999), "weight_decay": 0.0},
+            regression,
+        )
+        for beta in momenta
+    ]
     found += [
-        Case("regression, AdamW, decay to zero", adam, {"lr": 1e-2, "weight_decay": 0.0}, functools.partial(regression, decay=True)),
-        Case("gradients over 8 decades, eps 1e-15", adam, {"lr": 0.1, "eps": 1e-15, "weight_decay": 0.0}, decades),
+        Case(
+            f"regression, SGD, momentum {beta}",
+            sgd,
+            {"lr": 0.05 * (1 - beta) / 0.1, "momentum": beta},
+            regression,
+        )
+        for beta in momenta
+    ]
+    found += [
+        Case(
+            "regression, AdamW, decay to zero",
+            adam,
+            {"lr": 1e-2, "weight_decay": 0.0},
+            functools.partial(regression, decay=True),
+        ),
+        Case(
+            "gradients over 8 decades, eps 1e-15",
+            adam,
+            {"lr": 0.1, "eps": 1e-15, "weight_decay": 0.0},
+            decades,
+        ),
         Case("gradients over 8 decades, eps 1e-8", adam, {"lr": 0.1, "weight_decay": 0.0}, decades),
         Case("language model", adam, {"lr": 3e-3}, language, 3),
         Case("language model, beta1 0.98", adam, {"lr": 3e-3, "betas": (0.98, 0.999)}, language),
@@ -162,12 +211,22 @@ def cases() -> list[Case]:
     return found
 
 
-def ours(state_format: str, directory: str, kind: Any, options: Mapping[str, Any], params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def ours(
+    state_format: str,
+    directory: str,
+    kind: Any,
+    options: Mapping[str, Any],
+    params: Sequence[torch.nn.Parameter],
+) -> torch.optim.Optimizer:
     """An `NVMeOptimizer`."""
-    return NVMeOptimizer(params, kind, paths=directory, host_memory="16MiB", state_format=state_format, **options)  # type: ignore[arg-type]
+    return NVMeOptimizer(
+        params, kind, paths=directory, host_memory="16MiB", state_format=state_format, **options
+    )  # type: ignore[arg-type]
 
 
-def always_8_bits(directory: str, kind: Any, options: Mapping[str, Any], params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def always_8_bits(
+    directory: str, kind: Any, options: Mapping[str, Any], params: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """compact without what looks at the options and at how far states are apart."""
     with _without_limits():
         optimizer = ours("compact", directory, kind, options, params)
@@ -209,10 +268,16 @@ def peers() -> dict[str, Any]:
     return found
 
 
-def measured(case: Case, make: Callable[[Mapping[str, Any], Sequence[torch.nn.Parameter]], torch.optim.Optimizer]) -> float | str:
+def measured(
+    case: Case,
+    make: Callable[[Mapping[str, Any], Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
+) -> float | str:
     """The mean of the final losses over the case's seeds, or what went wrong."""
     try:
-        return statistics.fmean(case.train(lambda params: make(case.options, params), seed) for seed in range(case.seeds))
+        return statistics.fmean(
+            case.train(lambda params: make(case.options, params), seed)
+            for seed in range(case.seeds)
+        )
     except Exception as error:
         return type(error).__name__
 
@@ -222,12 +287,27 @@ def row(case: Case, directory: str, others: Mapping[str, Any]) -> list[str]:
     exact = measured(case, lambda options, params: case.kind(params, **options))
     assert isinstance(exact, float)
     found: list[float | str] = [
-        measured(case, lambda options, params: ours("compact", directory, case.kind, options, params)),
-        measured(case, lambda options, params: always_8_bits(directory, case.kind, options, params)),
+        measured(
+            case, lambda options, params: ours("compact", directory, case.kind, options, params)
+        ),
+        measured(
+            case, lambda options, params: always_8_bits(directory, case.kind, options, params)
+        ),
     ]
     for other in others.values():
-        found.append(measured(case, lambda options, params, other=other: other(params, **options)) if case.kind is torch.optim.AdamW else "")  # type: ignore[misc]
-    return [case.name, f"{exact:.4g}", *(f"{one / exact:.3f}" if isinstance(one, float) and math.isfinite(one) else str(one) for one in found)]
+        found.append(
+            measured(case, lambda options, params, other=other: other(params, **options))
+            if case.kind is torch.optim.AdamW
+            else ""
+        )  # type: ignore[misc]
+    return [
+        case.name,
+        f"{exact:.4g}",
+        *(
+            f"{one / exact:.3f}" if isinstance(one, float) and math.isfinite(one) else str(one)
+            for one in found
+        ),
+    ]
 
 
 def main() -> None:

@@ -36,7 +36,9 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """*format* beside the exact one. losses: validation of its seeds; exact: of the same seeds with exact states."""
+    """*format* beside the exact one. losses: validation of its seeds; exact: of the same seeds with
+    exact states.
+    """
 
     format: str
     losses: Sequence[float]
@@ -50,7 +52,11 @@ class Verdict:
     @property
     def standard_error(self) -> float:
         """Of that mean; nothing is known with one seed."""
-        return statistics.stdev(self._differences) / len(self.losses) ** 0.5 if len(self.losses) > 1 else math.inf
+        return (
+            statistics.stdev(self._differences) / len(self.losses) ** 0.5
+            if len(self.losses) > 1
+            else math.inf
+        )
 
     @property
     def within(self) -> bool:
@@ -66,13 +72,21 @@ def verdict(results: Results, format: str) -> Verdict:
     """How *format*'s losses compare with those of the exact one."""
     exact, other = results.of("exact"), results.of(format)
     seeds = [seed for seed in exact if seed in other]
-    return Verdict(format, [other[seed].validation for seed in seeds], [exact[seed].validation for seed in seeds])
+    return Verdict(
+        format,
+        [other[seed].validation for seed in seeds],
+        [exact[seed].validation for seed in seeds],
+    )
 
 
 def render(results: Results, chart: str | None) -> str:
     """The report in Markdown; *chart* is the file with the curves."""
     lines = ["# State formats: what they do to training", ""]
-    compared = [verdict(results, name) for name in results.formats if name != "exact" and results.of("exact")]
+    compared = [
+        verdict(results, name)
+        for name in results.formats
+        if name != "exact" and results.of("exact")
+    ]
     for found in compared:
         answer = "within" if found.within else "NOT within"
         lines += [
@@ -81,8 +95,17 @@ def render(results: Results, chart: str | None) -> str:
         ]
     failed = [f"{case.format}, {case.name}" for case in results.stressed if not case.held]
     if results.stressed:
-        lines += [f"- Stress: {'FAILED: ' + '; '.join(failed) if failed else 'no step of any case was out of bounds.'}"]
-    lines += ["", "## Where, when and how", "", *(f"- {name}: {value}" for name, value in results.facts.items()), f"- text: {results.text}", ""]
+        lines += [
+            f"- Stress: {'FAILED: ' + '; '.join(failed) if failed else 'no step of any case was out of bounds.'}"
+        ]
+    lines += [
+        "",
+        "## Where, when and how",
+        "",
+        *(f"- {name}: {value}" for name, value in results.facts.items()),
+        f"- text: {results.text}",
+        "",
+    ]
     lines += [
         "A character-level transformer of bfloat16 weights; AdamW on fp32 masters. Between steps masters and moments lie packed in the format, as on a drive.",
         "One seed has the same first weights and the same order of the text with every format. Losses are in nats a byte; validation is of held-out files.",
@@ -102,14 +125,27 @@ def render(results: Results, chart: str | None) -> str:
 def _validation_table(results: Results, compared: Sequence[Verdict]) -> list[str]:
     seeds = sorted({run.seed for run in results.trained})
     lines = ["## Validation loss", ""]
-    lines += _row(["format", "bytes a parameter", *(f"seed {seed}" for seed in seeds), "mean", "largest - least", "mean difference to exact"])
+    lines += _row(
+        [
+            "format",
+            "bytes a parameter",
+            *(f"seed {seed}" for seed in seeds),
+            "mean",
+            "largest - least",
+            "mean difference to exact",
+        ]
+    )
     lines += ["| --- " * (len(seeds) + 5) + "|"]
     found = {item.format: item for item in compared}
     for name in results.formats:
         runs = results.of(name)
         finals = [run.validation for run in runs.values()]
         first = next(iter(runs.values()))
-        cells = [name, f"{first.state_bytes / first.parameters:.3f}", *(f"{runs[seed].validation:.4f}" if seed in runs else "" for seed in seeds)]
+        cells = [
+            name,
+            f"{first.state_bytes / first.parameters:.3f}",
+            *(f"{runs[seed].validation:.4f}" if seed in runs else "" for seed in seeds),
+        ]
         cells += [f"{statistics.mean(finals):.4f}", f"{max(finals) - min(finals):.4f}"]
         lines += _row([*cells, _plus_or_minus(found[name]) if name in found else ""])
     return lines
@@ -128,7 +164,15 @@ def _stress_table(stressed: Sequence[Stressed]) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for case in stressed:
-        lines += _row([case.name, case.format, f"{case.largest_step:.3f}", "yes" if case.finite else "NO", "yes" if case.held else "NO"])
+        lines += _row(
+            [
+                case.name,
+                case.format,
+                f"{case.largest_step:.3f}",
+                "yes" if case.finite else "NO",
+                "yes" if case.held else "NO",
+            ]
+        )
     return lines
 
 
@@ -144,35 +188,62 @@ def as_json(results: Results) -> dict[str, Any]:
 def from_json(written: dict[str, Any]) -> Results:
     """What `as_json` made."""
     trained = [Trained(**run) for run in written["trained"]]
-    return Results(written["facts"], written["text"], trained, [Stressed(**case) for case in written["stressed"]])
+    return Results(
+        written["facts"],
+        written["text"],
+        trained,
+        [Stressed(**case) for case in written["stressed"]],
+    )
 
 
 def smoothed(losses: Sequence[float], steps: int = SMOOTHED_STEPS) -> list[float]:
     """The mean of each *steps* losses, one after another; of fewer at the end."""
-    return [statistics.mean(losses[start : start + steps]) for start in range(0, len(losses), steps)]
+    return [
+        statistics.mean(losses[start : start + steps]) for start in range(0, len(losses), steps)
+    ]
 
 
 def draw(results: Results, path: Path) -> None:
-    """Chart the training losses of every run, and their differences to the exact run of the same seed."""
+    """Chart the training losses of every run, and their differences to the exact run of the same
+    seed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2], constrained_layout=True)
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2], constrained_layout=True
+    )
     exact = {seed: smoothed(run.losses) for seed, run in results.of("exact").items()}
     for number, name in enumerate(results.formats):
         for index, (seed, run) in enumerate(results.of(name).items()):
             curve = smoothed(run.losses)
-            steps = [min((place + 1) * SMOOTHED_STEPS, len(run.losses)) for place in range(len(curve))]
-            style = {"color": f"C{number}", "linewidth": 1.2, "alpha": 0.8, "label": name if index == 0 else None}
+            steps = [
+                min((place + 1) * SMOOTHED_STEPS, len(run.losses)) for place in range(len(curve))
+            ]
+            style = {
+                "color": f"C{number}",
+                "linewidth": 1.2,
+                "alpha": 0.8,
+                "label": name if index == 0 else None,
+            }
             above.plot(steps, curve, **style)
             if name != "exact" and seed in exact:
-                below.plot(steps, [here - there for here, there in zip(curve, exact[seed], strict=True)], **style)
+                below.plot(
+                    steps,
+                    [here - there for here, there in zip(curve, exact[seed], strict=True)],
+                    **style,
+                )
     if exact:
         width = [max(at) - min(at) for at in zip(*exact.values(), strict=True)]
-        below.fill_between(steps, [-w for w in width], width, color="0.9", label="spread of exact's seeds")
-    above.set(ylabel="training loss, nats a byte", title=f"Means of {SMOOTHED_STEPS} steps, one line a seed")
+        below.fill_between(
+            steps, [-w for w in width], width, color="0.9", label="spread of exact's seeds"
+        )
+    above.set(
+        ylabel="training loss, nats a byte",
+        title=f"Means of {SMOOTHED_STEPS} steps, one line a seed",
+    )
     below.set(ylabel="less exact's, same seed", xlabel="step")
     for axes in (above, below):
         axes.grid(alpha=0.3)

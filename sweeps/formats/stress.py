@@ -1,4 +1,6 @@
-"""Gradients that misbehave: huge, tiny, both side by side, suddenly of another scale. What does AdamW's step become with each state format?"""
+"""Gradients that misbehave: huge, tiny, both side by side, suddenly of another scale. What does
+AdamW's step become with each state format?
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from .trainer import PackedAdamW
 STEPS = 300
 ELEMENTS = 1 << 14
 BETAS = (0.9, 0.999)
-# What Cauchy and Schwarz allow |exp_avg| / sqrt(exp_avg_sq) to be: gradients that rise by beta2 / beta1 a step come near.
+# What Cauchy and Schwarz allow |exp_avg| / sqrt(exp_avg_sq) to be: gradients that rise by beta2 /
+# beta1 a step come near.
 BOUND = (1 - BETAS[0]) / math.sqrt((1 - BETAS[1]) * (1 - BETAS[0] ** 2 / BETAS[1]))
 RATE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Stressed:
-    """What one case gave. largest_step: of any weight in any step, over the learning rate. bound: what it may be."""
+    """What one case gave. largest_step: of any weight in any step, over the learning rate. bound:
+    what it may be.
+    """
 
     name: str
     format: str
@@ -46,7 +51,9 @@ def _decades(step: int) -> torch.Tensor:
 
 
 def _rare(step: int) -> torch.Tensor:
-    """Nothing but for one weight in a hundred, another each step, as in the embedding of rare words."""
+    """Nothing but for one weight in a hundred, another each step, as in the embedding of rare
+    words.
+    """
     chosen = torch.rand(ELEMENTS, generator=torch.Generator().manual_seed(step + STEPS)) < 0.01
     return _noise(step) * chosen
 
@@ -55,8 +62,12 @@ CASES: dict[str, Callable[[int], torch.Tensor]] = {
     "1e6": lambda step: _noise(step) * 1e6,
     "1e-9": lambda step: _noise(step) * 1e-9,
     "1e-12 to 1e4 side by side": _decades,
-    "1e-9, then 1e6 from the middle on": lambda step: _noise(step) * (1e-9 if step < STEPS // 2 else 1e6),
-    "1e6, then 1e-9 from the middle on": lambda step: _noise(step) * (1e6 if step < STEPS // 2 else 1e-9),
+    "1e-9, then 1e6 from the middle on": lambda step: (
+        _noise(step) * (1e-9 if step < STEPS // 2 else 1e6)
+    ),
+    "1e6, then 1e-9 from the middle on": lambda step: (
+        _noise(step) * (1e6 if step < STEPS // 2 else 1e-9)
+    ),
     "1, with 1e6 once": lambda step: _noise(step) * (1e6 if step == STEPS // 2 else 1.0),
     "rising by a tenth a step": lambda step: torch.full((ELEMENTS,), 1e-9 * 1.11**step),
     "rare": _rare,
@@ -66,7 +77,9 @@ CASES: dict[str, Callable[[int], torch.Tensor]] = {
 def stress(name: str, format: str) -> Stressed:
     """Step a bundle by the gradients of the case *name* with states in *format*."""
     weight = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.bfloat16))
-    optimizer = PackedAdamW([weight], state_format(format), 0, betas=BETAS, weight_decay=0.0, eps=1e-16)
+    optimizer = PackedAdamW(
+        [weight], state_format(format), 0, betas=BETAS, weight_decay=0.0, eps=1e-16
+    )
     before = torch.zeros(ELEMENTS)
     largest, finite = 0.0, True
     for step in range(STEPS):
@@ -74,7 +87,9 @@ def stress(name: str, format: str) -> Stressed:
         optimizer.step(RATE)
         [(master, states)] = optimizer.unpacked()
         assert master is not None
-        finite = finite and all(bool(tensor.isfinite().all()) for tensor in (master, *states.values()))
+        finite = finite and all(
+            bool(tensor.isfinite().all()) for tensor in (master, *states.values())
+        )
         largest = max(largest, float((master - before).abs().max()) / RATE)
         before = master.clone()
     return Stressed(name, format, largest, finite, BOUND * 1.2)  # that one rounding may make of it

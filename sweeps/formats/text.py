@@ -1,4 +1,6 @@
-"""The text to train on: the sources of the running interpreter's standard library, byte by byte, so that nothing is fetched."""
+"""The text to train on: the sources of the running interpreter's standard library, byte by byte, so
+that nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ VALIDATION_SHARE = 0.05
 
 
 def read_text(most_bytes: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Bytes to train on and, from other files, bytes to validate on, as flat uint8 tensors; and what they are.
+    """Bytes to train on and, from other files, bytes to validate on, as flat uint8 tensors; and
+    what they are.
 
-    Files come in the order of a hash of their names, so that both parts have a bit of everything and are the same on every run of one interpreter.
+    Files come in the order of a hash of their names, so that both parts have a bit of everything
+    and are the same on every run of one interpreter.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts)]
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.parts)
+    ]
     files.sort(key=lambda path: (_shuffled(path.relative_to(root).as_posix()), path))
     pieces, size = [], 0
     for path in files:
@@ -48,12 +56,18 @@ def _shuffled(name: str) -> int:
 
 
 def batches(text: torch.Tensor, count: int, batch: int, context: int, seed: int) -> torch.Tensor:
-    """Where *count* batches of *batch* pieces of *context* + 1 bytes begin, by *seed*. Shape: count x batch, int64, on *text*'s device."""
+    """Where *count* batches of *batch* pieces of *context* + 1 bytes begin, by *seed*. Shape: count
+    x batch, int64, on *text*'s device.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(text.numel() - context, (count, batch), generator=generator).to(text.device)
+    return torch.randint(text.numel() - context, (count, batch), generator=generator).to(
+        text.device
+    )
 
 
-def cut(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(
+    text: torch.Tensor, starts: torch.Tensor, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes at *starts* and those that follow them. Shapes: batch x context, int64."""
     places = starts[:, None] + torch.arange(context + 1, device=text.device)
     piece = text[places].long()

@@ -35,7 +35,9 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 into_stream = name.endswith(("attended.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if into_stream else 0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 / (2 * shape.layers) ** 0.5 if into_stream else 0.02
+                )
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)
 

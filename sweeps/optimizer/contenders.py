@@ -1,4 +1,6 @@
-"""What makes a step: `NVMeOptimizer` with each state format, DeepSpeed's ZeRO-3 with optimizer states on NVMe, and torch's AdamW in memory."""
+"""What makes a step: `NVMeOptimizer` with each state format, DeepSpeed's ZeRO-3 with optimizer
+states on NVMe, and torch's AdamW in memory.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class _OnNVMe:
 
 
 class _DeepSpeed:
-    """ZeRO-3 with optimizer states on the drive, at the settings with which it is fastest. It wants its gradients from a backward pass."""
+    """ZeRO-3 with optimizer states on the drive, at the settings with which it is fastest. It wants
+    its gradients from a backward pass.
+    """
 
     waited_seconds = 0.0
 
@@ -98,10 +102,17 @@ class _DeepSpeed:
         model.zero_grad(set_to_none=True)
 
         def forward() -> torch.Tensor:
-            return torch.stack([(parameter * gradient).sum() for parameter, gradient in zip(parameters, gradients, strict=True)]).sum()
+            return torch.stack(
+                [
+                    (parameter * gradient).sum()
+                    for parameter, gradient in zip(parameters, gradients, strict=True)
+                ]
+            ).sum()
 
         model.forward = forward
-        self._engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(job, elements), dist_init_required=False)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, config=_deepspeed_config(job, elements), dist_init_required=False
+        )
 
     def prepare(self) -> None:
         self._engine.backward(self._engine())

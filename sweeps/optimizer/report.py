@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from sweeps.peers.report import Spread, spread, verdict
 from sweeps.training.runs import Speeds, floor_seconds, mean_speeds
 
-SETTLING = 3  # steps: one makes the states, by one the order is learned, in one values change places
+# steps: one makes the states, by one the order is learned, in one values change places
+SETTLING = 3
 TITLES = {
     "exact": 'NVMeOptimizer, "exact"',
     "split": 'NVMeOptimizer, "split"',
@@ -21,7 +22,9 @@ TITLES = {
 
 
 class Drive(NamedTuple):
-    """What the drive gave: to fio, and to the engine by itself, bytes a second of reading and writing at once through as much memory as a step has."""
+    """What the drive gave: to fio, and to the engine by itself, bytes a second of reading and
+    writing at once through as much memory as a step has.
+    """
 
     fio: Speeds
     engine: float
@@ -29,12 +32,16 @@ class Drive(NamedTuple):
     @classmethod
     def mean(cls, before: Drive, after: Drive) -> Drive:
         """Of two measurements."""
-        return cls(mean_speeds(before.fio, after.fio), statistics.fmean((before.engine, after.engine)))
+        return cls(
+            mean_speeds(before.fio, after.fio), statistics.fmean((before.engine, after.engine))
+        )
 
 
 @dataclasses.dataclass
 class Run:
-    """One process. *steps* past the settling ones, as it told of them; *drive* as it was around it; *error* why there is nothing."""
+    """One process. *steps* past the settling ones, as it told of them; *drive* as it was around it;
+    *error* why there is nothing.
+    """
 
     variant: str
     round: int
@@ -49,9 +56,15 @@ class Run:
 
     @property
     def floor(self) -> float | None:
-        """Seconds that the drive needs for what a step moved; None where fio is not there or nothing was moved."""
+        """Seconds that the drive needs for what a step moved; None where fio is not there or
+        nothing was moved.
+        """
         moved = self.median("read_bytes"), self.median("written_bytes")
-        return floor_seconds(*moved, self.drive.fio) if self.drive is not None and sum(moved) > 0 else None
+        return (
+            floor_seconds(*moved, self.drive.fio)
+            if self.drive is not None and sum(moved) > 0
+            else None
+        )
 
     @property
     def engine_seconds(self) -> float | None:
@@ -83,16 +96,35 @@ class Results:
 
 def render(results: Results) -> str:
     """The report in Markdown."""
-    parts = ["# Optimizer steps with states on a drive", *_targets(results), "## Where, when and how"]
-    parts += ["\n".join(f"- {name}: {value}" for name, value in results.facts.items()), *results.notes, *_how(results)]
-    parts += ["## A step", _times(results), *_equality(results), "## Memory", *_memory(results), *_failures(results)]
+    parts = [
+        "# Optimizer steps with states on a drive",
+        *_targets(results),
+        "## Where, when and how",
+    ]
+    parts += [
+        "\n".join(f"- {name}: {value}" for name, value in results.facts.items()),
+        *results.notes,
+        *_how(results),
+    ]
+    parts += [
+        "## A step",
+        _times(results),
+        *_equality(results),
+        "## Memory",
+        *_memory(results),
+        *_failures(results),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def as_json(results: Results) -> dict[str, Any]:
     """All that was measured."""
     runs = [
-        {**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)}, "drive": run.drive and _drive(run.drive), "floor": _floor(run)}
+        {
+            **{field.name: getattr(run, field.name) for field in dataclasses.fields(run)},
+            "drive": run.drive and _drive(run.drive),
+            "floor": _floor(run),
+        }
         for run in results.runs
     ]
     return {
@@ -117,10 +149,29 @@ def _targets(results: Results) -> Iterator[str]:
     lines = []
     shares = [run.floor / run.median("seconds") for run in results.of("exact") if run.floor]
     if shares:
-        lines.append((TITLES["exact"], "floor / time", ">= 0.9", _ratio(found := spread(shares)), verdict(found, least=0.9)))
-    for what, figure, most in (("time of a step", _seconds, 0.3), ("peak host memory", _host_peak, 1.0)):
+        lines.append(
+            (
+                TITLES["exact"],
+                "floor / time",
+                ">= 0.9",
+                _ratio(found := spread(shares)),
+                verdict(found, least=0.9),
+            )
+        )
+    for what, figure, most in (
+        ("time of a step", _seconds, 0.3),
+        ("peak host memory", _host_peak, 1.0),
+    ):
         if ratios := results.ratios("compact", "deepspeed", figure):
-            lines.append((TITLES["compact"], f"{what} / DeepSpeed's", f"<= {most:g}", _ratio(found := spread(ratios)), verdict(found, most=most)))
+            lines.append(
+                (
+                    TITLES["compact"],
+                    f"{what} / DeepSpeed's",
+                    f"<= {most:g}",
+                    _ratio(found := spread(ratios)),
+                    verdict(found, most=most),
+                )
+            )
     if lines:
         yield _table(("variant", "what", "target", "median [spread]", ""), lines)
 
@@ -148,7 +199,10 @@ def _how(results: Results) -> Iterator[str]:
             "together; times and memory of the GPU are of the rank with the most."
         )
     if results.speeds:
-        figures = ", ".join(f"{name} {_ratio(spread([getattr(speeds.fio, name) / 1e9 for speeds in results.speeds]))} GB/s" for name in Speeds._fields)
+        figures = ", ".join(
+            f"{name} {_ratio(spread([getattr(speeds.fio, name) / 1e9 for speeds in results.speeds]))} GB/s"
+            for name in Speeds._fields
+        )
         yield (
             f"fio, {len(results.speeds)} times between the runs: {figures}; mixed is as many bytes each way at once, the sum. The floor is the longest of read "
             "by read, written by write and both by mixed, at the mean of fio's figures before and after the run. The engine alone, which reads and writes at "
@@ -163,10 +217,19 @@ def _times(results: Results) -> str:
         runs = results.of(variant)
         floors = [run.floor for run in runs if run.floor is not None]
         shares = [run.floor / run.median("seconds") for run in runs if run.floor is not None]
-        alone = [run.engine_seconds / run.median("seconds") for run in runs if run.engine_seconds is not None]
-        to_deepspeed, to_memory = (results.ratios(variant, other, _seconds) for other in ("deepspeed", "memory"))
+        alone = [
+            run.engine_seconds / run.median("seconds")
+            for run in runs
+            if run.engine_seconds is not None
+        ]
+        to_deepspeed, to_memory = (
+            results.ratios(variant, other, _seconds) for other in ("deepspeed", "memory")
+        )
         elements = runs[0].done["elements"]
-        moved = [statistics.median(run.median(key) for run in runs) for key in ("read_bytes", "written_bytes")]
+        moved = [
+            statistics.median(run.median(key) for run in runs)
+            for key in ("read_bytes", "written_bytes")
+        ]
         lines.append(
             (
                 TITLES[variant],
@@ -178,10 +241,16 @@ def _times(results: Results) -> str:
                 f"{statistics.median(floors):.2f}" if floors else "",
                 _ratio(spread(shares)) if shares else "",
                 _ratio(spread(alone)) if alone else "",
-                _ratio(spread([run.median("waited_seconds") for run in runs])) if variant != "deepspeed" else "",
-                f"{min(statistics.median(run.median('busy_seconds') / run.median('seconds') for run in runs), 1):.2f}" if sum(moved) else "",
+                _ratio(spread([run.median("waited_seconds") for run in runs]))
+                if variant != "deepspeed"
+                else "",
+                f"{min(statistics.median(run.median('busy_seconds') / run.median('seconds') for run in runs), 1):.2f}"
+                if sum(moved)
+                else "",
                 f"{statistics.median(run.median('cpu_seconds') for run in runs):.1f}",
-                f"{statistics.median(run.median('planning_seconds') for run in runs):.3f}" if variant != "deepspeed" else "",
+                f"{statistics.median(run.median('planning_seconds') for run in runs):.3f}"
+                if variant != "deepspeed"
+                else "",
             )
         )
     head = (
@@ -194,7 +263,9 @@ def _times(results: Results) -> str:
         "floor, s",
         "floor / time",
     )
-    return _table((*head, "engine alone / time", "waited, s", "drive busy", "CPU s", "of planning"), lines)
+    return _table(
+        (*head, "engine alone / time", "waited, s", "drive busy", "CPU s", "of planning"), lines
+    )
 
 
 def _seconds(run: Run) -> float:
@@ -207,7 +278,9 @@ def _host_peak(run: Run) -> float:
 
 def _equality(results: Results) -> Iterator[str]:
     """Of the exact format's parameters after the last step with those of an optimizer in memory."""
-    sums = [{run.done["checksum"] for run in results.of(variant)} for variant in ("exact", "memory")]
+    sums = [
+        {run.done["checksum"] for run in results.of(variant)} for variant in ("exact", "memory")
+    ]
     if all(sums):
         same = len(sums[0] | sums[1]) == 1
         yield f"The parameters that {TITLES['exact']} and {TITLES['memory']} ended with {'have the same sum, bit for bit' if same else '**differ**'}."
@@ -227,12 +300,26 @@ def _memory(results: Results) -> Iterator[str]:
             lambda done: done["device_peak_bytes"],
             lambda done: done["device_peak_bytes"] - done["device_before_bytes"],
         ]
-        lines.append((TITLES[variant], *(f"{statistics.median(cell(run.done) for run in runs) / 1e9:.2f}" for cell in cells)))
-    yield _table(("variant", "host, peak", "more than before", "GPU, peak", "more than before"), lines)
+        lines.append(
+            (
+                TITLES[variant],
+                *(
+                    f"{statistics.median(cell(run.done) for run in runs) / 1e9:.2f}"
+                    for cell in cells
+                ),
+            )
+        )
+    yield _table(
+        ("variant", "host, peak", "more than before", "GPU, peak", "more than before"), lines
+    )
 
 
 def _failures(results: Results) -> Iterator[str]:
-    lines = [(TITLES[run.variant], str(run.round + 1), run.error.replace("|", "\\|")) for run in results.runs if run.error is not None]
+    lines = [
+        (TITLES[run.variant], str(run.round + 1), run.error.replace("|", "\\|"))
+        for run in results.runs
+        if run.error is not None
+    ]
     if lines:
         yield "## What failed"
         yield _table(("variant", "round", "what it said"), lines)
@@ -248,4 +335,7 @@ def _ratio(found: Spread) -> str:
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     kept = [index for index, name in enumerate(head) if name or any(line[index] for line in lines)]
-    return "\n".join(f"| {' | '.join(line[index] for index in kept)} |" for line in (head, ["---"] * len(head), *lines))
+    return "\n".join(
+        f"| {' | '.join(line[index] for index in kept)} |"
+        for line in (head, ["---"] * len(head), *lines)
+    )

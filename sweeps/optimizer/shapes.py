@@ -7,14 +7,21 @@ _LARGE = 10**9
 
 
 def gpt_shapes(parameters: int) -> list[tuple[int, ...]]:
-    """Shapes of weights and biases in the order of the model: embeddings, then blocks. At least as wide as 64, so that few are more than asked for."""
+    """Shapes of weights and biases in the order of the model: embeddings, then blocks. At least as
+    wide as 64, so that few are more than asked for.
+    """
     blocks = 48 if parameters >= _LARGE else 24 if parameters >= _LARGE // 10 else 2
     width = 64
     while _count(blocks, width + 64) <= parameters:
         width += 64
     shapes: list[tuple[int, ...]] = [(min(_VOCABULARY, 8 * width), width)]
     for _ in range(blocks):
-        for rows, columns in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+        for rows, columns in (
+            (3 * width, width),
+            (width, width),
+            (4 * width, width),
+            (width, 4 * width),
+        ):
             shapes += [(rows, columns), (rows,)]
         shapes += [(width,)] * 4  # two norms
     return shapes

@@ -1,4 +1,5 @@
-"""One rank of one variant, in a process of its own: `python -m sweeps.optimizer.trainee JOB.json RANK`.
+"""One rank of one variant, in a process of its own: `python -m sweeps.optimizer.trainee JOB.json
+RANK`.
 
 The first rank prints a line of JSON for every step, and one at the end, of all ranks.
 """
@@ -61,10 +62,26 @@ def main() -> None:
             optimizer.step()
             _synchronize()
             seconds, after = time.monotonic() - began, process.traffic()
-            cpu, busy, planned = _cpu_seconds() - cpu, disk.read().busy_seconds - busy, planning.seconds - planned
-            told = gather((seconds, optimizer.waited_seconds, cpu, after.read - moved.read, after.written - moved.written, busy, planned))
+            cpu, busy, planned = (
+                _cpu_seconds() - cpu,
+                disk.read().busy_seconds - busy,
+                planning.seconds - planned,
+            )
+            told = gather(
+                (
+                    seconds,
+                    optimizer.waited_seconds,
+                    cpu,
+                    after.read - moved.read,
+                    after.written - moved.written,
+                    busy,
+                    planned,
+                )
+            )
             if rank == 0:
-                times, waits, cpu_times, reads, writes, busy_times, plannings = zip(*told, strict=True)
+                times, waits, cpu_times, reads, writes, busy_times, plannings = zip(
+                    *told, strict=True
+                )
                 _tell(
                     events,
                     "step",
@@ -79,7 +96,14 @@ def main() -> None:
                 )
         peak = process.memory_of("self")
         host = (before.resident if before else 0, peak.peak if peak else 0)
-        found = gather((*host, device_before, torch.cuda.max_memory_allocated() if cuda else 0, _checksum(parameters)))
+        found = gather(
+            (
+                *host,
+                device_before,
+                torch.cuda.max_memory_allocated() if cuda else 0,
+                _checksum(parameters),
+            )
+        )
     if rank == 0:
         residents, peaks, allocated, device_peaks, checksums = zip(*found, strict=True)
         _tell(
@@ -90,13 +114,17 @@ def main() -> None:
             host_peak_bytes=sum(peaks),
             device_before_bytes=max(allocated),
             device_peak_bytes=max(device_peaks),
-            accelerator=torch.cuda.get_device_name(0) if cuda else "none, the parameters are on the CPU",
+            accelerator=torch.cuda.get_device_name(0)
+            if cuda
+            else "none, the parameters are on the CPU",
             threads=torch.get_num_threads(),
             versions=f"torch {torch.__version__}, Python {platform.python_version()}",
             checksum=float(sum(checksums)).hex(),
         )
     if _grouped(job):
-        os._exit(0)  # all is told; a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end (pytorch/pytorch#190489)
+        # all is told; a thread of gloo that still lets go of a gathered tensor aborts an
+        # interpreter at its end (pytorch/pytorch#190489)
+        os._exit(0)
 
 
 def _grouped(job: dict[str, Any]) -> bool:
@@ -105,7 +133,9 @@ def _grouped(job: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Callable[[Any], list[Any]]]:
+def _ranks(
+    job: dict[str, Any], rank: int, device: torch.device
+) -> Iterator[Callable[[Any], list[Any]]]:
     """What gathers a value from every rank."""
     if not _grouped(job):
         yield lambda value: [value]
@@ -113,7 +143,13 @@ def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Cal
     patience = datetime.timedelta(seconds=job["patience_seconds"])
     os.environ["LOCAL_RANK"] = str(rank)
     store = dist.FileStore(str(Path(job["directory"]) / "ranks"), job["ranks"])
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=job["ranks"], timeout=patience)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=job["ranks"],
+        timeout=patience,
+    )
 
     def gather(value: Any) -> list[Any]:
         gathered: list[Any] = [None] * job["ranks"]
@@ -125,16 +161,24 @@ def _ranks(job: dict[str, Any], rank: int, device: torch.device) -> Iterator[Cal
 
 
 def _model(job: dict[str, Any], device: torch.device) -> nn.Module:
-    """The parameters; with several ranks `fully_shard` leaves each its shards, unless DeepSpeed is to have shards of its own."""
+    """The parameters; with several ranks `fully_shard` leaves each its shards, unless DeepSpeed is
+    to have shards of its own.
+    """
     model = nn.Module()
     for number, shape in enumerate(job["shapes"]):
-        model.register_parameter(str(number), nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02))
+        model.register_parameter(
+            str(number),
+            nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.02),
+        )
     return fully_shard(model) if job["ranks"] > 1 and job["variant"] != DEEPSPEED else model
 
 
 def _checksum(parameters: Sequence[torch.Tensor]) -> float:
     """Of what this rank has of them."""
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters)
+    local = (
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in parameters
+    )
     return float(sum(part.detach().double().abs().sum().item() for part in local))
 
 

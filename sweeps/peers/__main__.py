@@ -1,4 +1,6 @@
-"""`python -m sweeps.peers DIR`: hold the contests of a plan on the drive of DIR, and write the report."""
+"""`python -m sweeps.peers DIR`: hold the contests of a plan on the drive of DIR, and write the
+report.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,30 @@ _HOW = (
 
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN, show_default=True)
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=_DEFAULT_PLAN,
+    show_default=True,
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.")
-@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
-def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]) -> None:
-    """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, in interleaved runs, and print a table in Markdown."""
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.",
+)
+@click.option(
+    "--note",
+    multiple=True,
+    help="A sentence on the circumstances, for the report; may be given again.",
+)
+def main(
+    directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]
+) -> None:
+    """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, in interleaved
+    runs, and print a table in Markdown.
+    """
     stop_at_sigterm()
     plan = read_plan(plan_path)
     skipped: dict[str, str] = {}
@@ -59,7 +79,9 @@ def main(directory: Path, plan_path: Path, rounds: int | None, output: Path | No
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_name(output.name + ".md").write_text(text)
-        output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n")
+        output.with_name(output.name + ".json").write_text(
+            json.dumps(as_json(results), indent=1) + "\n"
+        )
     click.echo(text)
 
 
@@ -68,17 +90,28 @@ def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.Ex
     contests = list(dict.fromkeys(contest for case in plan.cases for contest in case.contests))
     peers = _peers(sorted({side for contest in contests for side in contest.sides}), skipped)
     versions = [peer.version for peer in peers.values() if peer.version]
-    results.facts["versions"] = ", ".join(dict.fromkeys([*versions, commit(), f"Python {platform.python_version()}"]))
+    results.facts["versions"] = ", ".join(
+        dict.fromkeys([*versions, commit(), f"Python {platform.python_version()}"])
+    )
     contests = [contest for contest in contests if all(side in peers for side in contest.sides)]
     buffers = Buffers(max(job.file_bytes for contest in contests for job in contest.jobs))
-    buffers.locked = next((peer.locked for peer in peers.values() if isinstance(peer, deepspeed_op.DeepSpeedOp)), None)
+    buffers.locked = next(
+        (peer.locked for peer in peers.values() if isinstance(peer, deepspeed_op.DeepSpeedOp)), None
+    )
     rigs: dict[str | None, Rig] = {}
     for place in dict.fromkeys(contest.directory for contest in contests):
-        nbytes = max(job.file_bytes for contest in contests if contest.directory == place for job in contest.jobs)
+        nbytes = max(
+            job.file_bytes
+            for contest in contests
+            if contest.directory == place
+            for job in contest.jobs
+        )
         _say(f"two files of {format_bytes(nbytes)} in {place or directory}")
         rigs[place] = Rig(Path(place) if place else directory, nbytes, buffers)
         undo.callback(rigs[place].close)
-    results.facts["direct I/O"] = ", ".join(f"{'yes' if rig.direct else 'no'} in {place or directory}" for place, rig in rigs.items())
+    results.facts["direct I/O"] = ", ".join(
+        f"{'yes' if rig.direct else 'no'} in {place or directory}" for place, rig in rigs.items()
+    )
     gc.disable()  # its moments are nobody's
     refused: set[Contest] = set()
     started = time.monotonic()

@@ -1,7 +1,9 @@
-"""The least that can be done through libaio, as a side of a contest: what the kernel and the drive give to memory of this size.
+"""The least that can be done through libaio, as a side of a contest: what the kernel and the drive
+give to memory of this size.
 
-fio moves everything through as much memory as it has blocks in flight, which caches may hold. This side has the same memory as ours, so what
-it lacks against fio nobody can make up, and what we lack against it is our own.
+fio moves everything through as much memory as it has blocks in flight, which caches may hold. This
+side has the same memory as ours, so what it lacks against fio nobody can make up, and what we lack
+against it is our own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ _OPCODES = {"read": 0, "write": 1}
 # struct iocb and struct io_event of linux/aio_abi.h, on little-endian machines.
 _CONTROL_BLOCK = np.dtype(
     {
-        "names": [*("data", "key", "rw_flags", "opcode", "priority", "descriptor"), *("buffer", "nbytes", "offset", "reserved", "flags", "event_descriptor")],
+        "names": [
+            *("data", "key", "rw_flags", "opcode", "priority", "descriptor"),
+            *("buffer", "nbytes", "offset", "reserved", "flags", "event_descriptor"),
+        ],
         "formats": ["u8", "u4", "u4", "u2", "i2", "u4", "u8", "u8", "i8", "u8", "u4", "u4"],
     }
 )
@@ -33,7 +38,8 @@ _EVENT = np.dtype([("data", "u8"), ("block", "u8"), ("result", "i8"), ("result2"
 
 
 class Bare:
-    """A loop of io_submit(2) for one block at a time and io_getevents(2). One thread; its CPU time is mostly Python's.
+    """A loop of io_submit(2) for one block at a time and io_getevents(2). One thread; its CPU time
+    is mostly Python's.
 
     Raises: UnsupportedError where libaio is not installed.
     """
@@ -50,9 +56,15 @@ class Bare:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.backend != "libaio" or job.thread_count != 1:
             raise UnsupportedError("the bare loop is one thread with libaio")
-        buffers = {direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes] for number, direction in enumerate(job.directions)}
+        buffers = {
+            direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes]
+            for number, direction in enumerate(job.directions)
+        }
         direct = os.O_DIRECT if rig.direct else 0
-        descriptors = {direction: os.open(rig.path(direction), os.O_RDWR | direct) for direction in job.directions}
+        descriptors = {
+            direction: os.open(rig.path(direction), os.O_RDWR | direct)
+            for direction in job.directions
+        }
         try:
             if "read" in buffers:
                 spoil(buffers["read"])
@@ -67,7 +79,10 @@ class Bare:
 
     def _time(self, blocks: NDArray[Any], job: Job) -> Measurement:
         address = int(blocks.ctypes.data)
-        pointers = [ctypes.c_void_p(address + index * _CONTROL_BLOCK.itemsize) for index in range(len(blocks))]
+        pointers = [
+            ctypes.c_void_p(address + index * _CONTROL_BLOCK.itemsize)
+            for index in range(len(blocks))
+        ]
         events = np.zeros(job.queue_depth, _EVENT)
         place = ctypes.c_void_p(int(events.ctypes.data))
         context = ctypes.c_void_p()
@@ -76,10 +91,28 @@ class Bare:
             submitted = finished = 0
             while finished < len(blocks):
                 while submitted < len(blocks) and submitted - finished < job.queue_depth:
-                    submitted += self._require(self._libaio.io_submit(context, ctypes.c_long(1), ctypes.byref(pointers[submitted])), job)
-                count = self._require(self._libaio.io_getevents(context, ctypes.c_long(1), ctypes.c_long(job.queue_depth), place, None), job)
+                    submitted += self._require(
+                        self._libaio.io_submit(
+                            context, ctypes.c_long(1), ctypes.byref(pointers[submitted])
+                        ),
+                        job,
+                    )
+                count = self._require(
+                    self._libaio.io_getevents(
+                        context, ctypes.c_long(1), ctypes.c_long(job.queue_depth), place, None
+                    ),
+                    job,
+                )
                 if (events["result"][:count] != job.block_size).any():
-                    raise IOFailure(5, "the bare loop failed", operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
+                    raise IOFailure(
+                        5,
+                        "the bare loop failed",
+                        operation=job.direction,
+                        path="the file",
+                        offset=0,
+                        nbytes=job.nbytes,
+                        done=0,
+                    )
                 finished += count
         self._libaio.io_destroy(context)
         return watch.measurement(job.nbytes)
@@ -88,7 +121,15 @@ class Bare:
         if result == -errno.EINTR:  # nothing happened, and every caller comes back for it
             return 0
         if result < 0:
-            raise IOFailure(-result, os.strerror(-result), operation=job.direction, path="the file", offset=0, nbytes=job.nbytes, done=0)
+            raise IOFailure(
+                -result,
+                os.strerror(-result),
+                operation=job.direction,
+                path="the file",
+                offset=0,
+                nbytes=job.nbytes,
+                done=0,
+            )
         return result
 
 
@@ -99,5 +140,8 @@ def _control_blocks(job: Job, buffers: dict[str, Any], descriptors: dict[str, in
     for column, (direction, buffer) in enumerate(buffers.items()):
         lane = blocks[:, column]
         lane["opcode"], lane["descriptor"] = _OPCODES[direction], descriptors[direction]
-        lane["buffer"], lane["offset"] = int(buffer.ctypes.data) + begins % job.footprint_bytes, begins % job.file_bytes
+        lane["buffer"], lane["offset"] = (
+            int(buffer.ctypes.data) + begins % job.footprint_bytes,
+            begins % job.file_bytes,
+        )
     return blocks.reshape(-1)

@@ -25,12 +25,14 @@ _LONGEST_BUILD_SECONDS = 900.0
 
 
 class DeepSpeedOp:
-    """An asynchronous call for each tensor, then one wait; each tensor is a file of its own, as its swapper has it. Loading builds the op once.
+    """An asynchronous call for each tensor, then one wait; each tensor is a file of its own, as its
+    swapper has it. Loading builds the op once.
 
-    Its memory comes from its own allocator, since it copies everything else through a buffer of its own. Both ways at once are two handles, each
-    with the whole depth, as its pipelined swapper has them.
-    Options: "offsets" moves the tensors of one file instead; "sync" has what is written on the drive to stay before the clock stops.
-    Raises: UnsupportedError where DeepSpeed, or what its op is built with, is not there.
+    Its memory comes from its own allocator, since it copies everything else through a buffer of its
+    own. Both ways at once are two handles, each with the whole depth, as its pipelined swapper has
+    them. Options: "offsets" moves the tensors of one file instead; "sync" has what is written on
+    the drive to stay before the clock stops. Raises: UnsupportedError where DeepSpeed, or what its
+    op is built with, is not there.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -51,7 +53,9 @@ class DeepSpeedOp:
         self._torch = torch
         self.on_cpu = get_accelerator().device_name() == "cpu"
         self._handle = self.handle(1 << 20, 1, 1)
-        self.version = f"deepspeed {importlib.metadata.version('deepspeed')}, torch {torch.__version__}"
+        self.version = (
+            f"deepspeed {importlib.metadata.version('deepspeed')}, torch {torch.__version__}"
+        )
 
     def handle(self, block_size: int, queue_depth: int, thread_count: int) -> Any:
         """A handle of the op with overlapping events, whose blocks are submitted together."""
@@ -59,7 +63,9 @@ class DeepSpeedOp:
 
     def locked(self, nbytes: int) -> Bytes:
         """Memory that the op moves without a copy; never freed, as in its swapper."""
-        tensor = self._handle.new_cpu_locked_tensor(nbytes, self._torch.empty(0, dtype=self._torch.uint8))
+        tensor = self._handle.new_cpu_locked_tensor(
+            nbytes, self._torch.empty(0, dtype=self._torch.uint8)
+        )
         return np.asarray(tensor.numpy())
 
     def unlock(self, buffer: Bytes) -> None:
@@ -69,10 +75,18 @@ class DeepSpeedOp:
     def run(self, rig: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: IOFailure, UnsupportedError."""
         if job.backend != "libaio" or job.passes > 1 or job.footprint_bytes != job.file_bytes:
-            raise UnsupportedError("DeepSpeed's op is only asked for plain reads and writes, which it does by libaio")
+            raise UnsupportedError(
+                "DeepSpeed's op is only asked for plain reads and writes, which it does by libaio"
+            )
         memory = job.memory if job.memory.startswith("locked") else "locked"
-        buffers = {direction: rig.buffers.get(memory, number)[: job.file_bytes] for number, direction in enumerate(job.directions)}
-        handles = {direction: self.handle(job.block_size, job.queue_depth, job.thread_count) for direction in job.directions}
+        buffers = {
+            direction: rig.buffers.get(memory, number)[: job.file_bytes]
+            for number, direction in enumerate(job.directions)
+        }
+        handles = {
+            direction: self.handle(job.block_size, job.queue_depth, job.thread_count)
+            for direction in job.directions
+        }
         calls: list[tuple[Any, Any, str, int]] = []
         for direction, buffer in buffers.items():
             pieces: Any = self._torch.from_numpy(buffer).reshape(job.requests, job.request_bytes)
@@ -80,8 +94,17 @@ class DeepSpeedOp:
             if not handle.is_pinned(pieces[-1]):
                 raise UnsupportedError("DeepSpeed's op does not take its own memory for pinned")
             call = handle.async_pread if direction == "read" else handle.async_pwrite
-            calls += [(call, piece, path, offset) for piece, (path, offset) in zip(pieces, self._places(rig, job, direction), strict=True)]
-        written = sorted({path for call, _, path, _ in calls if call.__name__ == "async_pwrite"}) if self._sync else []
+            calls += [
+                (call, piece, path, offset)
+                for piece, (path, offset) in zip(
+                    pieces, self._places(rig, job, direction), strict=True
+                )
+            ]
+        written = (
+            sorted({path for call, _, path, _ in calls if call.__name__ == "async_pwrite"})
+            if self._sync
+            else []
+        )
         if "read" in buffers:
             spoil(buffers["read"])
         _allow_open_files(len(calls))
@@ -91,26 +114,41 @@ class DeepSpeedOp:
             for path in written:
                 _sync(path)
         if refused or finished != len(calls):
-            raise IOFailure(5, "DeepSpeed's op failed", operation=job.direction, path=calls[0][2], offset=0, nbytes=job.nbytes, done=0)
+            raise IOFailure(
+                5,
+                "DeepSpeed's op failed",
+                operation=job.direction,
+                path=calls[0][2],
+                offset=0,
+                nbytes=job.nbytes,
+                done=0,
+            )
         if "read" in buffers:
             require_read(buffers["read"], "DeepSpeed's op")
         return watch.measurement(job.nbytes)
 
     def _places(self, rig: Place, job: Job, direction: str) -> list[tuple[str, int]]:
         if self._offsets:
-            return [(str(rig.path(direction)), index * job.request_bytes) for index in range(job.requests)]
+            return [
+                (str(rig.path(direction)), index * job.request_bytes)
+                for index in range(job.requests)
+            ]
         return [(str(path), 0) for path in rig.tensor_paths(job.request_bytes, job.requests)]
 
 
 def _require_no_stale_lock() -> None:
-    """Raises: UnsupportedError where a build that was killed has left its lock, for which every later one waits for ever."""
+    """Raises: UnsupportedError where a build that was killed has left its lock, for which every
+    later one waits for ever.
+    """
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     for name in _OPS:
         for lock in root.glob(f"**/{name}/lock"):
             if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_SECONDS:
-                raise UnsupportedError(f"a build of DeepSpeed's op that was killed has left a lock, for which every later one waits: remove {lock}")
+                raise UnsupportedError(
+                    f"a build of DeepSpeed's op that was killed has left a lock, for which every later one waits: remove {lock}"
+                )
 
 
 def _sync(path: str) -> None:

@@ -17,11 +17,12 @@ OPTIONS = {"sync"}
 
 
 class KvikIO:
-    """A future for each tensor, on its pool of threads: as many as the job has, each moving tasks of the block size. Host memory, no GPU.
+    """A future for each tensor, on its pool of threads: as many as the job has, each moving tasks
+    of the block size. Host memory, no GPU.
 
-    What is aligned moves directly (opportunistic direct I/O, which it has off for reads unless asked).
-    Options: "sync" has what is written on the drive to stay before the clock stops.
-    Raises: UnsupportedError where KvikIO is not installed, or CUDA's driver is not.
+    What is aligned moves directly (opportunistic direct I/O, which it has off for reads unless
+    asked). Options: "sync" has what is written on the drive to stay before the clock stops. Raises:
+    UnsupportedError where KvikIO is not installed, or CUDA's driver is not.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -34,7 +35,9 @@ class KvikIO:
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
-            raise UnsupportedError("KvikIO asks CUDA's driver about every address, also of host memory, and libcuda.so.1 is not here") from None
+            raise UnsupportedError(
+                "KvikIO asks CUDA's driver about every address, also of host memory, and libcuda.so.1 is not here"
+            ) from None
         self._kvikio: Any = kvikio
         names = [name for name in ("kvikio-cu13", "kvikio-cu12", "kvikio") if _installed(name)]
         self.version = f"kvikio {importlib.metadata.version(names[0])}" if names else "kvikio"
@@ -43,20 +46,39 @@ class KvikIO:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.passes > 1 or job.footprint_bytes != job.file_bytes:
             raise UnsupportedError("KvikIO is only asked for what is moved once")
-        buffers = {direction: rig.buffers.get(job.memory, number)[: job.file_bytes] for number, direction in enumerate(job.directions)}
-        wanted = {"num_threads": job.thread_count, "task_size": job.block_size, "auto_direct_io_read": rig.direct, "auto_direct_io_write": rig.direct}
-        files = {direction: self._kvikio.CuFile(rig.path(direction), "r" if direction == "read" else "r+") for direction in job.directions}
+        buffers = {
+            direction: rig.buffers.get(job.memory, number)[: job.file_bytes]
+            for number, direction in enumerate(job.directions)
+        }
+        wanted = {
+            "num_threads": job.thread_count,
+            "task_size": job.block_size,
+            "auto_direct_io_read": rig.direct,
+            "auto_direct_io_write": rig.direct,
+        }
+        files = {
+            direction: self._kvikio.CuFile(
+                rig.path(direction), "r" if direction == "read" else "r+"
+            )
+            for direction in job.directions
+        }
         if "read" in buffers:
             evict(rig.path("read"))
             spoil(buffers["read"])
         calls = [
-            (files[direction].pread if direction == "read" else files[direction].pwrite, buffer[begin : begin + job.request_bytes], begin)
+            (
+                files[direction].pread if direction == "read" else files[direction].pwrite,
+                buffer[begin : begin + job.request_bytes],
+                begin,
+            )
             for begin in range(0, job.file_bytes, job.request_bytes)
             for direction, buffer in buffers.items()
         ]
         try:
             with self._kvikio.defaults.set(wanted), Stopwatch() as watch:
-                futures = [call(memory, job.request_bytes, offset) for call, memory, offset in calls]
+                futures = [
+                    call(memory, job.request_bytes, offset) for call, memory, offset in calls
+                ]
                 moved = sum(future.get() for future in futures)
                 if self._sync and "write" in buffers:
                     sync(rig.path("write"))
@@ -64,7 +86,15 @@ class KvikIO:
             for file in files.values():
                 file.close()
         if moved != job.nbytes:
-            raise IOFailure(5, "KvikIO failed", operation=job.direction, path=str(rig.path(job.directions[0])), offset=0, nbytes=job.nbytes, done=moved)
+            raise IOFailure(
+                5,
+                "KvikIO failed",
+                operation=job.direction,
+                path=str(rig.path(job.directions[0])),
+                offset=0,
+                nbytes=job.nbytes,
+                done=moved,
+            )
         if "read" in buffers:
             require_read(buffers["read"], "KvikIO")
         return watch.measurement(job.nbytes)

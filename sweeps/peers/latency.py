@@ -1,4 +1,6 @@
-"""What a small request costs: the way to a worker and back, waking up, and asking for statistics. For the engine alone, as no peer has these."""
+"""What a small request costs: the way to a worker and back, waking up, and asking for statistics.
+For the engine alone, as no peer has these.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _BUSY_BYTES = 256 << 20
 class Latencies(NamedTuple):
     """Seconds, one entry for each time, all interleaved.
 
-    pread: the same read as a system call. polled: a request whose `done()` was asked until it said yes. waited: one that was waited for.
-    stats: `Engine.stats()` while a large read was under way.
+    pread: the same read as a system call. polled: a request whose `done()` was asked until it said
+    yes. waited: one that was waited for. stats: `Engine.stats()` while a large read was under way.
     """
 
     backend: str
@@ -35,7 +37,8 @@ def measure(rig: Rig, backend: str, count: int) -> Latencies:
     everywhere = os.sched_getaffinity(0)
     here = {min(everywhere)}
     try:
-        # Worker threads inherit where they may run. Apart, or a caller that polls keeps the worker from the core that both were put on.
+        # Worker threads inherit where they may run. Apart, or a caller that polls keeps the worker
+        # from the core that both were put on.
         os.sched_setaffinity(0, everywhere - here or here)
         with Engine(AioConfig(queue_depth=8, backend=backend, direct=rig.direct)) as engine:
             os.sched_setaffinity(0, here)

@@ -18,10 +18,11 @@ OPTIONS = {"sequential", "sync"}
 
 
 class MemoryMap:
-    """Each tensor is copied out of a map of the file, or into it; through the page cache, whose pages of the file to read are dropped before.
+    """Each tensor is copied out of a map of the file, or into it; through the page cache, whose
+    pages of the file to read are dropped before.
 
-    Options: "sequential" tells the kernel that the map is read from end to end; "sync" flushes the map before the clock stops.
-    Source: madvise(2), msync(2).
+    Options: "sequential" tells the kernel that the map is read from end to end; "sync" flushes the
+    map before the clock stops. Source: madvise(2), msync(2).
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -38,7 +39,9 @@ class MemoryMap:
         if job.direction == "read":
             spoil(buffer)
         with Stopwatch() as watch:
-            mapped: Any = np.memmap(path, np.uint8, "r" if job.direction == "read" else "r+", shape=(job.file_bytes,))
+            mapped: Any = np.memmap(
+                path, np.uint8, "r" if job.direction == "read" else "r+", shape=(job.file_bytes,)
+            )
             if "sequential" in self._options:
                 mapped._mmap.madvise(mmap.MADV_SEQUENTIAL)
             for begin in range(0, job.file_bytes, job.request_bytes):

@@ -21,10 +21,12 @@ _REGISTRATION_SECONDS = 10.0
 
 
 class Ours:
-    """All requests are submitted, then all are waited for. Engine, files and memory are ready before the clock starts.
+    """All requests are submitted, then all are waited for. Engine, files and memory are ready
+    before the clock starts.
 
-    Options: "checksum" sums what is moved; "registered" lets the kernel pin the memory once, as a pool does; "single" is single_submit, which
-    keeps the kernel from merging neighbouring blocks into larger ones; "sync" has what is written on the drive to stay before the clock stops.
+    Options: "checksum" sums what is moved; "registered" lets the kernel pin the memory once, as a
+    pool does; "single" is single_submit, which keeps the kernel from merging neighbouring blocks
+    into larger ones; "sync" has what is written on the drive to stay before the clock stops.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -33,16 +35,36 @@ class Ours:
 
     def run(self, rig: Place, job: Job) -> Measurement:
         """Move *job* once. Raises: OffloadError."""
-        config = AioConfig(job.block_size, job.queue_depth, job.thread_count, job.backend, "single" in self._options, direct=rig.direct)
-        buffers = {direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes] for number, direction in enumerate(job.directions)}
+        config = AioConfig(
+            job.block_size,
+            job.queue_depth,
+            job.thread_count,
+            job.backend,
+            "single" in self._options,
+            direct=rig.direct,
+        )
+        buffers = {
+            direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes]
+            for number, direction in enumerate(job.directions)
+        }
         with Engine(config) as engine:
             calls: list[tuple[Callable[..., Ticket], Any, Any, int]] = []
             verbs: dict[str, Callable[..., Ticket]] = {"read": engine.read, "write": engine.write}
-            files = {direction: engine.open(rig.path(direction), direction[0]) for direction in job.directions}
+            files = {
+                direction: engine.open(rig.path(direction), direction[0])
+                for direction in job.directions
+            }
             for begin in range(0, job.file_bytes * job.passes, job.request_bytes):
                 place = begin % job.footprint_bytes
                 for direction, buffer in buffers.items():
-                    calls.append((verbs[direction], buffer[place : place + job.request_bytes], files[direction], begin % job.file_bytes))
+                    calls.append(
+                        (
+                            verbs[direction],
+                            buffer[place : place + job.request_bytes],
+                            files[direction],
+                            begin % job.file_bytes,
+                        )
+                    )
             if "registered" in self._options:
                 _register(engine, list(buffers.values()))
             if "read" in buffers:
@@ -53,7 +75,12 @@ class Ours:
             require_read(buffers["read"], "the engine")
         return measurement
 
-    def _time(self, calls: list[tuple[Callable[..., Ticket], Any, Any, int]], nbytes: int, to_sync: File | None) -> Measurement:
+    def _time(
+        self,
+        calls: list[tuple[Callable[..., Ticket], Any, Any, int]],
+        nbytes: int,
+        to_sync: File | None,
+    ) -> Measurement:
         tickets, moments = [], []
         checksum = "checksum" in self._options
         with Stopwatch() as watch:
@@ -76,5 +103,7 @@ def _register(engine: Engine, buffers: list[Any]) -> None:
     deadline = time.monotonic() + _REGISTRATION_SECONDS
     while engine.stats().registered_bytes < sum(buffer.nbytes for buffer in buffers):
         if time.monotonic() > deadline:
-            raise UnsupportedError("the kernel did not register the memory: it needs io_uring, and room in RLIMIT_MEMLOCK")
+            raise UnsupportedError(
+                "the kernel did not register the memory: it needs io_uring, and room in RLIMIT_MEMLOCK"
+            )
         time.sleep(0.001)

@@ -1,6 +1,8 @@
-"""What the engine itself costs, without a drive: `python -m sweeps.peers.overhead DIR`, from the root of the repository.
+"""What the engine itself costs, without a drive: `python -m sweeps.peers.overhead DIR`, from the
+root of the repository.
 
-A backend that completes every block at once, without touching a byte, leaves the cutting, the queues, the threads and the calls.
+A backend that completes every block at once, without touching a byte, leaves the cutting, the
+queues, the threads and the calls.
 """
 
 from __future__ import annotations
@@ -73,10 +75,20 @@ class Calls(NamedTuple):
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md, for example reports/overhead-vda.")
-@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md, for example reports/overhead-vda.",
+)
+@click.option(
+    "--note",
+    multiple=True,
+    help="A sentence on the circumstances, for the report; may be given again.",
+)
 def main(directory: Path, rounds: int, output: Path | None, note: tuple[str, ...]) -> None:
-    """Measure the engine's own overhead, and print tables in Markdown. Calls that need a busy drive use a file of 64 MiB in DIRECTORY."""
+    """Measure the engine's own overhead, and print tables in Markdown. Calls that need a busy drive
+    use a file of 64 MiB in DIRECTORY.
+    """
     found = facts(directory, "sweeps.peers.overhead")
     found["versions"] = commit()
     memory = np.frombuffer(allocate(_GIB), np.uint8)
@@ -91,7 +103,9 @@ def main(directory: Path, rounds: int, output: Path | None, note: tuple[str, ...
         for kind, pieces in buffers(memory).items():
             calls.setdefault(kind, []).append(time_calls(pieces, memory, directory))
         for threads, apart in itertools.product(_THREADS, (True, False)):
-            pauses.setdefault((threads, apart), []).extend(submissions_after_a_pause(threads, apart, memory, directory))
+            pauses.setdefault((threads, apart), []).extend(
+                submissions_after_a_pause(threads, apart, memory, directory)
+            )
     text = render(found, [*note, _HOW], costs, calls, pauses)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -144,9 +158,14 @@ def buffers(memory: Bytes) -> dict[str, list[Any]]:
 
 
 def time_calls(pieces: list[Any], memory: Bytes, directory: Path) -> Calls:
-    """Calls while the queue is full, as it is in a training that waits for its drive: no thread has to be woken."""
+    """Calls while the queue is full, as it is in a training that waits for its drive: no thread has
+    to be woken.
+    """
     clock = time.perf_counter
-    with Engine(AioConfig(block_size=4 * _MIB, queue_depth=1)) as engine, engine.open_anonymous(directory) as file:
+    with (
+        Engine(AioConfig(block_size=4 * _MIB, queue_depth=1)) as engine,
+        engine.open_anonymous(directory) as file,
+    ):
         engine.write(memory[:_BUSY_BYTES], file).wait()
         busy = engine.read(memory[:_BUSY_BYTES], file)
         moments = [clock()]
@@ -175,14 +194,22 @@ def _ask(tickets: Sequence[Any]) -> None:
         ticket.done()
 
 
-def submissions_after_a_pause(threads: int, apart: bool, memory: Bytes, directory: Path) -> list[float]:
-    """Seconds that handing over 1 GiB took while every thread slept; with *apart*, caller and threads have no core in common."""
+def submissions_after_a_pause(
+    threads: int, apart: bool, memory: Bytes, directory: Path
+) -> list[float]:
+    """Seconds that handing over 1 GiB took while every thread slept; with *apart*, caller and
+    threads have no core in common.
+    """
     everywhere = os.sched_getaffinity(0)
     here = {min(everywhere)}
     found = []
     try:
-        os.sched_setaffinity(0, (everywhere - here if apart else everywhere) or here)  # threads inherit where they may run
-        with Engine(AioConfig(_MIB, _DEPTH, threads), _backend="null") as engine, engine.open_anonymous(directory) as file:
+        # threads inherit where they may run
+        os.sched_setaffinity(0, (everywhere - here if apart else everywhere) or here)
+        with (
+            Engine(AioConfig(_MIB, _DEPTH, threads), _backend="null") as engine,
+            engine.open_anonymous(directory) as file,
+        ):
             os.sched_setaffinity(0, here if apart else everywhere)
             for _ in range(_PAUSES):
                 time.sleep(_PAUSE_SECONDS)
@@ -203,22 +230,50 @@ def render(
     pauses: dict[tuple[int, bool], list[float]],
 ) -> str:
     """The report in Markdown."""
-    head = ("block", "request", "engines", "threads in each", "thousand blocks/s", "thousand blocks/s and core", "CPU ns a block")
+    head = (
+        "block",
+        "request",
+        "engines",
+        "threads in each",
+        "thousand blocks/s",
+        "thousand blocks/s and core",
+        "CPU ns a block",
+    )
     lines = [
         (
-            *(format_bytes(row.block_size), "1 block" if row.request_bytes == row.block_size else format_bytes(row.request_bytes)),
+            *(
+                format_bytes(row.block_size),
+                "1 block"
+                if row.request_bytes == row.block_size
+                else format_bytes(row.request_bytes),
+            ),
             *(str(row.engines), str(row.threads)),
-            *(_figure([each[column] for each in of_row], lambda value: value / 1e3) for column in (0, 1)),
+            *(
+                _figure([each[column] for each in of_row], lambda value: value / 1e3)
+                for column in (0, 1)
+            ),
             _figure([each.blocks_per_cpu_second for each in of_row], lambda value: 1e9 / value),
         )
         for row, of_row in costs.items()
     ]
-    per_call = [(kind, *(_figure([each[column] for each in rounds], lambda value: value * 1e6, 2) for column in range(4))) for kind, rounds in calls.items()]
+    per_call = [
+        (
+            kind,
+            *(
+                _figure([each[column] for each in rounds], lambda value: value * 1e6, 2)
+                for column in range(4)
+            ),
+        )
+        for kind, rounds in calls.items()
+    ]
     woken = [
         (
             str(threads),
             "apart" if apart else "anywhere",
-            *(f"{value * 1e6:.1f}" for value in (statistics.median(seconds), percentile(seconds, 90), max(seconds))),
+            *(
+                f"{value * 1e6:.1f}"
+                for value in (statistics.median(seconds), percentile(seconds, 90), max(seconds))
+            ),
         )
         for (threads, apart), seconds in pauses.items()
     ]

@@ -1,4 +1,6 @@
-"""The page cache: how much of a file is in it, and how a file gets out of it, so that nobody reads from memory."""
+"""The page cache: how much of a file is in it, and how a file gets out of it, so that nobody reads
+from memory.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,21 @@ def cached_bytes(path: Path) -> int:
     pages = np.zeros(-(-nbytes // _PAGE_BYTES), np.uint8)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapping:
         address = ctypes.c_char.from_buffer(mapping)
-        result = libc.mincore(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(int(pages.ctypes.data)))
+        result = libc.mincore(
+            ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(int(pages.ctypes.data))
+        )
         del address  # or the mapping cannot be closed
     if result != 0:
         number = ctypes.get_errno()
-        raise IOFailure(number, os.strerror(number), operation="mincore", path=str(path), offset=0, nbytes=nbytes, done=0)
+        raise IOFailure(
+            number,
+            os.strerror(number),
+            operation="mincore",
+            path=str(path),
+            offset=0,
+            nbytes=nbytes,
+            done=0,
+        )
     return int(np.count_nonzero(pages & 1)) * _PAGE_BYTES
 
 
@@ -58,4 +70,12 @@ def evict(path: Path) -> None:
         left = cached_bytes(path)
         if left == 0:
             return
-    raise IOFailure(errno.EBUSY, "the kernel keeps pages of it", operation="evict", path=str(path), offset=0, nbytes=left, done=0)
+    raise IOFailure(
+        errno.EBUSY,
+        "the kernel keeps pages of it",
+        operation="evict",
+        path=str(path),
+        offset=0,
+        nbytes=left,
+        done=0,
+    )

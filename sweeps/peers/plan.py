@@ -28,10 +28,12 @@ MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a side has to move: *requests* of *request_bytes*, one behind the other through a file for each direction, and that *passes* times.
+    """What a side has to move: *requests* of *request_bytes*, one behind the other through a file
+    for each direction, and that *passes* times.
 
-    direction: "read", "write", or "mixed": both at once, so twice as many bytes, in two files. queue_depth: blocks in flight for each thread, the
-    sum of both directions. memory: a key of MEMORY. footprint_bytes: of memory for each direction; requests beyond it use it again.
+    direction: "read", "write", or "mixed": both at once, so twice as many bytes, in two files.
+    queue_depth: blocks in flight for each thread, the sum of both directions. memory: a key of
+    MEMORY. footprint_bytes: of memory for each direction; requests beyond it use it again.
     """
 
     direction: str
@@ -69,7 +71,9 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Two sides, by name, and what each has to do. *directory* is where the files are, or None for the one that the command was given."""
+    """Two sides, by name, and what each has to do. *directory* is where the files are, or None for
+    the one that the command was given.
+    """
 
     sides: tuple[str, str]
     jobs: tuple[Job, Job]
@@ -80,7 +84,8 @@ class Contest:
 class Case:
     """Contests of the same two sides, which make one table.
 
-    speed_target: the least that the first side's speed may be of the second's. cpu_target: the most for its CPU seconds a byte. None: not judged.
+    speed_target: the least that the first side's speed may be of the second's. cpu_target: the most
+    for its CPU seconds a byte. None: not judged.
     """
 
     title: str
@@ -98,7 +103,21 @@ class Plan:
     cases: tuple[Case, ...]
 
 
-_CASE_KEYS = {"title", "sides", "directions", "backends", "grid", "threads", "memory", "request", "requests", "passes", "footprint", "opponent", "directory"}
+_CASE_KEYS = {
+    "title",
+    "sides",
+    "directions",
+    "backends",
+    "grid",
+    "threads",
+    "memory",
+    "request",
+    "requests",
+    "passes",
+    "footprint",
+    "opponent",
+    "directory",
+}
 _TARGET_KEYS = {"speed_target", "cpu_target"}
 
 
@@ -110,7 +129,11 @@ def read_plan(path: Path) -> Plan:
     try:
         document = tomllib.loads(path.read_text())
         _require_known(document, {"rounds", "round_trips", "case"})
-        return Plan(document["rounds"], document["round_trips"], tuple(_case(entry) for entry in document["case"]))
+        return Plan(
+            document["rounds"],
+            document["round_trips"],
+            tuple(_case(entry) for entry in document["case"]),
+        )
     except KeyError as error:
         raise UsageError(f"{path}: {error} is missing") from None
     except ValueError as error:
@@ -120,12 +143,30 @@ def read_plan(path: Path) -> Plan:
 def _case(entry: dict[str, Any]) -> Case:
     _require_known(entry, _CASE_KEYS | _TARGET_KEYS)
     first, second = entry["sides"]
-    opponent: dict[str, Any] = {key: parse_bytes(value) if key.endswith(("_bytes", "_size")) else value for key, value in entry.get("opponent", {}).items()}
+    opponent: dict[str, Any] = {
+        key: parse_bytes(value) if key.endswith(("_bytes", "_size")) else value
+        for key, value in entry.get("opponent", {}).items()
+    }
     _require_known(opponent, {field.name for field in dataclasses.fields(Job)})
-    request_bytes, requests, passes = parse_bytes(entry["request"]), entry["requests"], entry.get("passes", 1)
+    request_bytes, requests, passes = (
+        parse_bytes(entry["request"]),
+        entry["requests"],
+        entry.get("passes", 1),
+    )
     footprint_bytes = parse_bytes(entry.get("footprint", request_bytes * requests))
     jobs = [
-        Job(direction, backend, parse_bytes(block_size), queue_depth, threads, memory, footprint_bytes, request_bytes, requests, passes)
+        Job(
+            direction,
+            backend,
+            parse_bytes(block_size),
+            queue_depth,
+            threads,
+            memory,
+            footprint_bytes,
+            request_bytes,
+            requests,
+            passes,
+        )
         for backend, direction, memory, threads, (block_size, queue_depth) in itertools.product(
             entry["backends"], entry["directions"], entry["memory"], entry["threads"], entry["grid"]
         )
@@ -133,7 +174,10 @@ def _case(entry: dict[str, Any]) -> Case:
     _require_known({job.direction for job in jobs}, DIRECTIONS.keys())
     _require_known({job.memory for job in jobs}, MEMORY.keys())
     directory = entry.get("directory")
-    contests = tuple(Contest((first, second), (job, dataclasses.replace(job, **opponent)), directory) for job in jobs)
+    contests = tuple(
+        Contest((first, second), (job, dataclasses.replace(job, **opponent)), directory)
+        for job in jobs
+    )
     return Case(entry["title"], contests, entry.get("speed_target"), entry.get("cpu_target"))
 
 

@@ -1,4 +1,6 @@
-"""Statistics of what was measured, and the report for people (Markdown) and for programs (JSON). Pure: nothing here looks at the machine."""
+"""Statistics of what was measured, and the report for people (Markdown) and for programs (JSON).
+Pure: nothing here looks at the machine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Round:
 
 @dataclasses.dataclass
 class Results:
-    """facts: what the machine, the versions and the command were, by name. rounds: by contest, in the order of the plan; skipped: why, by side."""
+    """facts: what the machine, the versions and the command were, by name. rounds: by contest, in
+    the order of the plan; skipped: why, by side.
+    """
 
     facts: dict[str, str]
     plan: Plan
@@ -43,7 +47,9 @@ class Results:
 
 
 class Spread(NamedTuple):
-    """A median, and between which values the rest is: the middle 80 % of ten or more, otherwise all."""
+    """A median, and between which values the rest is: the middle 80 % of ten or more, otherwise
+    all.
+    """
 
     low: float
     median: float
@@ -60,14 +66,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that *percent* of all do not exceed; the largest where there are too few to tell."""
+    """The value that *percent* of all do not exceed; the largest where there are too few to
+    tell.
+    """
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A contest, summed up. *speed* and *cpu* are ratios of the first side to the second, of each round; cpu for the same bytes."""
+    """A contest, summed up. *speed* and *cpu* are ratios of the first side to the second, of each
+    round; cpu for the same bytes.
+    """
 
     contest: Contest
     rounds: int
@@ -81,19 +91,30 @@ def row(contest: Contest, rounds: Sequence[Round]) -> Row:
     """The row of a contest that had one round or more."""
     pairs = [entry.measurements for entry in rounds]
     speeds = [tuple(side.nbytes / side.seconds for side in pair) for pair in pairs]
-    costs = [tuple(max(side.cpu_seconds, _LEAST_CPU_SECONDS) / side.nbytes for side in pair) for pair in pairs]
+    costs = [
+        tuple(max(side.cpu_seconds, _LEAST_CPU_SECONDS) / side.nbytes for side in pair)
+        for pair in pairs
+    ]
     return Row(
         contest,
         len(rounds),
-        (statistics.median(a for a, _ in speeds) / 1e9, statistics.median(b for _, b in speeds) / 1e9),
-        (statistics.median(a for a, _ in costs) * (1 << 30), statistics.median(b for _, b in costs) * (1 << 30)),
+        (
+            statistics.median(a for a, _ in speeds) / 1e9,
+            statistics.median(b for _, b in speeds) / 1e9,
+        ),
+        (
+            statistics.median(a for a, _ in costs) * (1 << 30),
+            statistics.median(b for _, b in costs) * (1 << 30),
+        ),
         spread([a / b for a, b in speeds]),
         spread([a / b for a, b in costs]),
     )
 
 
 def verdict(found: Spread, least: float | None = None, most: float | None = None) -> str:
-    """Whether the median meets the target; a question mark where the spread holds both answers. Empty without a target."""
+    """Whether the median meets the target; a question mark where the spread holds both answers.
+    Empty without a target.
+    """
     target = least if least is not None else most
     if target is None:
         return ""
@@ -104,7 +125,14 @@ def verdict(found: Spread, least: float | None = None, most: float | None = None
 def rows_of(results: Results) -> Iterator[tuple[Case, list[Row]]]:
     """The rows of every case, of the contests that were held."""
     for case in results.plan.cases:
-        yield case, [row(contest, results.rounds[contest]) for contest in case.contests if results.rounds.get(contest)]
+        yield (
+            case,
+            [
+                row(contest, results.rounds[contest])
+                for contest in case.contests
+                if results.rounds.get(contest)
+            ],
+        )
 
 
 def render(results: Results) -> str:
@@ -119,7 +147,9 @@ def render(results: Results) -> str:
 
 
 def as_json(results: Results) -> dict[str, Any]:
-    """Everything that was measured, each run by itself; what is measured thousands of times within one is summed up."""
+    """Everything that was measured, each run by itself; what is measured thousands of times within
+    one is summed up.
+    """
     return {
         "facts": results.facts,
         "notes": results.notes,
@@ -127,12 +157,22 @@ def as_json(results: Results) -> dict[str, Any]:
         "cases": [
             {
                 **{key: getattr(case, key) for key in ("title", "speed_target", "cpu_target")},
-                "contests": [_contest_as_json(contest, results.rounds.get(contest, [])) for contest in case.contests],
+                "contests": [
+                    _contest_as_json(contest, results.rounds.get(contest, []))
+                    for contest in case.contests
+                ],
             }
             for case in results.plan.cases
         ],
         "latencies": [
-            {"backend": entry.backend, "place": entry.place, **{name: _summed_up(getattr(entry, name)) for name in ("pread", "polled", "waited", "stats")}}
+            {
+                "backend": entry.backend,
+                "place": entry.place,
+                **{
+                    name: _summed_up(getattr(entry, name))
+                    for name in ("pread", "polled", "waited", "stats")
+                },
+            }
             for entry in results.latencies
         ],
     }
@@ -141,7 +181,10 @@ def as_json(results: Results) -> dict[str, Any]:
 def _contest_as_json(contest: Contest, rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "directory": contest.directory,
-        "sides": [{"name": side, "job": dataclasses.asdict(job)} for side, job in zip(contest.sides, contest.jobs, strict=True)],
+        "sides": [
+            {"name": side, "job": dataclasses.asdict(job)}
+            for side, job in zip(contest.sides, contest.jobs, strict=True)
+        ],
         "rounds": [
             {
                 "number": entry.number,
@@ -155,14 +198,22 @@ def _contest_as_json(contest: Contest, rounds: Sequence[Round]) -> dict[str, Any
 
 
 def _measurement_as_json(measurement: Measurement) -> dict[str, Any]:
-    found: dict[str, Any] = {"bytes": measurement.nbytes, "seconds": round(measurement.seconds, 6), "cpu_seconds": round(measurement.cpu_seconds, 6)}
+    found: dict[str, Any] = {
+        "bytes": measurement.nbytes,
+        "seconds": round(measurement.seconds, 6),
+        "cpu_seconds": round(measurement.cpu_seconds, 6),
+    }
     if measurement.submit_seconds:
         found["submit_seconds"] = _summed_up(measurement.submit_seconds)
     return found
 
 
 def _summed_up(seconds: Sequence[float]) -> dict[str, float]:
-    figures = {"median": statistics.median(seconds), "percentile_99": percentile(seconds, 99), "most": max(seconds)}
+    figures = {
+        "median": statistics.median(seconds),
+        "percentile_99": percentile(seconds, 99),
+        "most": max(seconds),
+    }
     return {"count": len(seconds), **{name: round(value, 8) for name, value in figures.items()}}
 
 
@@ -172,7 +223,9 @@ def _summary(cases: Sequence[tuple[Case, list[Row]]]) -> list[str]:
         if rows:
             speed = _tally([row.speed for row in rows], least=case.speed_target)
             cpu = _tally([row.cpu for row in rows], most=case.cpu_target)
-            lines.append((case.title, " / ".join(rows[0].contest.sides), str(len(rows)), *speed, *cpu))
+            lines.append(
+                (case.title, " / ".join(rows[0].contest.sides), str(len(rows)), *speed, *cpu)
+            )
     head = (
         "case",
         "sides",
@@ -184,16 +237,25 @@ def _summary(cases: Sequence[tuple[Case, list[Row]]]) -> list[str]:
         "target",
         "rows that meet it",
     )
-    return ["A ratio is the first side's figure over the second's: speed should be high, CPU low.", table(head, lines)]
+    return [
+        "A ratio is the first side's figure over the second's: speed should be high, CPU low.",
+        table(head, lines),
+    ]
 
 
-def _tally(spreads: Sequence[Spread], least: float | None = None, most: float | None = None) -> tuple[str, str, str]:
+def _tally(
+    spreads: Sequence[Spread], least: float | None = None, most: float | None = None
+) -> tuple[str, str, str]:
     middle = f"{statistics.median(found.median for found in spreads):.2f}"
     verdicts = [verdict(found, least, most) for found in spreads]
     if not any(verdicts):
         return middle, "", ""
     met = sum(word.startswith("met") for word in verdicts)
-    return middle, f">= {least:g}" if least is not None else f"<= {most:g}", f"{met} of {len(verdicts)}"
+    return (
+        middle,
+        f">= {least:g}" if least is not None else f"<= {most:g}",
+        f"{met} of {len(verdicts)}",
+    )
 
 
 def _circumstances(results: Results) -> list[str]:
@@ -207,39 +269,83 @@ def _case(case: Case, rows: Sequence[Row], results: Results) -> list[str]:
         return [f"## {case.title}", "Skipped: a side is missing."]
     names = ("direction", "backend", "memory", "block_size", "queue_depth", "thread_count")
     labels = dict(zip(names, ("", "backend", "memory", "block", "depth", "threads"), strict=True))
-    varying = [name for name in names if len({_setting(row.contest.jobs[0], name) for row in rows}) > 1]
+    varying = [
+        name for name in names if len({_setting(row.contest.jobs[0], name) for row in rows}) > 1
+    ]
     job = rows[0].contest.jobs[0]
     first, second = rows[0].contest.sides
-    fixed = [f"{labels[name]} {_setting(job, name)}".strip() for name in names if name not in varying and name != "memory"]
-    said = [f"{job.requests} request{'s' if job.requests > 1 else ''} of {format_bytes(job.request_bytes)}", *fixed]
+    fixed = [
+        f"{labels[name]} {_setting(job, name)}".strip()
+        for name in names
+        if name not in varying and name != "memory"
+    ]
+    said = [
+        f"{job.requests} request{'s' if job.requests > 1 else ''} of {format_bytes(job.request_bytes)}",
+        *fixed,
+    ]
     if job.passes > 1:
         said.append(f"{job.passes} times, one queued behind the other")
     if job.footprint_bytes < job.file_bytes:
-        said.append(f"the memory of {first} only {format_bytes(job.footprint_bytes)}, used again and again, like fio's")
+        said.append(
+            f"the memory of {first} only {format_bytes(job.footprint_bytes)}, used again and again, like fio's"
+        )
     blocks = all(row.contest.jobs[0].block_size <= _SMALL_BLOCK for row in rows)
     head = [labels[name] for name in varying]
-    head += [f"{first} GB/s", f"{second} GB/s", "speed ratio", *(["speed"] if case.speed_target is not None else [])]
-    head += [f"{first} CPU s/GiB", f"{second} CPU s/GiB", "CPU ratio", *(["CPU"] if case.cpu_target is not None else [])]
+    head += [
+        f"{first} GB/s",
+        f"{second} GB/s",
+        "speed ratio",
+        *(["speed"] if case.speed_target is not None else []),
+    ]
+    head += [
+        f"{first} CPU s/GiB",
+        f"{second} CPU s/GiB",
+        "CPU ratio",
+        *(["CPU"] if case.cpu_target is not None else []),
+    ]
     if blocks:
-        head += [f"{first} blocks/s", f"{second} blocks/s", f"{first} blocks/CPU s", f"{second} blocks/CPU s"]
+        head += [
+            f"{first} blocks/s",
+            f"{second} blocks/s",
+            f"{first} blocks/CPU s",
+            f"{second} blocks/CPU s",
+        ]
     lines = []
     for entry in rows:
         line = [_setting(entry.contest.jobs[0], name) for name in varying]
         line += [f"{value:.2f}" for value in entry.gb_per_second] + [_ratio(entry.speed)]
-        line += [verdict(entry.speed, least=case.speed_target)] if case.speed_target is not None else []
+        line += (
+            [verdict(entry.speed, least=case.speed_target)] if case.speed_target is not None else []
+        )
         line += [f"{value:.4f}" for value in entry.cpu_seconds_per_gib] + [_ratio(entry.cpu)]
         line += [verdict(entry.cpu, most=case.cpu_target)] if case.cpu_target is not None else []
         if blocks:
-            line += [_thousands(speed * 1e9 / job_.block_size) for speed, job_ in zip(entry.gb_per_second, entry.contest.jobs, strict=True)]
-            line += [_thousands((1 << 30) / job_.block_size / cost) for cost, job_ in zip(entry.cpu_seconds_per_gib, entry.contest.jobs, strict=True)]
+            line += [
+                _thousands(speed * 1e9 / job_.block_size)
+                for speed, job_ in zip(entry.gb_per_second, entry.contest.jobs, strict=True)
+            ]
+            line += [
+                _thousands((1 << 30) / job_.block_size / cost)
+                for cost, job_ in zip(entry.cpu_seconds_per_gib, entry.contest.jobs, strict=True)
+            ]
         lines.append(line)
-    memory = "; ".join(f"{kind}: {MEMORY[kind]}" for kind in dict.fromkeys(row.contest.jobs[0].memory for row in rows))
+    memory = "; ".join(
+        f"{kind}: {MEMORY[kind]}"
+        for kind in dict.fromkeys(row.contest.jobs[0].memory for row in rows)
+    )
     sentences = [f"{', '.join(said)}; {min(row.rounds for row in rows)} rounds. Memory {memory}."]
     if rows[0].contest.directory is not None:
         sentences.append(f"In {rows[0].contest.directory}.")
-    others = dict.fromkeys((labels[name], _setting(row.contest.jobs[1], name)) for row in rows for name in names if _differs(row.contest, name))
+    others = dict.fromkeys(
+        (labels[name], _setting(row.contest.jobs[1], name))
+        for row in rows
+        for name in names
+        if _differs(row.contest, name)
+    )
     if others:
-        sentences.append(f"{second} has {', '.join(f'{label} {value}' for label, value in others)}.")
+        sentences.append(
+            f"{second} has {', '.join(f'{label} {value}' for label, value in others)}."
+        )
     return [f"## {case.title}: {first} / {second}", " ".join(sentences), table(head, lines)]
 
 
@@ -249,11 +355,21 @@ def _submissions(results: Results) -> list[str]:
         for side, job in enumerate(contest.jobs):
             for entry in rounds:
                 if submits := entry.measurements[side].submit_seconds:
-                    groups.setdefault((job.backend, job.request_bytes), []).extend(1e6 * seconds for seconds in submits)
+                    groups.setdefault((job.backend, job.request_bytes), []).extend(
+                        1e6 * seconds for seconds in submits
+                    )
     if not groups:
         return []
     lines = [
-        (backend, format_bytes(nbytes), str(len(found)), *(f"{value:.1f}" for value in (statistics.median(found), percentile(found, 99), max(found))))
+        (
+            backend,
+            format_bytes(nbytes),
+            str(len(found)),
+            *(
+                f"{value:.1f}"
+                for value in (statistics.median(found), percentile(found, 99), max(found))
+            ),
+        )
         for (backend, nbytes), found in sorted(groups.items())
     ]
     return [
@@ -268,12 +384,32 @@ def _latencies(latencies: Sequence[Latencies]) -> list[str]:
         return []
     lines = []
     for entry in latencies:
-        pread, polled, waited, stats = ([1e6 * seconds for seconds in values] for values in entry[2:])
+        pread, polled, waited, stats = (
+            [1e6 * seconds for seconds in values] for values in entry[2:]
+        )
         wake = statistics.median(waited) - statistics.median(polled)
-        figures = (statistics.median(pread), statistics.median(polled), statistics.median(waited), percentile(waited, 99), wake)
+        figures = (
+            statistics.median(pread),
+            statistics.median(polled),
+            statistics.median(waited),
+            percentile(waited, 99),
+            wake,
+        )
         asked = (statistics.median(stats), percentile(stats, 99)) if stats else ()
-        lines.append((entry.place, entry.backend, *(f"{value:.1f}" for value in (*figures, *asked))))
-    head = ("in", "backend", "pread", "polled", "waited", "waited, 99 %", "waking up", "stats()", "stats(), 99 %")
+        lines.append(
+            (entry.place, entry.backend, *(f"{value:.1f}" for value in (*figures, *asked)))
+        )
+    head = (
+        "in",
+        "backend",
+        "pread",
+        "polled",
+        "waited",
+        "waited, 99 %",
+        "waking up",
+        "stats()",
+        "stats(), 99 %",
+    )
     return [
         "## Waiting for 4 KiB",
         f"Microseconds. A request costs what `polled` and `waited` are above `pread`; waking up is `waited` less `polled`, medians both: at most "

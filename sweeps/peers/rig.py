@@ -1,4 +1,6 @@
-"""The files and the memory that every side uses: the same ones, so that their place on the drive and in RAM favours nobody."""
+"""The files and the memory that every side uses: the same ones, so that their place on the drive
+and in RAM favours nobody.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,26 @@ class Memory(Protocol):
     """Memory for sides, filled with what `fill` writes."""
 
     def get(self, kind: str, number: int) -> Bytes:
-        """The memory of that kind and number. Raises: UnsupportedError where this machine lacks that kind."""
+        """The memory of that kind and number. Raises: UnsupportedError where this machine lacks
+        that kind.
+        """
 
 
 class Buffers:
-    """Memory by its kind and a number, written to once so that every page is there; kept for the whole run."""
+    """Memory by its kind and a number, written to once so that every page is there; kept for the
+    whole run.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.locked: Callable[[int], Bytes] | None = None  # how DeepSpeed allocates, once its op is there
+        # how DeepSpeed allocates, once its op is there
+        self.locked: Callable[[int], Bytes] | None = None
         self._buffers: dict[tuple[str, int], Bytes] = {}
 
     def get(self, kind: str, number: int) -> Bytes:
-        """The memory of that kind and number. Raises: UnsupportedError where this machine lacks that kind."""
+        """The memory of that kind and number. Raises: UnsupportedError where this machine lacks
+        that kind.
+        """
         if (kind, number) not in self._buffers:
             buffer = allocated(kind, self.nbytes, self.locked)
             fill(buffer, number)
@@ -66,9 +75,11 @@ class Buffers:
 
 
 class Rig:
-    """A directory with a file to read and a file to write, as large as the buffers, every byte of them written.
+    """A directory with a file to read and a file to write, as large as the buffers, every byte of
+    them written.
 
-    Lifetime: removed on `close`, so also when the command ends by an exception or a signal that it handles.
+    Lifetime: removed on `close`, so also when the command ends by an exception or a signal that it
+    handles.
     """
 
     def __init__(self, directory: Path, nbytes: int, buffers: Buffers) -> None:
@@ -111,7 +122,9 @@ class Rig:
 
 
 def allocated(kind: str, nbytes: int, locked: Callable[[int], Bytes] | None = None) -> Bytes:
-    """Memory of that kind; *locked* is how DeepSpeed allocates. Raises: UnsupportedError where this machine lacks that kind."""
+    """Memory of that kind; *locked* is how DeepSpeed allocates. Raises: UnsupportedError where this
+    machine lacks that kind.
+    """
     if kind == "huge":
         return np.frombuffer(allocate(nbytes), np.uint8)
     if kind == "small":
@@ -128,24 +141,46 @@ def allocated(kind: str, nbytes: int, locked: Callable[[int], Bytes] | None = No
 
 
 def fill(buffer: Bytes, seed: int) -> None:
-    """Make *buffer* what *seed* says: every page of 4 KiB starts with a stamp, its number in the file, and the rest is random."""
+    """Make *buffer* what *seed* says: every page of 4 KiB starts with a stamp, its number in the
+    file, and the rest is random.
+    """
     for begin, pattern in _patterns(buffer.nbytes, seed):
         buffer[begin : begin + pattern.size] = pattern
     _stamps(buffer)[:] = _numbers(buffer.nbytes)
 
 
 def require_filled(buffer: Bytes, seed: int, side: str) -> None:
-    """Raises: CorruptionError where a byte is not the one that `fill` puts there. The buffer is as it was, then."""
+    """Raises: CorruptionError where a byte is not the one that `fill` puts there. The buffer is as
+    it was, then.
+    """
     stamps = _stamps(buffer)
     if not np.array_equal(stamps, _numbers(buffer.nbytes)):
         require_read(buffer, side)
-        raise CorruptionError(f"{side} brought pages of another place", operation="read", path="the file", offset=0, nbytes=buffer.nbytes, done=0)
+        raise CorruptionError(
+            f"{side} brought pages of another place",
+            operation="read",
+            path="the file",
+            offset=0,
+            nbytes=buffer.nbytes,
+            done=0,
+        )
     for begin, pattern in _patterns(buffer.nbytes, seed):
         _stamps(pattern)[:] = stamps[begin // _PAGE_BYTES :][: pattern.size // _PAGE_BYTES]
-        wrong = np.flatnonzero(buffer[begin : begin + pattern.size] != pattern) if not np.array_equal(buffer[begin : begin + pattern.size], pattern) else None
+        wrong = (
+            np.flatnonzero(buffer[begin : begin + pattern.size] != pattern)
+            if not np.array_equal(buffer[begin : begin + pattern.size], pattern)
+            else None
+        )
         if wrong is not None:
             offset = begin + int(wrong[0])
-            raise CorruptionError(f"{side} did not bring this byte", operation="read", path="the file", offset=offset, nbytes=1, done=0)
+            raise CorruptionError(
+                f"{side} did not bring this byte",
+                operation="read",
+                path="the file",
+                offset=offset,
+                nbytes=1,
+                done=0,
+            )
 
 
 def _patterns(nbytes: int, seed: int) -> Iterator[tuple[int, Bytes]]:
@@ -160,13 +195,22 @@ def spoil(buffer: Bytes) -> None:
 
 
 def require_read(buffer: Bytes, side: str) -> None:
-    """Raises: CorruptionError where a page is none that belongs there; memory that was used again may hold any pass of the file over it."""
+    """Raises: CorruptionError where a page is none that belongs there; memory that was used again
+    may hold any pass of the file over it.
+    """
     numbers = _numbers(buffer.nbytes)
     stamps = _stamps(buffer)
     wrong = np.flatnonzero((stamps == 0) | ((stamps - numbers) % np.uint64(numbers.size) != 0))
     if wrong.size:
         offset = int(wrong[0]) * _PAGE_BYTES
-        raise CorruptionError(f"{side} did not bring this page", operation="read", path="the file", offset=offset, nbytes=_PAGE_BYTES, done=0)
+        raise CorruptionError(
+            f"{side} did not bring this page",
+            operation="read",
+            path="the file",
+            offset=offset,
+            nbytes=_PAGE_BYTES,
+            done=0,
+        )
 
 
 def _stamps(buffer: Bytes) -> NDArray[Any]:
@@ -183,4 +227,6 @@ def _merge_pages(buffer: Bytes) -> None:
     begin, end = -(-address // huge) * huge, (address + buffer.nbytes) // huge * huge
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE) != 0:
-        raise UnsupportedError(f"the kernel did not merge the pages of DeepSpeed's memory: {os.strerror(ctypes.get_errno())} (MADV_COLLAPSE is Linux 6.1)")
+        raise UnsupportedError(
+            f"the kernel did not merge the pages of DeepSpeed's memory: {os.strerror(ctypes.get_errno())} (MADV_COLLAPSE is Linux 6.1)"
+        )

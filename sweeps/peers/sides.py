@@ -37,12 +37,17 @@ def require_known(name: str) -> None:
     """Raises: UsageError with every side there is where *name* is none of them."""
     base, *options = name.split("+")
     if base not in _SIDES or not _SIDES[base][1].issuperset(options):
-        known = "; ".join(" or ".join([side, *(f"{side}+{option}" for option in sorted(has))]) for side, (_, has) in _SIDES.items())
+        known = "; ".join(
+            " or ".join([side, *(f"{side}+{option}" for option in sorted(has))])
+            for side, (_, has) in _SIDES.items()
+        )
         raise UsageError(f"{name!r} is no side; there are {known}")
 
 
 def make(name: str) -> Peer:
-    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be had on this machine."""
+    """The side *name*. Raises: UsageError; UnsupportedError, with the reason, where it cannot be
+    had on this machine.
+    """
     require_known(name)
     base, *options = name.split("+")
     return _SIDES[base][0](frozenset(options))

@@ -14,10 +14,12 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
 class Measurement(NamedTuple):
-    """What a side did. *cpu_seconds* are those of all threads that it used; *submit_seconds* how long each request took to hand over, where known.
+    """What a side did. *cpu_seconds* are those of all threads that it used; *submit_seconds* how
+    long each request took to hand over, where known.
 
-    extra_bytes: the most that was resident beyond what was before the clock started. locked_bytes: locked or pinned when it stopped, all in all.
-    cached_bytes: of the file in the page cache then, where the side looked.
+    extra_bytes: the most that was resident beyond what was before the clock started. locked_bytes:
+    locked or pinned when it stopped, all in all. cached_bytes: of the file in the page cache then,
+    where the side looked.
     """
 
     nbytes: int
@@ -30,9 +32,11 @@ class Measurement(NamedTuple):
 
 
 class Stopwatch:
-    """`with Stopwatch() as watch:` around what moves the bytes, and nothing else; then `watch.measurement(nbytes)`.
+    """`with Stopwatch() as watch:` around what moves the bytes, and nothing else; then
+    `watch.measurement(nbytes)`.
 
-    Source: proc(5), clear_refs, which lets the kernel forget the peak so far; where it is refused the memory is 0.
+    Source: proc(5), clear_refs, which lets the kernel forget the peak so far; where it is refused
+    the memory is 0.
     """
 
     def __enter__(self) -> Stopwatch:
@@ -41,16 +45,25 @@ class Stopwatch:
         self._began = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._seconds = time.perf_counter() - self._began
         self._cpu = cpu_seconds() - self._cpu
         status = _status()
-        self._extra_bytes = max(0, status.get("VmHWM", 0) - self._resident_bytes) if self._resident_bytes else 0
+        self._extra_bytes = (
+            max(0, status.get("VmHWM", 0) - self._resident_bytes) if self._resident_bytes else 0
+        )
         self._locked_bytes = status.get("VmLck", 0) + status.get("VmPin", 0)
 
     def measurement(self, nbytes: int, submit_seconds: tuple[float, ...] = ()) -> Measurement:
         """What was measured, for *nbytes* moved."""
-        return Measurement(nbytes, self._seconds, self._cpu, submit_seconds, self._extra_bytes, self._locked_bytes)
+        return Measurement(
+            nbytes, self._seconds, self._cpu, submit_seconds, self._extra_bytes, self._locked_bytes
+        )
 
 
 def cpu_seconds() -> float:

@@ -20,13 +20,15 @@ _BACKENDS = {"libaio": "aio", "io_uring": "uring", "posix": "pthread"}
 
 
 class TensorNVMe:
-    """Its offloader: asynchronous calls for each tensor, then one wait, in a file of its own that it makes and keeps the places of tensors in.
+    """Its offloader: asynchronous calls for each tensor, then one wait, in a file of its own that
+    it makes and keeps the places of tensors in.
 
-    It is asked below the class that also frees and allocates the memory of the tensors, which is none of the transfer's. It gives out a place again
-    once its tensor was read, so the file has its size before the clock starts, and what was written is read back afterwards. With libaio it loses
-    calls that find its queue full, and then waits for ever, so there its queue has room for all of them.
-    Options: "sync" has what is written on the drive to stay before the clock stops.
-    Raises: UnsupportedError where it is not installed.
+    It is asked below the class that also frees and allocates the memory of the tensors, which is
+    none of the transfer's. It gives out a place again once its tensor was read, so the file has its
+    size before the clock starts, and what was written is read back afterwards. With libaio it loses
+    calls that find its queue full, and then waits for ever, so there its queue has room for all of
+    them. Options: "sync" has what is written on the drive to stay before the clock stops. Raises:
+    UnsupportedError where it is not installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -45,7 +47,10 @@ class TensorNVMe:
         """Move *job* once. Raises: UnsupportedError, CorruptionError."""
         if job.passes > 1 or job.footprint_bytes != job.file_bytes or job.thread_count > 1:
             raise UnsupportedError("TensorNVMe is only asked for what is moved once, by one thread")
-        buffers = {direction: rig.buffers.get(job.memory, number)[: job.file_bytes] for number, direction in enumerate(job.directions)}
+        buffers = {
+            direction: rig.buffers.get(job.memory, number)[: job.file_bytes]
+            for number, direction in enumerate(job.directions)
+        }
         made = {direction: self._offloader(rig, job, direction) for direction in job.directions}
         tensors = {direction: self._tensors(buffer, job) for direction, buffer in buffers.items()}
         if "read" in buffers:
@@ -80,7 +85,10 @@ class TensorNVMe:
         depth = max(job.queue_depth, job.requests) if job.backend == "libaio" else job.queue_depth
         key = (str(path), job.backend, depth, f"{job.requests} x {job.request_bytes}")
         if key not in self._made:
-            self._made = {other: offloader for other, offloader in self._made.items() if other[0] != key[0]}  # which removes its file
+            # which removes its file
+            self._made = {
+                other: offloader for other, offloader in self._made.items() if other[0] != key[0]
+            }
             offloader = self._core.Offloader(str(path), depth, _BACKENDS[job.backend])
             self._made[key] = offloader
             tensors = self._tensors(np.zeros(job.file_bytes, np.uint8), job)
@@ -90,7 +98,10 @@ class TensorNVMe:
 
     def _tensors(self, buffer: Bytes, job: Job) -> list[Any]:
         # It moves the whole storage of a tensor, so that each must have its own.
-        return [self._torch.from_numpy(buffer[begin : begin + job.request_bytes]) for begin in range(0, job.file_bytes, job.request_bytes)]
+        return [
+            self._torch.from_numpy(buffer[begin : begin + job.request_bytes])
+            for begin in range(0, job.file_bytes, job.request_bytes)
+        ]
 
     def _write(self, offloader: Any, tensors: list[Any]) -> None:
         for index, tensor in enumerate(tensors):

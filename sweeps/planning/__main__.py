@@ -1,4 +1,6 @@
-"""`python -m sweeps.planning`: CPU of planning a use, and bytes beside the least, on the shapes of models and on rounds of many values."""
+"""`python -m sweeps.planning`: CPU of planning a use, and bytes beside the least, on the shapes of
+models and on rounds of many values.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,21 @@ from . import saved
 from .least import least_bytes
 from .uses import PERSISTENT_ELEMENTS, Event, groups_of, made, most_in_use, rounds, step
 
-_ORDERS = {"cyclic": (False, False), "cyclic, changed": (False, True), "there and back": (True, False), "there and back, changed": (True, True)}
+_ORDERS = {
+    "cyclic": (False, False),
+    "cyclic, changed": (False, True),
+    "there and back": (True, False),
+    "there and back, changed": (True, True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What a shape gave: medians over the steps after the learning ones.
 
-    cpu_seconds: of the calls of a step; first_seconds: of the first one, whose order is not known. least_bytes: None where that was not asked for.
-    floor_seconds: that the drive needs for what a step moved; seconds: that the step took.
+    cpu_seconds: of the calls of a step; first_seconds: of the first one, whose order is not known.
+    least_bytes: None where that was not asked for. floor_seconds: that the drive needs for what a
+    step moved; seconds: that the step took.
     """
 
     title: str
@@ -51,10 +59,29 @@ class Figures:
 
 
 @click.command()
-@click.option("--models", default="llama2-7b", show_default=True, help=f'Of {", ".join(CONFIGS)}, or paths of config.json; "" for none.')
-@click.option("--width", type=click.IntRange(min=8), help="Of the small-width forms of the models, instead of the models.")
-@click.option("--rounds", "counts", default="", help='Also rounds over so many values, with commas between, such as "256,2048,16384".')
-@click.option("--saved", "saved_counts", default="", help="Also so many tensors saved by save_on_nvme, with commas between.")
+@click.option(
+    "--models",
+    default="llama2-7b",
+    show_default=True,
+    help=f'Of {", ".join(CONFIGS)}, or paths of config.json; "" for none.',
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=8),
+    help="Of the small-width forms of the models, instead of the models.",
+)
+@click.option(
+    "--rounds",
+    "counts",
+    default="",
+    help='Also rounds over so many values, with commas between, such as "256,2048,16384".',
+)
+@click.option(
+    "--saved",
+    "saved_counts",
+    default="",
+    help="Also so many tensors saved by save_on_nvme, with commas between.",
+)
 @click.option(
     "--directory",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -69,13 +96,44 @@ class Figures:
     help="Of all bytes of parameters and states; at least twice what is in use at once.",
 )
 @click.option("--host-memory", help="Instead of a share, for every shape.")
-@click.option("--share-of-experts", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Of each layer, that take part in a step.")
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="That are measured, after two that the order is learned from.")
-@click.option("--read", "read_speed", type=float, default=2.0, show_default=True, help="GB/s of the drive; the next likewise. Both at once share it.")
+@click.option(
+    "--share-of-experts",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Of each layer, that take part in a step.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="That are measured, after two that the order is learned from.",
+)
+@click.option(
+    "--read",
+    "read_speed",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="GB/s of the drive; the next likewise. Both at once share it.",
+)
 @click.option("--write", "write_speed", type=float, default=3.0, show_default=True)
-@click.option("--timed", is_flag=True, help="Let transfers take their time; without, they end at once, and the floor is reckoned.")
-@click.option("--least", is_flag=True, help="Reckon the least that any choice could move, too: minutes from 4,000 uses on. Wants scipy.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, after every shape.")
+@click.option(
+    "--timed",
+    is_flag=True,
+    help="Let transfers take their time; without, they end at once, and the floor is reckoned.",
+)
+@click.option(
+    "--least",
+    is_flag=True,
+    help="Reckon the least that any choice could move, too: minutes from 4,000 uses on. Wants scipy.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md and OUTPUT.json, after every shape.",
+)
 def main(
     models: str,
     width: int | None,
@@ -92,7 +150,9 @@ def main(
     least: bool,
     output: Path | None,
 ) -> None:
-    """Take a swapper through training steps over a store that moves no byte, and print what its calls cost."""
+    """Take a swapper through training steps over a store that moves no byte, and print what its
+    calls cost.
+    """
     stop_at_sigterm()
     described = facts(directory, "sweeps.planning") | {"versions": commit()}
     speeds = (read_speed * 1e9, write_speed * 1e9)
@@ -102,24 +162,42 @@ def main(
     def write() -> None:
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.with_name(output.name + ".md").write_text(render(described, found, added, speeds, timed))
-            figures = {"facts": described, "figures": list(map(dataclasses.asdict, found)), "saved": list(map(dataclasses.asdict, added))}
+            output.with_name(output.name + ".md").write_text(
+                render(described, found, added, speeds, timed)
+            )
+            figures = {
+                "facts": described,
+                "figures": list(map(dataclasses.asdict, found)),
+                "saved": list(map(dataclasses.asdict, added)),
+            }
             output.with_name(output.name + ".json").write_text(json.dumps(figures, indent=1))
 
-    def measure(title: str, begin: Sequence[Event], steps_of: Callable[[], Sequence[Event]]) -> None:
+    def measure(
+        title: str, begin: Sequence[Event], steps_of: Callable[[], Sequence[Event]]
+    ) -> None:
         held = sum(nbytes for nbytes in {event.name: event.nbytes for event in begin}.values())
-        memory = parse_bytes(host_memory) if host_memory else max(int(held * memory_share), 2 * most_in_use(steps_of()))
+        memory = (
+            parse_bytes(host_memory)
+            if host_memory
+            else max(int(held * memory_share), 2 * most_in_use(steps_of()))
+        )
         found.append(_measure(title, begin, steps_of, held, memory, steps, speeds, timed, least))
         click.echo(_lines(found[-1:])[-1], err=True)
         write()
 
     for name in filter(None, models.split(",")):
         config = config_of(name, width)
-        split = split_experts(tensors(config), int(config.get("num_experts") or config.get("num_local_experts") or 0))
+        split = split_experts(
+            tensors(config), int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        )
         groups = groups_of(split, PERSISTENT_ELEMENTS if width is None else 0)
         chance = random.Random(0)
         share = share_of_experts if any(group.expert for group in groups) else 1.0
-        measure(name if width is None else f"{name}, width {width}", made(groups), lambda: step(groups, share, chance))  # noqa: B023 - called within the turn
+        measure(
+            name if width is None else f"{name}, width {width}",
+            made(groups),
+            lambda: step(groups, share, chance),  # noqa: B023 - called within the turn
+        )
     for count in map(int, filter(None, counts.split(","))):
         for title, (there_and_back, changed) in _ORDERS.items():
             begin, one = rounds(count, there_and_back, changed)
@@ -165,7 +243,12 @@ def _measure(
                 cpu.append(time.thread_time() - used)
                 seconds.append(time.perf_counter() - began)
                 after = swapper.stats()
-                moved.append((after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written))
+                moved.append(
+                    (
+                        after.bytes_read - before.bytes_read,
+                        after.bytes_written - before.bytes_written,
+                    )
+                )
                 uses.append(sum(event.verb in ("create", "need") for event in events))
                 if least and number >= 2:
                     bound.append(least_bytes(events, memory))
@@ -198,7 +281,13 @@ def _go_through(swapper: TensorSwapper, events: Sequence[Event]) -> None:
             swapper.release(name, changed=verb == "change")
 
 
-def render(described: dict[str, str], found: Sequence[Figures], added: list[saved.Added], speeds: tuple[float, float], timed: bool) -> str:
+def render(
+    described: dict[str, str],
+    found: Sequence[Figures],
+    added: list[saved.Added],
+    speeds: tuple[float, float],
+    timed: bool,
+) -> str:
     """The report in Markdown."""
     parts = [
         "# What planning costs on the shapes of models",
@@ -221,7 +310,17 @@ def render(described: dict[str, str], found: Sequence[Figures], added: list[save
 
 
 def _lines(found: Sequence[Figures]) -> list[str]:
-    head = ("shape", "values", "GB of values, in memory", "uses a step", "CPU us a use", "in the first step", "GB read + written", "over the least", "floor, s")
+    head = (
+        "shape",
+        "values",
+        "GB of values, in memory",
+        "uses a step",
+        "CPU us a use",
+        "in the first step",
+        "GB read + written",
+        "over the least",
+        "floor, s",
+    )
     rows = [(*head, "CPU / floor", "floor / time"), ("---",) * (len(head) + 2)]
     for one in found:
         moved = one.read_bytes + one.written_bytes
@@ -237,7 +336,9 @@ def _lines(found: Sequence[Figures]) -> list[str]:
                 f"{moved / one.least_bytes:.3f}" if one.least_bytes else "",
                 f"{one.floor_seconds:.3g}",
                 f"{one.cpu_seconds / one.floor_seconds:.4f}" if moved else "",
-                f"{one.floor_seconds / one.seconds:.2f}" if moved and one.floor_seconds <= one.seconds * 1.05 else "",
+                f"{one.floor_seconds / one.seconds:.2f}"
+                if moved and one.floor_seconds <= one.seconds * 1.05
+                else "",
             )
         )
     return [f"| {' | '.join(row)} |" for row in rows]

@@ -21,7 +21,8 @@ _STEPS = 5  # of which the first two teach the order
 class Added:
     """What one number of saved tensors gave: medians over the steps after the learning ones.
 
-    forward_seconds, backward_seconds: CPU of the whole process for one saved tensor, beyond that of the same step without a context.
+    forward_seconds, backward_seconds: CPU of the whole process for one saved tensor, beyond that of
+    the same step without a context.
     """
 
     tensors: int
@@ -32,7 +33,9 @@ class Added:
 
 
 def added(directory: Path, tensors: int, fits: bool) -> Added:
-    """Train a chain of *tensors* operations, each of which saves its input, in host memory where it *fits*, or in an eighth of what it needs."""
+    """Train a chain of *tensors* operations, each of which saves its input, in host memory where it
+    *fits*, or in an eighth of what it needs.
+    """
     needed = tensors * _ELEMENTS * 4
     host = 2 * needed if fits else needed // 8
     first = torch.ones(_ELEMENTS, requires_grad=True)
@@ -51,7 +54,14 @@ def added(directory: Path, tensors: int, fits: bool) -> Added:
                 offload.close()
     finally:
         torch.set_num_threads(threads)
-    forward, backward = ((statistics.median(step[way] for step in steps[2:]) - statistics.median(step[way] for step in plain)) / tensors for way in (0, 1))
+    forward, backward = (
+        (
+            statistics.median(step[way] for step in steps[2:])
+            - statistics.median(step[way] for step in plain)
+        )
+        / tensors
+        for way in (0, 1)
+    )
     return Added(tensors, host, written, forward, backward)
 
 
@@ -80,8 +90,24 @@ def _chain(first: torch.Tensor, tensors: int) -> torch.Tensor:
 
 def table(found: list[Added]) -> list[str]:
     """The rows in Markdown."""
-    rows = [("saved tensors of 4 KiB", "MB of host memory", "MB written a step", "CPU us a tensor, forward", "backward"), ("---",) * 5]
+    rows = [
+        (
+            "saved tensors of 4 KiB",
+            "MB of host memory",
+            "MB written a step",
+            "CPU us a tensor, forward",
+            "backward",
+        ),
+        ("---",) * 5,
+    ]
     for one in found:
         sizes = f"{one.host_bytes / 1e6:.3g}", f"{one.written_bytes / 1e6:.3g}"
-        rows.append((f"{one.tensors}", *sizes, f"{one.forward_seconds * 1e6:.0f}", f"{one.backward_seconds * 1e6:.0f}"))
+        rows.append(
+            (
+                f"{one.tensors}",
+                *sizes,
+                f"{one.forward_seconds * 1e6:.0f}",
+                f"{one.backward_seconds * 1e6:.0f}",
+            )
+        )
     return [f"| {' | '.join(row)} |" for row in rows]

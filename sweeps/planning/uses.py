@@ -1,4 +1,6 @@
-"""The uses of a step: of ZeRO-3 with everything on a drive, and of plain rounds over values. Pure."""
+"""The uses of a step: of ZeRO-3 with everything on a drive, and of plain rounds over
+values. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Literal, NamedTuple
 from sweeps.models import Expert, Tensor
 
 PARAMETER_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 2, 4.15  # of an element; the states are "compact"
-PERSISTENT_ELEMENTS = 10**5  # up to which ZeRO-3 keeps parameters on the GPU: stage3_param_persistence_threshold
+# up to which ZeRO-3 keeps parameters on the GPU: stage3_param_persistence_threshold
+PERSISTENT_ELEMENTS = 10**5
 _SUB_GROUP_ELEMENTS = 1 << 26
 _LEAST_SUB_GROUPS = 64  # so that a small model has some as well
 _UNIT = 4096
@@ -18,7 +21,9 @@ Verb = Literal["create", "need", "release", "change", "drop"]
 
 
 class Event(NamedTuple):
-    """What happens to the value *name* of *nbytes*: it comes into use by "create" and "need", and is released, as it was or changed, or dropped."""
+    """What happens to the value *name* of *nbytes*: it comes into use by "create" and "need", and
+    is released, as it was or changed, or dropped.
+    """
 
     verb: Verb
     name: str
@@ -39,10 +44,16 @@ class Group(NamedTuple):
         return sum(tensor.elements for tensor in self.tensors)
 
 
-def groups_of(found: Iterable[tuple[Tensor, Expert | None]], persistent_elements: int = PERSISTENT_ELEMENTS) -> list[Group]:
-    """Sub-groups of tensors that follow one another, each expert's by itself; without what is small enough to stay on the GPU."""
+def groups_of(
+    found: Iterable[tuple[Tensor, Expert | None]], persistent_elements: int = PERSISTENT_ELEMENTS
+) -> list[Group]:
+    """Sub-groups of tensors that follow one another, each expert's by itself; without what is small
+    enough to stay on the GPU.
+    """
     found = list(found)
-    largest = min(_SUB_GROUP_ELEMENTS, sum(tensor.elements for tensor, _ in found) // _LEAST_SUB_GROUPS)
+    largest = min(
+        _SUB_GROUP_ELEMENTS, sum(tensor.elements for tensor, _ in found) // _LEAST_SUB_GROUPS
+    )
     groups: list[Group] = []
     by_expert: dict[Expert, int] = {}
     for tensor, expert in found:
@@ -51,7 +62,9 @@ def groups_of(found: Iterable[tuple[Tensor, Expert | None]], persistent_elements
         last = groups[-1] if groups else None
         if expert is not None:
             place = by_expert.setdefault(expert, len(groups))
-        elif last is not None and last.expert is None and last.elements + tensor.elements <= largest:
+        elif (
+            last is not None and last.expert is None and last.elements + tensor.elements <= largest
+        ):
             place = len(groups) - 1
         else:
             place = len(groups)
@@ -66,24 +79,36 @@ def made(groups: Sequence[Group]) -> list[Event]:
     """Parameters and states are made, once."""
     events: list[Event] = []
     for group in groups:
-        for name, nbytes in (*((f"p.{tensor.name}", _bytes(tensor, PARAMETER_BYTES)) for tensor in group.tensors), (group.name, _states(group))):
+        for name, nbytes in (
+            *((f"p.{tensor.name}", _bytes(tensor, PARAMETER_BYTES)) for tensor in group.tensors),
+            (group.name, _states(group)),
+        ):
             events += [Event("create", name, nbytes, "init"), Event("change", name, nbytes, "init")]
     return events
 
 
 def step(groups: Sequence[Group], share_of_experts: float, chance: random.Random) -> list[Event]:
-    """A step of training: forward, backward, which makes gradients, and the update; of the experts of each layer a skewed random share takes part."""
+    """A step of training: forward, backward, which makes gradients, and the update; of the experts
+    of each layer a skewed random share takes part.
+    """
     layers: dict[str, list[Group]] = {}
     for group in groups:
         if group.expert is not None:
             layers.setdefault(group.expert.layer, []).append(group)
-    chosen = {group.name for experts in layers.values() for group in _skewed(experts, share_of_experts, chance)}
+    chosen = {
+        group.name
+        for experts in layers.values()
+        for group in _skewed(experts, share_of_experts, chance)
+    }
     active = [group for group in groups if group.expert is None or group.name in chosen]
     events: list[Event] = []
     for group in active:
         for tensor in group.tensors:
             name, nbytes = f"p.{tensor.name}", _bytes(tensor, PARAMETER_BYTES)
-            events += [Event("need", name, nbytes, "forward"), Event("release", name, nbytes, "forward")]
+            events += [
+                Event("need", name, nbytes, "forward"),
+                Event("release", name, nbytes, "forward"),
+            ]
     for group in reversed(active):
         for tensor in reversed(group.tensors):
             name, nbytes = f"p.{tensor.name}", _bytes(tensor, PARAMETER_BYTES)
@@ -96,19 +121,38 @@ def step(groups: Sequence[Group], share_of_experts: float, chance: random.Random
         for tensor in group.tensors:
             gradient = (f"g.{tensor.name}", _bytes(tensor, GRADIENT_BYTES), "update")
             parameter = (f"p.{tensor.name}", _bytes(tensor, PARAMETER_BYTES), "update")
-            events += [Event("need", *gradient), Event("need", *parameter), Event("drop", *gradient), Event("change", *parameter)]
+            events += [
+                Event("need", *gradient),
+                Event("need", *parameter),
+                Event("drop", *gradient),
+                Event("change", *parameter),
+            ]
         events.append(Event("change", *states))
     return events
 
 
-def rounds(count: int, there_and_back: bool, changed: bool, seed: int = 0) -> tuple[list[Event], list[Event]]:
-    """*count* values of mixed sizes: how they are made, and a round over them in order, and back again or not."""
+def rounds(
+    count: int, there_and_back: bool, changed: bool, seed: int = 0
+) -> tuple[list[Event], list[Event]]:
+    """*count* values of mixed sizes: how they are made, and a round over them in order, and back
+    again or not.
+    """
     chance = random.Random(seed)
-    values = [(str(number), int(2 ** chance.uniform(16, 22)) // _UNIT * _UNIT) for number in range(count)]
-    begin = [event for name, nbytes in values for event in (Event("create", name, nbytes, "init"), Event("change", name, nbytes, "init"))]
+    values = [
+        (str(number), int(2 ** chance.uniform(16, 22)) // _UNIT * _UNIT) for number in range(count)
+    ]
+    begin = [
+        event
+        for name, nbytes in values
+        for event in (Event("create", name, nbytes, "init"), Event("change", name, nbytes, "init"))
+    ]
     order = [*values, *reversed(values)] if there_and_back else values
     end: Verb = "change" if changed else "release"
-    return begin, [event for name, nbytes in order for event in (Event("need", name, nbytes, "round"), Event(end, name, nbytes, "round"))]
+    return begin, [
+        event
+        for name, nbytes in order
+        for event in (Event("need", name, nbytes, "round"), Event(end, name, nbytes, "round"))
+    ]
 
 
 def most_in_use(events: Iterable[Event]) -> int:
@@ -122,8 +166,13 @@ def most_in_use(events: Iterable[Event]) -> int:
 
 def _skewed(experts: Sequence[Group], share: float, chance: random.Random) -> list[Group]:
     """That *share* of them, the first more often than the last."""
-    luck = {group.name: chance.random() ** (1 + 4 * place / len(experts)) for place, group in enumerate(experts)}
-    return sorted(experts, key=lambda group: luck[group.name], reverse=True)[: max(int(share * len(experts)), 1)]
+    luck = {
+        group.name: chance.random() ** (1 + 4 * place / len(experts))
+        for place, group in enumerate(experts)
+    }
+    return sorted(experts, key=lambda group: luck[group.name], reverse=True)[
+        : max(int(share * len(experts)), 1)
+    ]
 
 
 def _bytes(tensor: Tensor, each: float) -> int:

@@ -1,4 +1,6 @@
-"""`python -m sweeps.training DIR`: train what a plan says with the drive of DIR, in interleaved runs, and write the report."""
+"""`python -m sweeps.training DIR`: train what a plan says with the drive of DIR, in interleaved
+runs, and write the report.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,51 @@ _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
 
 @click.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--plan", "plan_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=_DEFAULT_PLAN, show_default=True)
-@click.option("--model", help=f"Instead of the plan's: {', '.join(CONFIGS)}, or the path of a Hugging Face config.json.")
-@click.option("--width", type=click.IntRange(min=8), help="Of the model's small-width form, which has all of its tensors, instead of the model.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of tokens, of that model.")
-@click.option("--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="In each row.")
+@click.option(
+    "--plan",
+    "plan_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=_DEFAULT_PLAN,
+    show_default=True,
+)
+@click.option(
+    "--model",
+    help=f"Instead of the plan's: {', '.join(CONFIGS)}, or the path of a Hugging Face config.json.",
+)
+@click.option(
+    "--width",
+    type=click.IntRange(min=8),
+    help="Of the model's small-width form, which has all of its tensors, instead of the model.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Rows of tokens, of that model.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="In each row."
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
 @click.option("--cold-rounds", type=click.IntRange(min=0), help="Instead of the plan's number.")
 @click.option("--steps", type=click.IntRange(min=1), help="Instead of the plan's number.")
 @click.option("--only", help="Of the plan's variants only these, with commas between.")
-@click.option("--seconds", type=click.FloatRange(min=0), help="Begin no further round that would not end within this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write OUTPUT.md and OUTPUT.json, for example reports/training-vda; after every run.")
-@click.option("--note", multiple=True, help="A sentence on the circumstances, for the report; may be given again.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    help="Begin no further round that would not end within this time.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write OUTPUT.md and OUTPUT.json, for example reports/training-vda; after every run.",
+)
+@click.option(
+    "--note",
+    multiple=True,
+    help="A sentence on the circumstances, for the report; may be given again.",
+)
 def main(
     directory: Path,
     plan_path: Path,
@@ -53,13 +88,19 @@ def main(
     output: Path | None,
     note: tuple[str, ...],
 ) -> None:
-    """Compare ways to train with offload to the drive of DIRECTORY, in interleaved runs, and print a report in Markdown."""
+    """Compare ways to train with offload to the drive of DIRECTORY, in interleaved runs, and print
+    a report in Markdown.
+    """
     stop_at_sigterm()
     if width and not model:
         raise click.UsageError("give --width with --model")
     other = Model(name=model, width=width, batch=batch, tokens=tokens) if model else None
-    plan = read_plan(plan_path).narrowed(rounds, cold_rounds, steps, only.split(",") if only else None, other)
-    results = Results(facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note))
+    plan = read_plan(plan_path).narrowed(
+        rounds, cold_rounds, steps, only.split(",") if only else None, other
+    )
+    results = Results(
+        facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note)
+    )
     started = time.monotonic()
     try:
         for _ in _measure(results, directory, started + seconds if seconds is not None else None):
@@ -83,13 +124,17 @@ def _measure(results: Results, directory: Path, deadline: float | None) -> Itera
         for number in range(plan.rounds):
             began = time.monotonic()
             if deadline is not None and number > 0 and began + longest > deadline:
-                results.notes.append(f"{number} of {plan.rounds} rounds were held in the time that was given.")
+                results.notes.append(
+                    f"{number} of {plan.rounds} rounds were held in the time that was given."
+                )
                 return
             before = _speeds(results, floor)
             for variant in plan.variants[:: -1 if number % 2 else 1]:
                 run = train(plan, variant, number, directory)
                 after = _speeds(results, floor) if variant.drives else before
-                run.drive = mean_speeds(before, after) if before and after and variant.drives else None
+                run.drive = (
+                    mean_speeds(before, after) if before and after and variant.drives else None
+                )
                 before = after
                 _note(results, variant, run)
                 results.runs.append(run)
@@ -129,19 +174,31 @@ def _note(results: Results, variant: Variant, run: Run) -> None:
             results.facts["versions"] += f", {version}"
     if "accelerator" in run.facts:
         results.facts["accelerator"] = run.facts["accelerator"]
-        results.facts["threads and optimizer"] = f"{run.facts['threads']} threads of torch; {run.facts['optimizer']}"
-    settling = results.plan.settling_steps if len(run.step_ends) > results.plan.settling_steps else 0
+        results.facts["threads and optimizer"] = (
+            f"{run.facts['threads']} threads of torch; {run.facts['optimizer']}"
+        )
+    settling = (
+        results.plan.settling_steps if len(run.step_ends) > results.plan.settling_steps else 0
+    )
     times = [run.measure(name, settling) for name in ("forward", "backward", "optimizer", "cold")]
     figures = " / ".join("-" if value is None else f"{value:.2f}" for value in times)
-    said = f"failed: {run.error}" if run.error else f"forward / backward / optimizer / cold start {figures} s, peak {(run.peak_bytes() or 0) / 1e9:.2f} GB"
+    said = (
+        f"failed: {run.error}"
+        if run.error
+        else f"forward / backward / optimizer / cold start {figures} s, peak {(run.peak_bytes() or 0) / 1e9:.2f} GB"
+    )
     share = run.share("optimizer_floor", settling)
-    _say(f"round {run.number + 1}, {variant.name}: {said}{'' if share is None else f', {share:.2f} of the floor'}")
+    _say(
+        f"round {run.number + 1}, {variant.name}: {said}{'' if share is None else f', {share:.2f} of the floor'}"
+    )
 
 
 def _write(results: Results, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_name(output.name + ".md").write_text(render(results))
-    output.with_name(output.name + ".json").write_text(json.dumps(as_json(results), indent=1) + "\n")
+    output.with_name(output.name + ".json").write_text(
+        json.dumps(as_json(results), indent=1) + "\n"
+    )
 
 
 def _say(text: str) -> None:

@@ -34,7 +34,8 @@ class _Files(NamedTuple):
 
 
 class Floor:
-    """fio with two files on the drive, every byte of them written. Lifetime: the files are removed at the end of the `with`.
+    """fio with two files on the drive, every byte of them written. Lifetime: the files are removed
+    at the end of the `with`.
 
     Raises: UnsupportedError where fio is not installed; OSError.
     """
@@ -47,9 +48,23 @@ class Floor:
         unit = block_size * threads
         nbytes = plan.fio_bytes // unit * unit
         if nbytes == 0:
-            raise UnsupportedError(f"fio_bytes of {plan.fio_bytes} is less than a block for each thread")
+            raise UnsupportedError(
+                f"fio_bytes of {plan.fio_bytes} is less than a block for each thread"
+            )
         self._jobs = {
-            direction: Job(direction, "libaio", block_size, int(aio["queue_depth"]), threads, "huge", nbytes, nbytes, 1, 1) for direction in Speeds._fields
+            direction: Job(
+                direction,
+                "libaio",
+                block_size,
+                int(aio["queue_depth"]),
+                threads,
+                "huge",
+                nbytes,
+                nbytes,
+                1,
+                1,
+            )
+            for direction in Speeds._fields
         }
         self._directory = tempfile.TemporaryDirectory(prefix="sweeps-training-fio-", dir=directory)
         self._files = _Files(Path(self._directory.name), _takes_direct(Path(self._directory.name)))
@@ -65,17 +80,24 @@ class Floor:
         return Speeds(*found)
 
     def engine_speed(self, config: AioConfig, nbytes: int) -> float:
-        """Bytes a second that the engine reads and writes at once through *nbytes* of memory, with nothing else to do.
+        """Bytes a second that the engine reads and writes at once through *nbytes* of memory, with
+        nothing else to do.
 
-        fio moves everything through as much memory as it has blocks in flight, which caches may hold: what this is slower, no schedule makes up.
+        fio moves everything through as much memory as it has blocks in flight, which caches may
+        hold: what this is slower, no schedule makes up.
         """
         job = self._jobs["mixed"]
         piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size
         footprint = max(min(nbytes // 2, job.file_bytes) // piece, 1) * piece
         buffers = Buffers(footprint)
         with Engine(config) as engine:
-            files = {direction: engine.open(self._files.path(direction), direction[0]) for direction in ("read", "write")}
-            memory = {direction: buffers.get("huge", number) for number, direction in enumerate(files)}
+            files = {
+                direction: engine.open(self._files.path(direction), direction[0])
+                for direction in ("read", "write")
+            }
+            memory = {
+                direction: buffers.get("huge", number) for number, direction in enumerate(files)
+            }
             verbs = {"read": engine.read, "write": engine.write}
             began = time.perf_counter()
             tickets = [
@@ -90,7 +112,12 @@ class Floor:
     def __enter__(self) -> Floor:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._directory.cleanup()
 
 

@@ -32,15 +32,21 @@ MEASURES = {
     "cold": "cold start",
 }
 # Likewise, but of one variant beside the drive.
-SHARES = {"optimizer_floor": "optimizer phase: floor / time", "step_floor": "step: floor / time", "forward_floor": "forward: floor / time"}
+SHARES = {
+    "optimizer_floor": "optimizer phase: floor / time",
+    "step_floor": "step: floor / time",
+    "forward_floor": "forward: floor / time",
+}
 _DIRECTORY_KEYS = ("offload_optimizer", "offload_param")
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, and *tokens* of input, all of *hidden*.
+    """*blocks* of a LayerNorm and two matrices of *hidden* x 4 *hidden*, and *tokens* of input, all
+    of *hidden*.
 
-    Or, with a *name*, that language model of `sweeps.models`, its small-width form with *width*, trained on *batch* rows of *tokens*.
+    Or, with a *name*, that language model of `sweeps.models`, its small-width form with *width*,
+    trained on *batch* rows of *tokens*.
     """
 
     hidden: int = 0
@@ -58,13 +64,19 @@ class Model:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Of the language model, as Hugging Face has it; None of the blocks. Raises: UsageError where there is none of that name."""
+        """Of the language model, as Hugging Face has it; None of the blocks. Raises: UsageError
+        where there is none of that name.
+        """
         return config_of(self.name, self.width) if self.name is not None else None
 
     @functools.cached_property
     def parameters(self) -> int:
         """Elements in all matrices and vectors."""
-        return self.blocks * (8 * self.hidden**2 + 7 * self.hidden) if self.name is None else sum(tensor.elements for tensor in self._tensors)
+        return (
+            self.blocks * (8 * self.hidden**2 + 7 * self.hidden)
+            if self.name is None
+            else sum(tensor.elements for tensor in self._tensors)
+        )
 
     @property
     def title(self) -> str:
@@ -83,7 +95,8 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train. ours: call `nvme_offload.zero3.enable()` first. *ds_config* as DeepSpeed is given it, but for the directory on the drive.
+    """A way to train. ours: call `nvme_offload.zero3.enable()` first. *ds_config* as DeepSpeed is
+    given it, but for the directory on the drive.
 
     equal: its losses and weights must be those of the other variants that say so.
     """
@@ -110,7 +123,9 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a variant should reach: a measure's ratio to the variant *against*, or a share of the floor (*against* None)."""
+    """What a variant should reach: a measure's ratio to the variant *against*, or a share of the
+    floor (*against* None).
+    """
 
     variant: str
     measure: str
@@ -121,9 +136,11 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """settling_steps: of the *steps* the first ones, which count for nothing but the cold start. cold_rounds: with nothing compiled before, one step each.
+    """settling_steps: of the *steps* the first ones, which count for nothing but the cold start.
+    cold_rounds: with nothing compiled before, one step each.
 
-    baseline: the variant that all others are compared with. fio_bytes: of each of fio's two files; 0: no fio.
+    baseline: the variant that all others are compared with. fio_bytes: of each of fio's two files;
+    0: no fio.
     """
 
     model: Model
@@ -138,8 +155,17 @@ class Plan:
     variants: tuple[Variant, ...]
     targets: tuple[Target, ...]
 
-    def narrowed(self, rounds: int | None, cold_rounds: int | None, steps: int | None, only: Collection[str] | None, model: Model | None = None) -> Plan:
-        """This plan with other numbers, with *only* some of its variants, or with another model, where they are not None. Raises: UsageError."""
+    def narrowed(
+        self,
+        rounds: int | None,
+        cold_rounds: int | None,
+        steps: int | None,
+        only: Collection[str] | None,
+        model: Model | None = None,
+    ) -> Plan:
+        """This plan with other numbers, with *only* some of its variants, or with another model,
+        where they are not None. Raises: UsageError.
+        """
         names = [variant.name for variant in self.variants]
         if only is not None and (unknown := sorted(set(only) - set(names))):
             raise UsageError(f"{unknown[0]!r} is none of the plan's variants: {', '.join(names)}")
@@ -156,7 +182,9 @@ class Plan:
             cold_variants=tuple(name for name in self.cold_variants if name in known),
             baseline=self.baseline if self.baseline in known else kept[0].name,
             variants=kept,
-            targets=tuple(target for target in self.targets if {target.variant, target.against} <= known),
+            targets=tuple(
+                target for target in self.targets if {target.variant, target.against} <= known
+            ),
         )
 
     def named(self, name: str) -> Variant:
@@ -170,7 +198,18 @@ class Plan:
         return {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, **section}
 
 
-_PLAN_KEYS = {"steps", "settling_steps", "rounds", "cold_rounds", "cold_variants", "fio_bytes", "timeout_seconds", "baseline", "model", "ds_config"}
+_PLAN_KEYS = {
+    "steps",
+    "settling_steps",
+    "rounds",
+    "cold_rounds",
+    "cold_variants",
+    "fio_bytes",
+    "timeout_seconds",
+    "baseline",
+    "model",
+    "ds_config",
+}
 _VARIANT_KEYS = {"name", "title", "ours", "equal", "ds_config"}
 _TARGET_KEYS = {"variant", "measure", "against", "most", "least"}
 
@@ -198,7 +237,15 @@ def _plan(document: dict[str, Any]) -> Plan:
     targets = tuple(_target(entry) for entry in document.get("target", []))
     cold_variants = tuple(document.get("cold_variants", names))
     _require_known([document["baseline"], *cold_variants], names)
-    _require_known([name for target in targets for name in (target.variant, target.against) if name is not None], names)
+    _require_known(
+        [
+            name
+            for target in targets
+            for name in (target.variant, target.against)
+            if name is not None
+        ],
+        names,
+    )
     plan = Plan(
         Model(**document["model"]),
         document["steps"],
@@ -219,12 +266,24 @@ def _plan(document: dict[str, Any]) -> Plan:
 
 def _variant(entry: dict[str, Any], common: Mapping[str, Any]) -> Variant:
     _require_known(entry, _VARIANT_KEYS)
-    return Variant(entry["name"], entry["title"], entry["ours"], entry.get("equal", True), merged(common, entry.get("ds_config", {})))
+    return Variant(
+        entry["name"],
+        entry["title"],
+        entry["ours"],
+        entry.get("equal", True),
+        merged(common, entry.get("ds_config", {})),
+    )
 
 
 def _target(entry: dict[str, Any]) -> Target:
     _require_known(entry, _TARGET_KEYS)
-    target = Target(entry["variant"], entry["measure"], entry.get("against"), entry.get("most"), entry.get("least"))
+    target = Target(
+        entry["variant"],
+        entry["measure"],
+        entry.get("against"),
+        entry.get("most"),
+        entry.get("least"),
+    )
     _require_known([target.measure], MEASURES if target.against is not None else SHARES)
     if (target.most is None) == (target.least is None):
         raise ValueError(f"the target for {target.variant} needs either most or least")

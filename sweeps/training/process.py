@@ -1,4 +1,5 @@
-"""What Linux tells of a process: memory by kind, its peak, what it moved to and from drives. Pure but for the functions that open /proc.
+"""What Linux tells of a process: memory by kind, its peak, what it moved to and from drives. Pure
+but for the functions that open /proc.
 
 Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_io(5), proc_pid_clear_refs(5).
 """
@@ -16,7 +17,9 @@ _LARGE_BYTES = 64 << 20
 
 
 class Memory(NamedTuple):
-    """Bytes that are resident. *locked* and *pinned* are among the others; memory that a GPU's driver pins may be in neither."""
+    """Bytes that are resident. *locked* and *pinned* are among the others; memory that a GPU's
+    driver pins may be in neither.
+    """
 
     resident: int
     peak: int
@@ -52,7 +55,9 @@ def parse_io(text: str) -> Traffic:
 
 
 def parse_smaps(text: str) -> dict[str, int]:
-    """Resident bytes in /proc/PID/smaps by what they are: files by kind, and anonymous memory that is locked, in large mappings or in small ones."""
+    """Resident bytes in /proc/PID/smaps by what they are: files by kind, and anonymous memory that
+    is locked, in large mappings or in small ones.
+    """
     totals: collections.Counter[str] = collections.Counter()
     path, resident, locked = "", 0, 0
     for line in [*text.splitlines(), "0-0 end 0 0 0"]:
@@ -76,7 +81,11 @@ def _kind(path: str, resident: int, locked: int) -> str:
         return "libraries and files"
     if path == "[heap]":
         return "heap"
-    return "anonymous, mappings of 64 MiB and more" if resident >= _LARGE_BYTES else "anonymous, smaller"
+    return (
+        "anonymous, mappings of 64 MiB and more"
+        if resident >= _LARGE_BYTES
+        else "anonymous, smaller"
+    )
 
 
 def memory_of(process: int | str) -> Memory | None:

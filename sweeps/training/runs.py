@@ -1,4 +1,6 @@
-"""What one run of a variant was, put together from its events and from what was sampled beside it. Pure."""
+"""What one run of a variant was, put together from its events and from what was sampled beside it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Sample(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A stretch of a run. *step* is None before the first one. *busy_seconds* are the drive's; *uses* is how often a value of the swapper was asked for."""
+    """A stretch of a run. *step* is None before the first one. *busy_seconds* are the drive's;
+    *uses* is how often a value of the swapper was asked for.
+    """
 
     name: str
     step: int | None
@@ -51,7 +55,9 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """One run. *error* is why it ended early, or None. *at_peak* is the memory by kind at the sample that was largest; *drive* fio's speeds around it."""
+    """One run. *error* is why it ended early, or None. *at_peak* is the memory by kind at the
+    sample that was largest; *drive* fio's speeds around it.
+    """
 
     variant: str
     number: int
@@ -69,15 +75,28 @@ class Run:
 
     def of(self, name: str, settling_steps: int) -> list[Phase]:
         """The phases of that name, of steps past the first ones."""
-        return [phase for phase in self.phases if phase.name == name and phase.step is not None and phase.step >= settling_steps]
+        return [
+            phase
+            for phase in self.phases
+            if phase.name == name and phase.step is not None and phase.step >= settling_steps
+        ]
 
-    def median(self, name: str, settling_steps: int, of: Callable[[Phase], float] = lambda phase: phase.seconds) -> float | None:
-        """The median of a phase's seconds, or of something else, over the steps; None where there were none."""
+    def median(
+        self,
+        name: str,
+        settling_steps: int,
+        of: Callable[[Phase], float] = lambda phase: phase.seconds,
+    ) -> float | None:
+        """The median of a phase's seconds, or of something else, over the steps; None where there
+        were none.
+        """
         phases = self.of(name, settling_steps)
         return statistics.median(map(of, phases)) if phases else None
 
     def measure(self, name: str, settling_steps: int) -> float | None:
-        """A measure of `plan.MEASURES`, in seconds or bytes; None where the run did not come to it."""
+        """A measure of `plan.MEASURES`, in seconds or bytes; None where the run did not
+        come to it.
+        """
         if name in PHASES:
             return self.median(name, settling_steps)
         if name == "cold":
@@ -85,21 +104,35 @@ class Run:
         if name == "peak":
             return self.peak_bytes() if self.error is None else None
         if name == "settled_peak":
-            return max((phase.peak_bytes for phase in self.phases if phase.step is not None and phase.step >= settling_steps), default=None)
+            return max(
+                (
+                    phase.peak_bytes
+                    for phase in self.phases
+                    if phase.step is not None and phase.step >= settling_steps
+                ),
+                default=None,
+            )
         names = PHASES[1:] if name == "update" else PHASES
         by_step = [self.of(phase, settling_steps) for phase in names]
         sums = [sum(phase.seconds for phase in step) for step in zip(*by_step, strict=False)]
         return statistics.median(sums) if sums else None
 
     def peak_bytes(self, *names: str) -> float | None:
-        """The most that was resident, of all phases or those of these names; steps that settle count too."""
+        """The most that was resident, of all phases or those of these names; steps that settle
+        count too.
+        """
         peaks = [phase.peak_bytes for phase in self.phases if not names or phase.name in names]
         return max(peaks) if peaks else None
 
     def moved(self, names: Sequence[str], settling_steps: int) -> tuple[float, float]:
         """Bytes read and written in these phases of a step: medians."""
-        reads = [self.median(name, settling_steps, lambda phase: phase.read_bytes) or 0 for name in names]
-        writes = [self.median(name, settling_steps, lambda phase: phase.written_bytes) or 0 for name in names]
+        reads = [
+            self.median(name, settling_steps, lambda phase: phase.read_bytes) or 0 for name in names
+        ]
+        writes = [
+            self.median(name, settling_steps, lambda phase: phase.written_bytes) or 0
+            for name in names
+        ]
         return sum(reads), sum(writes)
 
     def share(self, name: str, settling_steps: int) -> float | None:
@@ -122,7 +155,14 @@ def mean_speeds(before: Speeds, after: Speeds) -> Speeds:
     return Speeds(*(statistics.fmean(pair) for pair in zip(before, after, strict=True)))
 
 
-def assemble(variant: str, number: int, started: float, error: str | None, events: Sequence[Mapping[str, Any]], samples: Sequence[Sample]) -> Run:
+def assemble(
+    variant: str,
+    number: int,
+    started: float,
+    error: str | None,
+    events: Sequence[Mapping[str, Any]],
+    samples: Sequence[Sample],
+) -> Run:
     """The run that these events tell of."""
     phases, steps = [], []
     facts: dict[str, Any] = {}
@@ -134,7 +174,9 @@ def assemble(variant: str, number: int, started: float, error: str | None, event
             steps.append(values)
         else:
             facts |= values
-    measured = [sample.memory for sample in samples if not phases or sample.moment <= phases[-1].ended]
+    measured = [
+        sample.memory for sample in samples if not phases or sample.moment <= phases[-1].ended
+    ]
     return Run(
         variant,
         number,

@@ -1,7 +1,9 @@
-"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json EVENTS_FD`. Writes what it does as lines of JSON.
+"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json EVENTS_FD`.
+Writes what it does as lines of JSON.
 
-Every line has a key "event": "phase" for a stretch of time ("import", "init", then "forward", "backward" and "optimizer" of each step), "step" after
-each step, "done" at the end. Times are those of the monotonic clock, which all processes of a machine share.
+Every line has a key "event": "phase" for a stretch of time ("import", "init", then "forward",
+"backward" and "optimizer" of each step), "step" after each step, "done" at the end. Times are those
+of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -54,10 +56,20 @@ class _Teller:
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         process.restart_peak()
         planning = self._planning
-        before, busy, planned, uses = process.traffic(), self._disk.read().busy_seconds, planning.seconds, planning.uses
+        before, busy, planned, uses = (
+            process.traffic(),
+            self._disk.read().busy_seconds,
+            planning.seconds,
+            planning.uses,
+        )
         cpu, began = _cpu_seconds(), time.monotonic()
         yield
-        ended, cpu, after, memory = time.monotonic(), _cpu_seconds() - cpu, process.traffic(), process.memory_of("self")
+        ended, cpu, after, memory = (
+            time.monotonic(),
+            _cpu_seconds() - cpu,
+            process.traffic(),
+            process.memory_of("self"),
+        )
         self.tell(
             "phase",
             name=name,
@@ -89,15 +101,29 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
     synchronize = get_accelerator().synchronize
     with teller.phase("init"):
         if job["model"] is not None:
-            tensors(job["model"])  # transformers imports what it needs only now, and cannot under zero.Init, which exchanges torch.empty and its like
+            # transformers imports what it needs only now, and cannot under zero.Init, which
+            # exchanges torch.empty and its like
+            tensors(job["model"])
         torch.manual_seed(0)
         with deepspeed.zero.Init(config_dict_or_path=job["ds_config"]):
-            model = _stack(job["hidden"], job["blocks"]) if job["model"] is None else build(job["model"])
-        engine, *_ = deepspeed.initialize(model=model, config=job["ds_config"], model_parameters=model.parameters())
+            model = (
+                _stack(job["hidden"], job["blocks"])
+                if job["model"] is None
+                else build(job["model"])
+            )
+        engine, *_ = deepspeed.initialize(
+            model=model, config=job["ds_config"], model_parameters=model.parameters()
+        )
         if job["model"] is None:
-            given = {"x": torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(engine.device)}
+            given = {
+                "x": torch.randn(1, job["tokens"], job["hidden"], dtype=torch.bfloat16).to(
+                    engine.device
+                )
+            }
         else:
-            tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(engine.device)
+            tokens = torch.randint(0, job["model"]["vocab_size"], (job["batch"], job["tokens"])).to(
+                engine.device
+            )
             given = {"input_ids": tokens, "labels": tokens}
         synchronize()
     kinds = {"init": _memory_kinds()}
@@ -113,13 +139,23 @@ def _train(job: dict[str, Any], teller: _Teller) -> None:
         with teller.phase("optimizer", step):
             engine.step()
             synchronize()
-        teller.tell("step", number=step, loss=loss.item().hex(), ended=time.monotonic(), stats=_stats(engine) if job["ours"] else None)
+        teller.tell(
+            "step",
+            number=step,
+            loss=loss.item().hex(),
+            ended=time.monotonic(),
+            stats=_stats(engine) if job["ours"] else None,
+        )
         del loss  # otherwise the graph of a step outlives it, and so do gathered parameters
     kinds["end"] = _memory_kinds()
     teller.tell(
         "done",
         kinds=kinds,
-        versions=[f"deepspeed {deepspeed.__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"],
+        versions=[
+            f"deepspeed {deepspeed.__version__}",
+            f"torch {torch.__version__}",
+            f"Python {platform.python_version()}",
+        ],
         accelerator=f"{get_accelerator().device_name()} {get_accelerator().device_name(0)}"
         if get_accelerator().device_name() != "cuda"
         else torch.cuda.get_device_name(0),
@@ -137,7 +173,11 @@ def _stack(hidden: int, blocks: int) -> Any:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(hidden),
+                nn.Linear(hidden, 4 * hidden),
+                nn.Linear(4 * hidden, hidden),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))

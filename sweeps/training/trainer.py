@@ -27,7 +27,15 @@ _NOISE = ("Exception ignored", "[W", "[E", "  ", "Traceback")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
 
 
-def train(plan: Plan, variant: Variant, number: int, directory: Path, *, cold: bool = False, weights: bool = True) -> Run:
+def train(
+    plan: Plan,
+    variant: Variant,
+    number: int,
+    directory: Path,
+    *,
+    cold: bool = False,
+    weights: bool = True,
+) -> Run:
     """Run *variant* once with *directory* for its files, which are removed.
 
     cold: nothing is compiled yet, and there is one step.
@@ -51,15 +59,30 @@ def train(plan: Plan, variant: Variant, number: int, directory: Path, *, cold: b
         return _run(work, environment, variant.name, number, plan.timeout_seconds)
 
 
-def _run(work: Path, environment: dict[str, str], variant: str, number: int, timeout_seconds: float) -> Run:
+def _run(
+    work: Path, environment: dict[str, str], variant: str, number: int, timeout_seconds: float
+) -> Run:
     reading, writing = os.pipe()
     events: list[dict[str, Any]] = []
     samples: list[Sample] = []
     with (work / "log").open("w+") as log, os.fdopen(reading) as told:
-        command = [sys.executable, "-m", "sweeps.training.trainee", str(work / "job.json"), str(writing)]
+        command = [
+            sys.executable,
+            "-m",
+            "sweeps.training.trainee",
+            str(work / "job.json"),
+            str(writing),
+        ]
         started = time.monotonic()
         child = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=(writing,), preexec_fn=os.setpgrp
+            command,
+            cwd=_ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(writing,),
+            preexec_fn=os.setpgrp,
         )
         os.close(writing)
         listener = threading.Thread(target=_listen, args=(told, events))
@@ -74,7 +97,9 @@ def _run(work: Path, environment: dict[str, str], variant: str, number: int, tim
 
 
 def _watch(child: subprocess.Popen[bytes], samples: list[Sample], deadline: float) -> bool:
-    """Sample the memory of *child* until it has ended, which is the answer, or until the deadline."""
+    """Sample the memory of *child* until it has ended, which is the answer, or until the
+    deadline.
+    """
     while time.monotonic() < deadline:
         memory = process.memory_of(child.pid)
         if memory is not None:
@@ -88,7 +113,9 @@ def _watch(child: subprocess.Popen[bytes], samples: list[Sample], deadline: floa
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End *child* where it has not: kindly at first, since one that compiles an extension holds a lock file that others would wait for forever."""
+    """End *child* where it has not: kindly at first, since one that compiles an extension holds a
+    lock file that others would wait for forever.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is None:
             os.killpg(child.pid, number)
@@ -119,13 +146,17 @@ def _error(status: int, log: TextIO, timeout_seconds: float | None) -> str | Non
 
 
 def last_words(log: str) -> str:
-    """The line of *log* that says what went wrong: the exception of the last traceback, or the last line that is no frame of one."""
+    """The line of *log* that says what went wrong: the exception of the last traceback, or the last
+    line that is no frame of one.
+    """
     lines = [line for line in (_RANK.sub("", line) for line in log.splitlines()) if line.strip()]
     tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback")]
     after = lines[tracebacks[-1] + 1 :] if tracebacks else []
     said = next((line for line in after if not line.startswith(" ")), None)
     if said is None:
-        said = next((line for line in reversed(lines) if not line.startswith(_NOISE)), "it said nothing")
+        said = next(
+            (line for line in reversed(lines) if not line.startswith(_NOISE)), "it said nothing"
+        )
     return said.strip()[:300]
 
 
@@ -133,7 +164,14 @@ def _environment() -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(Path(sys.executable).parent)]))
-    # ninja may be beside the interpreter alone; but another one than the shell finds would compile everything anew, since their logs differ by version.
+    # ninja may be beside the interpreter alone; but another one than the shell finds would compile
+    # everything anew, since their logs differ by version.
     return {**os.environ, **ranks, "PATH": path, "PYTHONUNBUFFERED": "1"}

@@ -39,7 +39,9 @@ class Attention(nn.Module):
         parts = self.into(self.norm(x) * self.positions).split(width, dim=-1)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + functional.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)), 0.2, self.training)
+        return x + functional.dropout(
+            self.out(mixed.transpose(1, 2).reshape(batch, length, width)), 0.2, self.training
+        )
 
 
 class Feed(nn.Module):
@@ -62,7 +64,9 @@ class Words(nn.Module):
     def __init__(self, blocks: int = 3, words: int = 97, width: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(nn.Sequential(Attention(width), Feed(width)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Attention(width), Feed(width)) for _ in range(blocks)
+        )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,7 +89,9 @@ class Recurrent(nn.Module):
 
 
 class Odd(nn.Module):
-    """Complex numbers, conjugates, expanded and strided tensors, half precision, sorting and indexing."""
+    """Complex numbers, conjugates, expanded and strided tensors, half precision, sorting and
+    indexing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,21 +100,47 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spectrum = torch.fft.rfft(x * self.scale)
         power = (spectrum * spectrum.conj()).real
-        wide = power.mean(dim=0, keepdim=True).expand(64, -1, -1) * power[:1].expand(64, -1, -1).sigmoid()
+        wide = (
+            power.mean(dim=0, keepdim=True).expand(64, -1, -1)
+            * power[:1].expand(64, -1, -1).sigmoid()
+        )
         sparse = (x[:, ::3] * self.scale)[..., 5:37].sin().bfloat16().square().float()
         values, indices = sparse.sort(dim=-1)
-        return wide.mean() + values.cos().mean() + x.mul(self.scale).gather(-1, indices.repeat(1, 2, 1)).tanh().mean()
+        return (
+            wide.mean()
+            + values.cos().mean()
+            + x.mul(self.scale).gather(-1, indices.repeat(1, 2, 1)).tanh().mean()
+        )
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(64, 64),
+                nn.ReLU(inplace=True),
+                nn.Dropout(0.1),
+                nn.Linear(64, 64),
+                nn.GELU(),
+            )
+            for _ in range(6)
+        )
+    )
 
 
 def _convolutions() -> nn.Module:
     layers = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(3):
-        layers += [Residual(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)))]  # type: ignore[list-item]
-    return nn.Sequential(*layers, nn.Conv2d(8, 8, 2, stride=2), nn.Flatten(), nn.Linear(8 * 64, 10)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layers += [
+            Residual(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+                )
+            )
+        ]  # type: ignore[list-item]
+    return nn.Sequential(
+        *layers, nn.Conv2d(8, 8, 2, stride=2), nn.Flatten(), nn.Linear(8 * 64, 10)
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
@@ -127,17 +159,29 @@ def made(name: str, device: str = "cpu") -> tuple[nn.Module, torch.Tensor]:
     return model.to(device), x.to(device)
 
 
-def gradients(model: Callable[..., Any], x: torch.Tensor, context: AbstractContextManager[Any] | None = None, seed: int = 1) -> list[torch.Tensor]:
-    """One step of *model*, with the forward pass in *context*; the gradients of all parameters, and the buffers."""
+def gradients(
+    model: Callable[..., Any],
+    x: torch.Tensor,
+    context: AbstractContextManager[Any] | None = None,
+    seed: int = 1,
+) -> list[torch.Tensor]:
+    """One step of *model*, with the forward pass in *context*; the gradients of all parameters, and
+    the buffers.
+    """
     module: Any = model
     module.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     with context or contextlib.nullcontext():
         loss = model(x).float().square().mean()
     loss.backward()
-    return [parameter.grad.clone() for parameter in module.parameters()] + [buffer.clone() for buffer in module.buffers()]
+    return [parameter.grad.clone() for parameter in module.parameters()] + [
+        buffer.clone() for buffer in module.buffers()
+    ]
 
 
 def same(ours: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether they are equal to the bit, and numbers."""
-    return all(torch.isfinite(mine).all() and torch.equal(mine, other) for mine, other in zip(ours, others, strict=True))
+    return all(
+        torch.isfinite(mine).all() and torch.equal(mine, other)
+        for mine, other in zip(ours, others, strict=True)
+    )

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # for the modules beside this, which the tests on a GPU import too
+# for the modules beside this, which the tests on a GPU import too
+sys.path.append(str(Path(__file__).parent))
 
 from offloading import Make, left
 
@@ -29,12 +30,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """A function to a context that saves what has a KiB or more, by default within 96 KiB of host memory; what it saved must be gone after the test."""
+    """A function to a context that saves what has a KiB or more, by default within 96 KiB of host
+    memory; what it saved must be gone after the test.
+    """
     made = []
 
     def context(**settings: Any) -> save_on_nvme:
         aio = AioConfig(block_size=16 << 10, queue_depth=4, direct="auto")
-        offload = save_on_nvme(tmp_path, **{"min_bytes": 1 << 10, "host_memory": 96 << 10, "aio": aio, **settings})
+        offload = save_on_nvme(
+            tmp_path, **{"min_bytes": 1 << 10, "host_memory": 96 << 10, "aio": aio, **settings}
+        )
         made.append(offload)
         return offload
 

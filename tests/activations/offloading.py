@@ -21,7 +21,9 @@ def left(offload: save_on_nvme) -> tuple[int, int, list[str]]:
 
 
 class LateCopy:
-    """A copy that is made when it is waited for, found to be done, or must be: whatever comes in between sees the memory as it was."""
+    """A copy that is made when it is waited for, found to be done, or must be: whatever comes in
+    between sees the memory as it was.
+    """
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, chance: random.Random) -> None:
         self._pair: tuple[torch.Tensor, torch.Tensor] | None = (target, source)

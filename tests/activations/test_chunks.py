@@ -1,4 +1,6 @@
-"""Many small saved tensors: they share room in the swapper, and what each costs does not grow with their number."""
+"""Many small saved tensors: they share room in the swapper, and what each costs does not grow with
+their number.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def events(offload: save_on_nvme, length: int) -> int:
 @pytest.mark.parametrize("part", [2, 0.25], ids=["in memory", "a quarter of it"])
 def test_what_a_saved_tensor_costs_does_not_grow_with_their_number(part: float, make: Make) -> None:
     few, many = 256, 2048
-    counts = {length: events(make(host_memory=int(part * length * ELEMENTS * 4)), length) / length for length in (few, many)}
+    counts = {
+        length: events(make(host_memory=int(part * length * ELEMENTS * 4)), length) / length
+        for length in (few, many)
+    }
     assert counts[many] <= 1.1 * counts[few]
     assert counts[many] < 250  # about 130; how many depends on how soon the drive ends what
 

@@ -1,4 +1,6 @@
-"""Sharded models: FSDP's gathered weights stay where they are, tensor parallelism's activations go to the drive."""
+"""Sharded models: FSDP's gathered weights stay where they are, tensor parallelism's activations go
+to the drive.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from activation_models import Attention, Feed, Residual, same
 from offloading import Make
 from torch import nn
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"
+)
 
 
 @pytest.fixture
@@ -25,13 +29,17 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def gradients(model: nn.Module, x: torch.Tensor, context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+def gradients(
+    model: nn.Module, x: torch.Tensor, context: contextlib.AbstractContextManager[object]
+) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     with context:
         loss = model(x).square().mean()
     loss.backward()
-    found: list[Any] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    found: list[Any] = [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
     return [gradient.to_local().clone() for gradient in found]
 
 
@@ -53,10 +61,19 @@ def test_fully_sharded(mesh: Any, make: Make) -> None:
 
 
 def parallel(mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))) for _ in range(4)))
+    model = nn.Sequential(
+        *(
+            Residual(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
+            for _ in range(4)
+        )
+    )
     for block in model:
         parallelize_module(block.inner, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return model
@@ -69,13 +86,16 @@ def test_tensor_parallel(mesh: Any, make: Make) -> None:
     offload = make(host_memory=2 << 20)
     for number in range(1, 4):
         assert same(gradients(model, x, offload), expected)
-        # Of each block what goes in, before and after the GELU; weights not, and x only once, since it outlives the step.
+        # Of each block what goes in, before and after the GELU; weights not, and x only once, since
+        # it outlives the step.
         assert offload.stats().saved_bytes == number * (4 * (64 + 256 + 256) * 1024 * 4) + x.nbytes
     assert offload.stats().bytes_read > offload.stats().saved_bytes // 2
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_distributed_tensor_that_was_changed_since_is_an_error_as_without_hooks(held: bool, mesh: Any, make: Make) -> None:
+def test_a_distributed_tensor_that_was_changed_since_is_an_error_as_without_hooks(
+    held: bool, mesh: Any, make: Make
+) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     def step() -> torch.Tensor:

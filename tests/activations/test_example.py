@@ -11,7 +11,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "activations.py"
 
 
 def test_the_example(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4

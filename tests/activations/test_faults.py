@@ -1,4 +1,6 @@
-"""A drive that fails or is full under a forward or a backward pass: the caller is told, nothing hangs, nothing is left, and the next step works."""
+"""A drive that fails or is full under a forward or a backward pass: the caller is told, nothing
+hangs, nothing is left, and the next step works.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ EVER = 1 << 30
 
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
-    """A function that makes *count* transfers fail, from the one numbered *first* on, in engines made from then on."""
+    """A function that makes *count* transfers fail, from the one numbered *first* on, in engines
+    made from then on.
+    """
 
     def faults(first: int, count: int, kind: FaultKind, value: int) -> None:
-        monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(first, count, kind, value)]))
+        monkeypatch.setattr(
+            nvme_offload.store.store,
+            "Engine",
+            functools.partial(Engine, _faults=[(first, count, kind, value)]),
+        )
 
     return faults
 
@@ -42,7 +50,9 @@ def failure(offload: save_on_nvme, model: torch.nn.Module, x: torch.Tensor) -> O
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.EIO, IOFailure), (errno.ENOSPC, NoSpaceError)])
 @pytest.mark.parametrize("first", [0, 1, 12, 20, 27, 33])
-def test_one_transfer_fails(first: int, code: int, kind: type[OffloadError], inject: Inject, make: Make) -> None:
+def test_one_transfer_fails(
+    first: int, code: int, kind: type[OffloadError], inject: Inject, make: Make
+) -> None:
     model, x = made("layers")
     expected = gradients(model, x)
     inject(first, 1, FaultKind.FAIL, code)
@@ -92,7 +102,10 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is not a directory, and none is made"):
         save_on_nvme(tmp_path / "file")
-    with pytest.raises(UsageError, match="missing/below does not exist, and none is made: mount the drive, or make the directory"):
+    with pytest.raises(
+        UsageError,
+        match="missing/below does not exist, and none is made: mount the drive, or make the directory",
+    ):
         save_on_nvme(tmp_path / "missing" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -108,6 +121,8 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
         ({"host_memory": 1.5}, "host_memory must be"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_settings_that_mean_nothing_are_refused(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=said):
         save_on_nvme(**{"paths": tmp_path, **settings})

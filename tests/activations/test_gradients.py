@@ -1,4 +1,6 @@
-"""Gradients are the bits that they are without, whatever a model saves and however little memory there is."""
+"""Gradients are the bits that they are without, whatever a model saves and however little memory
+there is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_gradients_are_the_same_bits_in_every_step(name: str, host_memory: str, 
     with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
         model(x)
     model.load_state_dict(state)
-    offload = make(host_memory={"smallest": largest, "more": 3 * largest, "auto": "auto"}[host_memory])
+    offload = make(
+        host_memory={"smallest": largest, "more": 3 * largest, "auto": "auto"}[host_memory]
+    )
     for seed in range(3):
         assert same(gradients(model, x, offload, seed=seed), expected[seed])
         assert left(offload) == (0, 0, [])
@@ -62,7 +66,9 @@ def test_under_autocast(make: Make) -> None:
         assert same(gradients(model, x, make(host_memory=200_000)), expected)
 
 
-def test_the_gates_of_a_recurrent_layer_which_share_memory_but_not_the_count_of_modifications(make: Make) -> None:
+def test_the_gates_of_a_recurrent_layer_which_share_memory_but_not_the_count_of_modifications(
+    make: Make,
+) -> None:
     torch.manual_seed(3)
     model, x = torch.nn.GRU(16, 32, num_layers=2), torch.randn(20, 8, 16)
 
@@ -88,14 +94,21 @@ def test_weights_stay_where_they_are_frozen_or_not(make: Make) -> None:
     trained.zero_grad()
     with offload:
         loss = whole(x).float().square().mean()
-    assert offload.stats().saved_bytes == offload.stats().alive_bytes == storages_saved(whole, x) * 64 * 64 * 4  # weights would be as many each
+    # weights would be as many each
+    assert (
+        offload.stats().saved_bytes
+        == offload.stats().alive_bytes
+        == storages_saved(whole, x) * 64 * 64 * 4
+    )
     loss.backward()
     del loss
     assert same([parameter.grad.clone() for parameter in trained.parameters()], expected)
 
 
 def storages_saved(model: torch.nn.Module, x: torch.Tensor) -> int:
-    """How many storages the graph of *model* saves that are no parameter's, and of 1 KiB at least."""
+    """How many storages the graph of *model* saves that are no parameter's, and of 1 KiB at
+    least.
+    """
     saved: list[torch.Tensor] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,5 +118,11 @@ def storages_saved(model: torch.nn.Module, x: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
         loss = model(x).square().mean()
     del loss
-    storages = {tensor.untyped_storage().data_ptr() for tensor in saved if tensor.untyped_storage().nbytes() >= 1024}
-    return len(storages - {parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
+    storages = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in saved
+        if tensor.untyped_storage().nbytes() >= 1024
+    }
+    return len(
+        storages - {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    )

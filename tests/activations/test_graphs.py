@@ -1,4 +1,6 @@
-"""Graphs as training makes them: several at once, nested, retained, checkpointed, compiled, broken off, and in several threads."""
+"""Graphs as training makes them: several at once, nested, retained, checkpointed, compiled, broken
+off, and in several threads.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_the_innermost_of_nested_contexts_has_what_is_saved_in_it(make: Make) ->
     second, _ = made("layers")
     outer, inner = make(), make()
 
-    def step(around: contextlib.AbstractContextManager[object], within: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+    def step(
+        around: contextlib.AbstractContextManager[object],
+        within: contextlib.AbstractContextManager[object],
+    ) -> list[torch.Tensor]:
         torch.manual_seed(1)
         with around:
             y = first(x)
@@ -71,7 +76,16 @@ def test_the_innermost_of_nested_contexts_has_what_is_saved_in_it(make: Make) ->
     alone = []
     for one in (outer, inner):
         for _ in range(2):
-            assert same(step(*((one, contextlib.nullcontext()) if one is outer else (contextlib.nullcontext(), one))), expected)
+            assert same(
+                step(
+                    *(
+                        (one, contextlib.nullcontext())
+                        if one is outer
+                        else (contextlib.nullcontext(), one)
+                    )
+                ),
+                expected,
+            )
         alone.append(one.stats().saved_bytes)
     for _ in range(2):
         assert same(step(outer, inner), expected)
@@ -90,7 +104,10 @@ def test_a_graph_that_is_retained_can_be_gone_through_again(make: Make) -> None:
     for again in (True, True, False):
         model.zero_grad(set_to_none=True)
         loss.backward(retain_graph=again)
-        assert same([parameter.grad for parameter in model.parameters()], expected[: len(list(model.parameters()))])
+        assert same(
+            [parameter.grad for parameter in model.parameters()],
+            expected[: len(list(model.parameters()))],
+        )
         assert (offload.stats().alive_bytes > 0) == again
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -146,7 +163,8 @@ def test_checkpointed_blocks_save_their_inputs(reentrant: bool, inside: bool, ma
             assert saved == 5 * x.nbytes  # the input of each block, and of the square
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+# dynamo looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("where", ["around", "within", "first compiled within"])
 def test_compiled_blocks(where: str, make: Make) -> None:
     torch.manual_seed(0)
@@ -173,7 +191,10 @@ def test_compiled_blocks(where: str, make: Make) -> None:
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             compiled(x).square().mean().backward()
-            assert same([parameter.grad for parameter in model.parameters()], expected[: len(list(model.parameters()))])
+            assert same(
+                [parameter.grad for parameter in model.parameters()],
+                expected[: len(list(model.parameters()))],
+            )
     else:
         if where == "around":
             assert same(gradients(model, x), expected)
@@ -313,7 +334,8 @@ assert offload.stats().saved_bytes > 0
 
 
 def test_a_forked_child_computes_in_its_own_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", IN_A_CHILD, str(Path(__file__).parent), str(tmp_path)]  # a process whose autograd has no threads yet, so that it can fork
+    # a process whose autograd has no threads yet, so that it can fork
+    command = [sys.executable, "-c", IN_A_CHILD, str(Path(__file__).parent), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
 

@@ -16,9 +16,20 @@ from nvme_offload import AioConfig, save_on_nvme
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_the_same_bits(name: str, budget: int, tmp_path: Path) -> None:
     model, x = made(name)
-    largest = {"layers": 16384, "convolutions": 65536, "transformer": 131072, "recurrent": 1540096, "odd": 409600}[name]
+    largest = {
+        "layers": 16384,
+        "convolutions": 65536,
+        "transformer": 131072,
+        "recurrent": 1540096,
+        "odd": 409600,
+    }[name]
     expected = [gradients(model.eval(), x, seed=seed) for seed in range(2)]
-    offload = save_on_nvme(tmp_path, 1 << 10, budget * largest, aio=AioConfig(block_size=16 << 10, queue_depth=4, direct="auto"))
+    offload = save_on_nvme(
+        tmp_path,
+        1 << 10,
+        budget * largest,
+        aio=AioConfig(block_size=16 << 10, queue_depth=4, direct="auto"),
+    )
     offload._cache._copier = LateCopier(seed=budget)
     for seed in range(2):
         assert same(gradients(model, x, offload, seed=seed), expected[seed])

@@ -1,4 +1,6 @@
-"""Programs made at random, of views, operations in place, shared and dropped tensors and several graphs: the same bits, or an error in both."""
+"""Programs made at random, of views, operations in place, shared and dropped tensors and several
+graphs: the same bits, or an error in both.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nvme_offload import AioConfig, save_on_nvme
 ROWS, COLUMNS = 48, 64
 
 
-def program(seed: int, contexts: list[contextlib.AbstractContextManager[object]]) -> list[torch.Tensor | str]:
+def program(
+    seed: int, contexts: list[contextlib.AbstractContextManager[object]]
+) -> list[torch.Tensor | str]:
     """What a program comes to: a gradient or an error for each of its graphs and weights."""
     chance, turns = random.Random(seed), random.Random(seed)
     torch.manual_seed(seed)
@@ -41,11 +45,20 @@ def program(seed: int, contexts: list[contextlib.AbstractContextManager[object]]
             try:
                 loss.backward(retain_graph=again == 0)
             except RuntimeError as error:
-                found.append("changed in place" if "modified by an inplace operation" in str(error) else str(error))
+                found.append(
+                    "changed in place"
+                    if "modified by an inplace operation" in str(error)
+                    else str(error)
+                )
     return found + [torch.zeros(1) if weight.grad is None else weight.grad for weight in weights]
 
 
-def operation(chance: random.Random, alive: list[torch.Tensor], weights: list[torch.Tensor], constants: list[torch.Tensor]) -> torch.Tensor:
+def operation(
+    chance: random.Random,
+    alive: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    constants: list[torch.Tensor],
+) -> torch.Tensor:
     x, y, w, c = (chance.choice(some) for some in (alive, alive, weights, constants))
     turned = torch.nn.functional.normalize(x, dim=-1)
     kinds = {
@@ -54,15 +67,29 @@ def operation(chance: random.Random, alive: list[torch.Tensor], weights: list[to
         "square": lambda: turned * turned,
         "constant": lambda: x.tanh() * c,
         "transposed": lambda: (turned.t().sin() * c.t()).t(),
-        "parts": lambda: torch.cat([part.cos() * part for part in turned.split(16, dim=-1)], dim=-1),
-        "rows": lambda: torch.cat([turned[:5] * turned[5:10], turned[10:]], dim=0)[:ROWS].sigmoid().expand(2, -1, -1).sum(0).repeat(2, 1)[:ROWS],
+        "parts": lambda: torch.cat(
+            [part.cos() * part for part in turned.split(16, dim=-1)], dim=-1
+        ),
+        "rows": lambda: (
+            torch.cat([turned[:5] * turned[5:10], turned[10:]], dim=0)[:ROWS]
+            .sigmoid()
+            .expand(2, -1, -1)
+            .sum(0)
+            .repeat(2, 1)[:ROWS]
+        ),
         "wide": lambda: (turned.mean(0, keepdim=True).expand(ROWS, -1) * y.sigmoid()).softmax(-1),
         "dropout": lambda: torch.nn.functional.dropout(x, 0.3),
         "relu_": lambda: torch.relu_(turned.clone()),
         "mul_": lambda: x.mul_(0.5) if x.grad_fn is not None else x.mul(0.5),
-        "part_": lambda: turned.index_fill_(0, torch.tensor([1, 3]), 0.25) if chance.random() < 0.3 else turned,
-        "checkpoint": lambda: checkpoint(lambda a, b: (a @ w).tanh() * b, turned, y, use_reentrant=False),
-        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(*turned.view(1, 1, ROWS, COLUMNS).expand(3, -1, -1, -1).split(1))[0, 0],
+        "part_": lambda: (
+            turned.index_fill_(0, torch.tensor([1, 3]), 0.25) if chance.random() < 0.3 else turned
+        ),
+        "checkpoint": lambda: checkpoint(
+            lambda a, b: (a @ w).tanh() * b, turned, y, use_reentrant=False
+        ),
+        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+            *turned.view(1, 1, ROWS, COLUMNS).expand(3, -1, -1, -1).split(1)
+        )[0, 0],
     }
     return kinds[chance.choice(list(kinds))]()
 
@@ -83,10 +110,16 @@ def test_random_programs(budget: int, late: bool, tmp_path: Path) -> None:
         found = program(seed + budget, [contexts[0], contexts[0], contexts[1]])
         assert len(found) == len(expected)
         for mine, other in zip(found, expected, strict=True):
-            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor) else mine == other
+            assert (
+                torch.equal(mine, other)
+                if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
+                else mine == other
+            )
         if any(isinstance(one, str) for one in expected):
             changed += 1
-            while contexts:  # autograd lets go of some graphs of which an error was raised only when the process ends, with any hooks
+            # autograd lets go of some graphs of which an error was raised only when the process
+            # ends, with any hooks
+            while contexts:
                 contexts.pop().close()
             continue
         gc.collect()

@@ -1,4 +1,6 @@
-"""What is saved is the memory: once, however many tensors are on it, with sizes, strides and types as they were."""
+"""What is saved is the memory: once, however many tensors are on it, with sizes, strides and types
+as they were.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PAGE = 4096
 
 
 class Keep(torch.autograd.Function):
-    """Saves the tensors that it is given, and shows what it gets back; its gradient is of the first, and nothing but ones."""
+    """Saves the tensors that it is given, and shows what it gets back; its gradient is of the
+    first, and nothing but ones.
+    """
 
     seen: list[torch.Tensor]
 
@@ -32,14 +36,20 @@ class Keep(torch.autograd.Function):
         return (gradient, *[None] * ctx.count)
 
 
-def there_and_back(offload: save_on_nvme, tensors: list[torch.Tensor], evict: bool = True) -> list[torch.Tensor]:
-    """What backward gets for *tensors*, which are saved together; with *evict* they are dropped, and on the drive meanwhile."""
+def there_and_back(
+    offload: save_on_nvme, tensors: list[torch.Tensor], evict: bool = True
+) -> list[torch.Tensor]:
+    """What backward gets for *tensors*, which are saved together; with *evict* they are dropped,
+    and on the drive meanwhile.
+    """
     through = torch.zeros((), requires_grad=True)
     with offload:
         result = Keep.apply(through, *tensors)
         if evict:
             tensors.clear()
-            result = Keep.apply(result, *(torch.full((PAGE,), float(number)) for number in range(8)))
+            result = Keep.apply(
+                result, *(torch.full((PAGE,), float(number)) for number in range(8))
+            )
     assert not evict or offload.stats().bytes_written > 0
     result.backward()
     del result
@@ -47,7 +57,16 @@ def there_and_back(offload: save_on_nvme, tensors: list[torch.Tensor], evict: bo
 
 
 def described(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.layout, tensor.device, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.layout,
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.requires_grad,
+    )
 
 
 def storage(elements: int = 4 * PAGE) -> torch.Tensor:
@@ -58,7 +77,9 @@ TENSORS = {
     "plain": lambda: storage(),
     "transposed": lambda: storage().view(64, -1).t(),
     "permuted": lambda: storage().view(4, 8, 16, 32).permute(3, 1, 0, 2),
-    "channels last": lambda: storage().view(4, 8, 16, 32).contiguous(memory_format=torch.channels_last),
+    "channels last": lambda: (
+        storage().view(4, 8, 16, 32).contiguous(memory_format=torch.channels_last)
+    ),
     "expanded": lambda: storage().view(64, 1, -1).expand(64, 50, -1),
     "strided": lambda: storage()[5::7],
     "a far part": lambda: storage(16 * PAGE)[9 * PAGE + 3 : 11 * PAGE],
@@ -85,7 +106,10 @@ def test_a_tensor_comes_back_as_it_was(kind: str, make: Make) -> None:
     torch.manual_seed(5)
     original = TENSORS[kind]()
     copy = original.detach().clone()
-    looks, alignment = described(original), original.data_ptr() % 64 if original.layout is torch.strided else 0
+    looks, alignment = (
+        described(original),
+        original.data_ptr() % 64 if original.layout is torch.strided else 0,
+    )
     tensors = [original]
     del original
     (back,) = there_and_back(make(), tensors)
@@ -106,7 +130,9 @@ def test_what_has_no_size_or_no_memory_stays(make: Make) -> None:
     nested = torch.nested.nested_tensor([torch.randn(20, 64), torch.randn(30, 64)])
     cache = make()._cache
     back = cache.unpack(cache.pack(nested))
-    assert all(torch.equal(one, other) for one, other in zip(back.unbind(), nested.unbind(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(back.unbind(), nested.unbind(), strict=True)
+    )
     assert cache.unpack(cache.pack(torch._efficientzerotensor((PAGE,))))._is_zerotensor()
 
 
@@ -116,7 +142,9 @@ def test_parts_of_one_tensor_are_one_write(make: Make) -> None:
     nbytes = whole.nbytes
     parts = whole.split(whole.shape[1] // 3, dim=-1)
     copies = [part.clone() for part in parts]
-    back = there_and_back(offload, [*parts, parts[0].t(), whole, whole.view(-1).expand(9, -1)], evict=False)
+    back = there_and_back(
+        offload, [*parts, parts[0].t(), whole, whole.view(-1).expand(9, -1)], evict=False
+    )
     stats = offload.stats()
     assert stats.saved_bytes == nbytes
     assert stats.shared_bytes == 5 * nbytes
@@ -136,7 +164,9 @@ def test_parts_that_come_back_share_their_memory_as_they_did(make: Make) -> None
 def test_of_a_small_part_only_that_is_saved(make: Make) -> None:
     offload = make(host_memory=1 << 20)
     whole = storage(64 * PAGE)
-    there_and_back(offload, [whole[PAGE : 2 * PAGE], whole[10 * PAGE : 11 * PAGE].expand(5, -1)], evict=False)
+    there_and_back(
+        offload, [whole[PAGE : 2 * PAGE], whole[10 * PAGE : 11 * PAGE].expand(5, -1)], evict=False
+    )
     assert offload.stats().saved_bytes == 2 * PAGE * 4
 
 
@@ -150,7 +180,8 @@ def test_a_tensor_that_was_changed_between_its_saves_is_saved_again(make: Make) 
         held.add_(1)
         result = Keep.apply(result, held)
     assert offload.stats().saved_bytes == 2 * held.nbytes
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # of the first, once the second has come back
+    # of the first, once the second has come back
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
     assert torch.equal(Keep.seen[0], first + 1)
     del result
@@ -190,7 +221,9 @@ class Doubling(torch.autograd.Function):
 
 @pytest.mark.parametrize("size", [PAGE, 10])
 @pytest.mark.parametrize("held", [True, False])
-def test_what_a_backward_modifies_in_place_is_an_error_for_who_needs_it_later_as_without_hooks(size: int, held: bool, make: Make) -> None:
+def test_what_a_backward_modifies_in_place_is_an_error_for_who_needs_it_later_as_without_hooks(
+    size: int, held: bool, make: Make
+) -> None:
     def step() -> torch.Tensor:
         y = torch.randn(size, requires_grad=True) * 1.0
         if held:
@@ -208,7 +241,9 @@ def test_what_a_backward_modifies_in_place_is_an_error_for_who_needs_it_later_as
 
 @pytest.mark.parametrize("size", [PAGE, 10])
 @pytest.mark.parametrize("copied", [True, False])
-def test_what_was_changed_in_place_since_is_an_error_as_without_hooks(size: int, copied: bool, make: Make) -> None:
+def test_what_was_changed_in_place_since_is_an_error_as_without_hooks(
+    size: int, copied: bool, make: Make
+) -> None:
     offload = make(host_memory=1 << 20)
 
     def step() -> torch.Tensor:
@@ -277,7 +312,10 @@ def test_a_tensor_larger_than_the_memory_stays_and_is_warned_of_once(make: Make)
     offload = make(host_memory=8 * PAGE)
     large = storage(4 * PAGE)
     copy = large.clone()
-    for expectation in (pytest.warns(RuntimeWarning, match="64 KiB stays on its device: host_memory is 32 KiB"), contextlib.nullcontext()):
+    for expectation in (
+        pytest.warns(RuntimeWarning, match="64 KiB stays on its device: host_memory is 32 KiB"),
+        contextlib.nullcontext(),
+    ):
         with expectation:
             (back,) = there_and_back(offload, [large], evict=False)
         assert torch.equal(back, copy)

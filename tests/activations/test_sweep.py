@@ -1,4 +1,6 @@
-"""The comparison of ways to keep activations runs as its users call it, and its report says what was measured."""
+"""The comparison of ways to keep activations runs as its users call it, and its report says what
+was measured.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,21 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SMALL = shlex.split("--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --fio-size 0 --host-memory 140KB --checkpoint-host-memory 36KB")
+SMALL = shlex.split(
+    "--blocks 2 --width 32 --heads 2 --sequence 256 --rounds 2 --min-bytes 1KiB --fio-size 0 --host-memory 140KB --checkpoint-host-memory 36KB"
+)
 
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "sweeps.activations", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -36,13 +47,21 @@ def test_every_way_is_measured_and_comes_to_the_same(tmp_path: Path) -> None:
     report = run(str(tmp_path), *SMALL, "--output", str(tmp_path / "report"))
     assert (tmp_path / "report.md").read_text() == report
     assert "The gradients of all steps are equal bit for bit." in report
-    for way in ("nothing", "save_on_cpu(pin_memory=True)", "checkpointing", "save_on_nvme, 140KB of host memory"):
+    for way in (
+        "nothing",
+        "save_on_cpu(pin_memory=True)",
+        "checkpointing",
+        "save_on_nvme, 140KB of host memory",
+    ):
         found = cells(report, "Time and memory", way)
-        forward, backward, step = (float(found[name].split()[0]) for name in ("forward s", "backward s", "step s"))
+        forward, backward, step = (
+            float(found[name].split()[0]) for name in ("forward s", "backward s", "step s")
+        )
         assert abs(forward + backward - step) < 0.5 * step + 0.02
     drive = cells(report, "Through the drive", "save_on_nvme, 140KB of host memory")
     saved, out, back = (float(drive[name]) for name in ("saved GB", "written GB", "read GB"))
-    assert saved >= max(out, back) * 0.9  # tensors so small share values, which have gaps and whole pages
+    # tensors so small share values, which have gaps and whole pages
+    assert saved >= max(out, back) * 0.9
     assert min(out, back) > 0.5 * saved > 0
     inputs = cells(report, "Through the drive", "save_on_nvme, 36KB of host memory, checkpointing")
     assert 0 < float(inputs["saved GB"]) < 0.2 * saved
@@ -53,10 +72,28 @@ def test_every_way_is_measured_and_comes_to_the_same(tmp_path: Path) -> None:
 
 def test_a_share_of_the_blocks_and_rounds_that_are_added(tmp_path: Path) -> None:
     output = tmp_path / "report"
-    shares = [*SMALL, "--ways", "none", "nvme", "--share", "1", "--share", "0.5", "--output", str(output)]
+    shares = [
+        *SMALL,
+        "--ways",
+        "none",
+        "nvme",
+        "--share",
+        "1",
+        "--share",
+        "0.5",
+        "--output",
+        str(output),
+    ]
     run(str(tmp_path), *shares)
     report = run(str(tmp_path), *shares, "--add")
-    half, whole = (float(cells(report, "Through the drive", f"save_on_nvme, 140KB of host memory{of}")["saved GB"]) for of in (", 50% of the blocks", ""))
+    half, whole = (
+        float(
+            cells(report, "Through the drive", f"save_on_nvme, 140KB of host memory{of}")[
+                "saved GB"
+            ]
+        )
+        for of in (", 50% of the blocks", "")
+    )
     assert half == pytest.approx(whole / 2, rel=0.1)
     steps = json.loads(output.with_suffix(".json").read_text())["steps"]
     assert sorted({(step["way"], step["round"]) for step in steps}) == [

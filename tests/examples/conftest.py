@@ -1,4 +1,6 @@
-"""The scripts of `examples/` run in processes of their own, see `doors`: all slow, since each starts launchers and frameworks."""
+"""The scripts of `examples/` run in processes of their own, see `doors`: all slow, since each
+starts launchers and frameworks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs of the scripts in `examples/` by the commands that their users type, each in processes of its own."""
+"""Runs of the scripts in `examples/` by the commands that their users type, each in processes of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from nvme_offload.ds_config import edit as ds_config
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGE = str(Path(nvme_offload.__file__).parents[1])
 PLAIN_GLOO = str(Path(__file__).with_name("plain_gloo"))
-AIO = {"block_size": 64 << 10, "queue_depth": 8, "intra_op_parallelism": 2, "single_submit": False, "overlap_events": True}
+AIO = {
+    "block_size": 64 << 10,
+    "queue_depth": 8,
+    "intra_op_parallelism": 2,
+    "single_submit": False,
+    "overlap_events": True,
+}
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
@@ -39,7 +47,9 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def place_with_drives(tmp_path_factory: Any) -> Path:
-    """A directory for a module's tests, with those in it that stand for drives: none is made by the package."""
+    """A directory for a module's tests, with those in it that stand for drives: none is made by the
+    package.
+    """
     place: Path = tmp_path_factory.mktemp("doors")
     for name in ("drive", "drive0", "drive1"):
         (place / name).mkdir()
@@ -47,7 +57,9 @@ def place_with_drives(tmp_path_factory: Any) -> Path:
 
 
 def configuration(name: str, drive: Path, to: Path, **section: Any) -> Path:
-    """The file *name* of the examples with *drive* in the place of /local_nvme and *section* for "nvme_offload", edited as the sweep does."""
+    """The file *name* of the examples with *drive* in the place of /local_nvme and *section* for
+    "nvme_offload", edited as the sweep does.
+    """
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     config = json.loads(text.replace("/local_nvme", str(drive)))
     config["nvme_offload"] |= section
@@ -70,10 +82,17 @@ class Ended:
         return re.findall(r"^step \d+: loss \S+$", self.said, re.MULTILINE)
 
 
-def run(*commands: Sequence[str | os.PathLike[str]], accelerator: str = "cpu", timeout: float = 500, **environment: str) -> list[Ended]:
+def run(
+    *commands: Sequence[str | os.PathLike[str]],
+    accelerator: str = "cpu",
+    timeout: float = 500,
+    **environment: str,
+) -> list[Ended]:
     """Run *commands* at once, as on one machine each, and wait for all."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(_started(command, accelerator, environment)) for command in commands]
+        processes = [
+            stack.enter_context(_started(command, accelerator, environment)) for command in commands
+        ]
         ended = []
         for process, output in processes:
             status = process.wait(timeout)
@@ -106,10 +125,20 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _started(command: Sequence[str | os.PathLike[str]], accelerator: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def _started(
+    command: Sequence[str | os.PathLike[str]], accelerator: str, environment: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     variables = {
-        **{name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")},
-        "PYTHONPATH": os.pathsep.join(filter(None, [PLAIN_GLOO * (accelerator == "cpu"), PACKAGE, os.environ.get("PYTHONPATH")])),
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        },
+        "PYTHONPATH": os.pathsep.join(
+            filter(
+                None, [PLAIN_GLOO * (accelerator == "cpu"), PACKAGE, os.environ.get("PYTHONPATH")]
+            )
+        ),
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         **environment,
@@ -117,7 +146,13 @@ def _started(command: Sequence[str | os.PathLike[str]], accelerator: str, enviro
     # A file, not a pipe: what fills a pipe stands still while another is read.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*map(os.fspath, command)], env=variables, cwd=EXAMPLES, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            [*map(os.fspath, command)],
+            env=variables,
+            cwd=EXAMPLES,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             yield process, output

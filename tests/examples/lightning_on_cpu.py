@@ -1,7 +1,8 @@
 """Runs `examples/train_lightning.py` where there is no GPU.
 
-`DeepSpeedStrategy` refuses every accelerator but `CUDAAccelerator`, so this is one, whose devices are the CPU. All else is Lightning, DeepSpeed and the
-script as they are; `tests/gpu` has it on a GPU without this.
+`DeepSpeedStrategy` refuses every accelerator but `CUDAAccelerator`, so this is one, whose devices
+are the CPU. All else is Lightning, DeepSpeed and the script as they are; `tests/gpu` has it on a
+GPU without this.
 """
 
 from __future__ import annotations

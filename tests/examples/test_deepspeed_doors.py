@@ -1,15 +1,29 @@
-"""`examples/train_deepspeed.py` by each launcher: two processes on the CPU, on one machine or as on two, by one drive or two, whole or resumed."""
+"""`examples/train_deepspeed.py` by each launcher: two processes on the CPU, on one machine or as on
+two, by one drive or two, whole or resumed.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from doors import DEEPSPEED, TORCHRUN, configuration, free_port, moved, needs, place_with_drives, run, run_well
+from doors import (
+    DEEPSPEED,
+    TORCHRUN,
+    configuration,
+    free_port,
+    moved,
+    needs,
+    place_with_drives,
+    run,
+    run_well,
+)
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed")]
 
-SMALL = 6_000_000  # bytes of host memory a rank: less than half of what the model has, so that the rest must go to the drive
+# bytes of host memory a rank: less than half of what the model has, so that the rest must go to the
+# drive
+SMALL = 6_000_000
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +36,11 @@ def script(config, steps, *options):
 
 
 def assert_same_losses(interrupted, whole):
-    """Of four steps, interrupted after the second: the same to the last digit until the first step after that.
+    """Of four steps, interrupted after the second: the same to the last digit until the first step
+    after that.
 
-    From there to about 16 bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias, and takes a power of it after a checkpoint.
+    From there to about 16 bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias,
+    and takes a power of it after a checkpoint.
     """
     assert interrupted[:3] == whole[:3]
     last, expected = (float(losses[3].rpartition(" ")[2]) for losses in (interrupted, whole))
@@ -39,7 +55,15 @@ def config(place):
 @pytest.fixture(scope="module")
 def half(place, config):
     """Two steps on one machine under the deepspeed launcher, then saved."""
-    (ended,) = run_well([*DEEPSPEED, "--num_gpus=2", "--master_port", str(free_port()), *script(config, 2, "--checkpoint", place / "saved")])
+    (ended,) = run_well(
+        [
+            *DEEPSPEED,
+            "--num_gpus=2",
+            "--master_port",
+            str(free_port()),
+            *script(config, 2, "--checkpoint", place / "saved"),
+        ]
+    )
     return ended
 
 
@@ -52,9 +76,27 @@ def test_the_deepspeed_launcher(half):
 @pytest.fixture(scope="module")
 def resumed(place, half):
     """Two more steps with torchrun, as on two machines, with two drives each."""
-    several = configuration("ds_config_several_drives.json", place / "drive", place, host_memory=SMALL)
-    machine = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", "--master-port", str(free_port())]
-    first, _ = run_well(*([*machine, f"--node-rank={number}", *script(several, 4, "--checkpoint", place / "saved")] for number in (0, 1)))
+    several = configuration(
+        "ds_config_several_drives.json", place / "drive", place, host_memory=SMALL
+    )
+    machine = [
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    ]
+    first, _ = run_well(
+        *(
+            [
+                *machine,
+                f"--node-rank={number}",
+                *script(several, 4, "--checkpoint", place / "saved"),
+            ]
+            for number in (0, 1)
+        )
+    )
     return first
 
 
@@ -67,15 +109,29 @@ def test_torchrun_on_two_machines_with_two_drives(place, resumed):
 
 def test_a_hostfile_of_two_and_no_interruption(place, config, half, resumed):
     (place / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
-    machine = [*DEEPSPEED, "--hostfile", place / "hostfile", "--no_ssh", "--master_addr=127.0.0.1", "--master_port", str(free_port())]
-    first, _ = run_well(*([*machine, f"--node_rank={number}", *script(config, 4)] for number in (0, 1)))
+    machine = [
+        *DEEPSPEED,
+        "--hostfile",
+        place / "hostfile",
+        "--no_ssh",
+        "--master_addr=127.0.0.1",
+        "--master_port",
+        str(free_port()),
+    ]
+    first, _ = run_well(
+        *([*machine, f"--node_rank={number}", *script(config, 4)] for number in (0, 1))
+    )
     assert_same_losses(half.losses + resumed.losses, first.losses)
 
 
 def test_too_little_host_memory_is_refused_with_the_numbers(place):
     config = configuration("ds_config_host_memory.json", place / "drive", place)
-    (ended,) = run([*DEEPSPEED, "--num_gpus=1", "--master_port", str(free_port()), *script(config, 4)])
+    (ended,) = run(
+        [*DEEPSPEED, "--num_gpus=1", "--master_port", str(free_port()), *script(config, 4)]
+    )
     assert ended.status != 0
     assert ended.losses == []
     (refusal,) = re.findall(r"UsageError: (.*)", ended.said)
-    assert re.search(r'"host_memory" of 977 KiB cannot hold .* allow at least \d+ bytes \(\d.*iB\)', refusal)
+    assert re.search(
+        r'"host_memory" of 977 KiB cannot hold .* allow at least \d+ bytes \(\d.*iB\)', refusal
+    )

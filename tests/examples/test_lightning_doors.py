@@ -1,4 +1,6 @@
-"""`examples/train_lightning.py`, the strategy configured in each of its ways; without a GPU as `lightning_on_cpu` says."""
+"""`examples/train_lightning.py`, the strategy configured in each of its ways; without a GPU as
+`lightning_on_cpu` says.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def logged(out, version):
     """What the logger wrote: each metric by step."""
     with (out / "lightning_logs" / f"version_{version}" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    return {name: [float(row[name]) for row in rows if row.get(name)] for name in rows[0] if name not in ("step", "epoch")}
+    return {
+        name: [float(row[name]) for row in rows if row.get(name)]
+        for name in rows[0]
+        if name not in ("step", "epoch")
+    }
 
 
 def assert_trained(out, said):
@@ -36,29 +42,44 @@ def assert_trained(out, said):
     assert second["loss"][-1] < first["loss"][0]
     for metrics in (first, second):
         assert min(metrics["nvme_read_gb"]) > 0
-        assert len(metrics["nvme_wait_share"]) == len(metrics["nvme_gb_per_s"]) == len(metrics["nvme_written_gb"]) == 4
+        assert (
+            len(metrics["nvme_wait_share"])
+            == len(metrics["nvme_gb_per_s"])
+            == len(metrics["nvme_written_gb"])
+            == 4
+        )
     assert "nvme_wait_share" in said  # in the progress bar
     assert len(re.findall(r"nvme_offload: 4 steps in .* waiting for the drive", said)) == 2
 
 
 def assert_weights_predict(out):
-    """The one file of weights, in fp32 and without Lightning and DeepSpeed, gives what was predicted and tested with parameters on the drive."""
+    """The one file of weights, in fp32 and without Lightning and DeepSpeed, gives what was
+    predicted and tested with parameters on the drive.
+    """
     weights = torch.load(out / "weights.pt")["state_dict"]
     layers = torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)), torch.nn.Linear(256, 256)
+        *(
+            torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256), torch.nn.GELU())
+            for _ in range(6)
+        ),
+        torch.nn.Linear(256, 256),
     )
     layers.load_state_dict({name.removeprefix("layers."): value for name, value in weights.items()})
     data = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = layers(data)
-    torch.testing.assert_close(torch.cat(torch.load(out / "predicted.pt")).float(), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        torch.cat(torch.load(out / "predicted.pt")).float(), expected, rtol=0.02, atol=0.02
+    )
     tested = logged(out, 1)["test_loss"]
     assert tested == pytest.approx([torch.nn.functional.mse_loss(expected, data).item()], rel=0.02)
 
 
 def test_by_arguments_of_the_strategy(place):
     out = place / "arguments"
-    (ended,) = run_well([*SCRIPT, "--nvme_path", place / "drive", "--host_memory", str(SMALL), "--out", out])
+    (ended,) = run_well(
+        [*SCRIPT, "--nvme_path", place / "drive", "--host_memory", str(SMALL), "--out", out]
+    )
     assert_trained(out, ended.said)
     assert_weights_predict(out)
 
@@ -101,11 +122,16 @@ print("predicted", predicted.shape, zero3.stats(trainer.model))
 
 def test_by_a_path_and_by_a_dict_and_layers_that_are_made_in_the_constructor(place):
     config = configuration("ds_config.json", place / "drive", place, host_memory=SMALL)
-    (ended,) = run_well([sys.executable, "-c", BY_A_PATH_AND_BY_A_DICT, config, Path(__file__).parent])
+    (ended,) = run_well(
+        [sys.executable, "-c", BY_A_PATH_AND_BY_A_DICT, config, Path(__file__).parent]
+    )
     (told,) = re.findall(r"^configs (.*)$", ended.said, re.MULTILINE)
     assert json.loads(told) == [json.loads(config.read_text())] * 2
     assert "predicted torch.Size([4, 512]) step 1:" in ended.said
-    assert set(re.findall(r"host memory for offload: .* of at most (\S+ \S+);", ended.said)) == {"1.91 MiB"}  # which the strategy does not hand on
+    # which the strategy does not hand on
+    assert set(re.findall(r"host memory for offload: .* of at most (\S+ \S+);", ended.said)) == {
+        "1.91 MiB"
+    }
     assert len(re.findall(r"nvme_offload: 1 steps in .* waiting for the drive", ended.said)) == 1
 
 

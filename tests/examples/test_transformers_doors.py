@@ -1,4 +1,6 @@
-"""The doors of Hugging Face: the Trainer with a configuration full of "auto", `accelerate launch`, and inference of a pretrained model from the drive."""
+"""The doors of Hugging Face: the Trainer with a configuration full of "auto", `accelerate launch`,
+and inference of a pretrained model from the drive.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ import json
 import re
 
 import pytest
-from doors import ACCELERATE, DEEPSPEED, EXAMPLES, TORCHRUN, configuration, free_port, moved, needs, place_with_drives, run_well
+from doors import (
+    ACCELERATE,
+    DEEPSPEED,
+    EXAMPLES,
+    TORCHRUN,
+    configuration,
+    free_port,
+    moved,
+    needs,
+    place_with_drives,
+    run_well,
+)
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "transformers", "accelerate")]
 
@@ -22,9 +35,21 @@ def place(tmp_path_factory):
 
 def trainer(place, *options, ranks, accelerator):
     """Train four steps, or go on to the fourth; what was said, and what the Trainer logged."""
-    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks)
+    config = configuration(
+        "ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks
+    )
     out = place / "trainer"
-    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "--master-port", str(free_port()), "train_transformers.py", "--deepspeed", config, "--output_dir", out]
+    command = [
+        *TORCHRUN,
+        f"--nproc-per-node={ranks}",
+        "--master-port",
+        str(free_port()),
+        "train_transformers.py",
+        "--deepspeed",
+        config,
+        "--output_dir",
+        out,
+    ]
     steps = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--report_to", "none"]
     (ended,) = run_well([*command, *steps, "--bf16", *options], accelerator=accelerator)
     history = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
@@ -33,16 +58,22 @@ def trainer(place, *options, ranks, accelerator):
 
 def assert_the_trainer_resumes_and_shows_progress(place, **options):
     whole, history = trainer(place, **options)
-    again, resumed = trainer(place, "--resume_from_checkpoint", place / "trainer" / "checkpoint-2", **options)
-    # Not to the bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias, and takes a power of it after a checkpoint.
+    again, resumed = trainer(
+        place, "--resume_from_checkpoint", place / "trainer" / "checkpoint-2", **options
+    )
+    # Not to the bit: DeepSpeed's Adam for the CPU multiplies up what corrects its bias, and takes a
+    # power of it after a checkpoint.
     for key in ("loss", "grad_norm"):
-        assert [entry[key] for entry in resumed] == pytest.approx([entry[key] for entry in history], rel=1e-3)
+        assert [entry[key] for entry in resumed] == pytest.approx(
+            [entry[key] for entry in history], rel=1e-3
+        )
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
     for entry in history:
         assert entry.keys() >= PROGRESS
         assert entry["nvme_read_gb"] > 0
         assert entry["nvme_gb_per_s"] > 0
-    shown = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", whole.said)]  # what the progress bar prints
+    # what the progress bar prints
+    shown = [ast.literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", whole.said)]
     assert [entry.keys() >= PROGRESS for entry in shown] == [True] * 4
     assert len(re.findall(r"nvme_offload: 4 steps in .* waiting for the drive", whole.said)) == 1
     assert len(re.findall(r"nvme_offload: 2 steps in .* waiting for the drive", again.said)) == 1
@@ -54,11 +85,27 @@ def test_the_trainer_resumes_and_shows_progress(place):
 
 def assert_accelerate_trains(place, *, ranks, accelerator):
     """Four steps, and the model is saved to place / "model"."""
-    config = configuration("ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks)
-    yaml = (EXAMPLES / "accelerate.yaml").read_text().replace("ds_config_auto.json", str(config)).replace("num_processes: 2", f"num_processes: {ranks}")
+    config = configuration(
+        "ds_config_auto.json", place / "drive", place, host_memory=SMALL // ranks
+    )
+    yaml = (
+        (EXAMPLES / "accelerate.yaml")
+        .read_text()
+        .replace("ds_config_auto.json", str(config))
+        .replace("num_processes: 2", f"num_processes: {ranks}")
+    )
     (place / "accelerate.yaml").write_text(yaml)
-    launch = [*ACCELERATE, "--config_file", place / "accelerate.yaml", "--main_process_port", str(free_port())]
-    (ended,) = run_well([*launch, "train_accelerate.py", "--steps", "4", "--out", place / "model"], accelerator=accelerator)
+    launch = [
+        *ACCELERATE,
+        "--config_file",
+        place / "accelerate.yaml",
+        "--main_process_port",
+        str(free_port()),
+    ]
+    (ended,) = run_well(
+        [*launch, "train_accelerate.py", "--steps", "4", "--out", place / "model"],
+        accelerator=accelerator,
+    )
     losses = [float(loss.rpartition(" ")[2]) for loss in ended.losses]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -71,12 +118,16 @@ def test_accelerate_launch(place):
 
 
 def assert_generates_from_the_drive(place, *, accelerator):
-    """As many words as without the drive, and the same, of the model in place / "model" with louder weights."""
+    """As many words as without the drive, and the same, of the model in place / "model" with louder
+    weights.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
-    with torch.no_grad():  # as large as those of a model that has learned something, so that not one word follows every other
+    # as large as those of a model that has learned something, so that not one word follows every
+    # other
+    with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(8)
     plain.save_pretrained(place / "louder")
@@ -85,8 +136,19 @@ def assert_generates_from_the_drive(place, *, accelerator):
     assert len(set(expected[3:])) > 2
     assert sum(parameter.nbytes for parameter in plain.parameters()) > 4 * 600_000
     port = ["--master_port", str(free_port())]
-    options = ["--model", place / "louder", "--nvme_path", place / "drive", "--host_memory", "600KB", "--prompt", *map(str, prompt)]
-    (ended,) = run_well([*DEEPSPEED, "--num_gpus=1", *port, "zero_inference.py", *options], accelerator=accelerator)
+    options = [
+        "--model",
+        place / "louder",
+        "--nvme_path",
+        place / "drive",
+        "--host_memory",
+        "600KB",
+        "--prompt",
+        *map(str, prompt),
+    ]
+    (ended,) = run_well(
+        [*DEEPSPEED, "--num_gpus=1", *port, "zero_inference.py", *options], accelerator=accelerator
+    )
     assert " ".join(map(str, expected)) in ended.said.splitlines()
 
 
@@ -95,6 +157,14 @@ def test_inference_from_the_drive(place):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)  # of 60 seeds, 4 say no more than two words; this one says five
-    config = GPT2Config(vocab_size=100, n_positions=32, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=100,
+        n_positions=32,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     GPT2LMHeadModel(config).save_pretrained(place / "model")
     assert_generates_from_the_drive(place, accelerator="cpu")

@@ -1,4 +1,6 @@
-"""One fault at a time: what a drive, a copy or an editor may make of a file's bytes, drawn from a generator, so that a seed has the same again."""
+"""One fault at a time: what a drive, a copy or an editor may make of a file's bytes, drawn from a
+generator, so that a seed has the same again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,24 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-_OTHERS = (None, True, False, 0, -1, 1, 3.5, 1 << 40, 10**400, "", "text", "\ud800", [], {}, [[1]], {"sha256": "0"})
+_OTHERS = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3.5,
+    1 << 40,
+    10**400,
+    "",
+    "text",
+    "\ud800",
+    [],
+    {},
+    [[1]],
+    {"sha256": "0"},
+)
 
 
 def bit(data: bytes, draw: random.Random) -> bytes:
@@ -53,9 +72,15 @@ def lost(data: bytes, draw: random.Random) -> bytes:
 
 
 def field(data: bytes, draw: random.Random) -> bytes:
-    """JSON, of which one value is another, one is missing, or one has another key; of text with an object a line, in one of them."""
+    """JSON, of which one value is another, one is missing, or one has another key; of text with an
+    object a line, in one of them.
+    """
     lines = data.decode().splitlines(keepends=True)
-    number = draw.randrange(len(lines)) if all(line.startswith("{") and line.rstrip().endswith("}") for line in lines) else -1
+    number = (
+        draw.randrange(len(lines))
+        if all(line.startswith("{") and line.rstrip().endswith("}") for line in lines)
+        else -1
+    )
     tree = json.loads(lines[number] if number >= 0 else data)
     parent, key = draw.choice(list(_places(tree)))
     what = draw.choice(["other", "missing", "renamed", "near"])
@@ -63,7 +88,11 @@ def field(data: bytes, draw: random.Random) -> bytes:
         del parent[key]
     elif what == "renamed" and isinstance(parent, dict):
         parent[draw.choice(["x", "sha256", "line", str(key).upper()])] = parent.pop(key)
-    elif what == "near" and isinstance(parent[key], (int, float)) and not isinstance(parent[key], bool):
+    elif (
+        what == "near"
+        and isinstance(parent[key], (int, float))
+        and not isinstance(parent[key], bool)
+    ):
         parent[key] += draw.choice([1, -1, 0.5])
     else:
         parent[key] = draw.choice(_OTHERS)

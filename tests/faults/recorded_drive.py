@@ -1,7 +1,10 @@
-"""A drive with a record of its writes and flushes, and what may be found on it after a loss of power at any moment.
+"""A drive with a record of its writes and flushes, and what may be found on it after a loss of
+power at any moment.
 
-The drive is a loop device whose every write and flush is on record (logged_disk.py). What was written before a flush is there after it; of what was
-written since the last one, any part may be. Such images are made, for every flush, and given to the kernel to mount, which replays the filesystem's journal.
+The drive is a loop device whose every write and flush is on record (logged_disk.py). What was
+written before a flush is there after it; of what was written since the last one, any part may be.
+Such images are made, for every flush, and given to the kernel to mount, which replays the
+filesystem's journal.
 """
 
 from __future__ import annotations
@@ -20,16 +23,29 @@ from logged_disk import Write, read_log
 
 _MEBIBYTES = 24
 _PIECE_BYTES = 4096  # of which a drive writes each whole, or not
-# By kind of filesystem: what makes it, and how an image of one that is mounted already is mounted beside it. XFS calls 24 MiB unsupported.
+# By kind of filesystem: what makes it, and how an image of one that is mounted already is mounted
+# beside it. XFS calls 24 MiB unsupported.
 _KINDS = {
-    "ext4": (["mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", "-J", "size=4"], "loop"),
+    "ext4": (
+        [
+            "mkfs.ext4",
+            "-q",
+            "-E",
+            "nodiscard,lazy_itable_init=0,lazy_journal_init=0",
+            "-J",
+            "size=4",
+        ],
+        "loop",
+    ),
     "xfs": (["mkfs.xfs", "-q", "-K", "--unsupported"], "loop,nouuid"),
 }
 FILESYSTEMS = ["ext4", pytest.param("xfs", marks=pytest.mark.slow)]
 
 
 def command(*arguments: str | Path) -> str:
-    return subprocess.run([str(argument) for argument in arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [str(argument) for argument in arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 class Drive:
@@ -37,7 +53,9 @@ class Drive:
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack, kind: str) -> None:
         make, self._mount_options = _KINDS[kind]
-        self._image, self._log, behind, self.place = (directory / name for name in ("image", "log", "behind", "place"))
+        self._image, self._log, behind, self.place = (
+            directory / name for name in ("image", "log", "behind", "place")
+        )
         self._directory = directory
         for path in (behind, self.place):
             path.mkdir()
@@ -45,7 +63,13 @@ class Drive:
         os.truncate(self._image, _MEBIBYTES << 20)
         command(*make, self._image)
         server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("logged_disk.py")), str(self._image), str(behind), str(self._log)],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("logged_disk.py")),
+                str(self._image),
+                str(behind),
+                str(self._log),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -62,7 +86,8 @@ class Drive:
         try:
             command("mount", device, self.place)
         finally:
-            command("losetup", "--detach", device)  # which the kernel puts off until it is unmounted
+            # which the kernel puts off until it is unmounted
+            command("losetup", "--detach", device)
         stack.callback(command, "umount", "--lazy", self.place)
 
     def now(self) -> int:
@@ -70,12 +95,15 @@ class Drive:
         return self._log.stat().st_size
 
     def go(self) -> None:
-        """Take the drive away: from now on every request to it fails, and so does every later flush."""
+        """Take the drive away: from now on every request to it fails, and so does every later
+        flush.
+        """
         self._server.kill()
         self._server.wait()
 
     def after_loss(self, start: int, end: int, seed: int) -> Iterator[tuple[bool, Path]]:
-        """What may be found after a loss of power between two times, mounted until the next is asked for, and whether it is the least that may be there.
+        """What may be found after a loss of power between two times, mounted until the next is
+        asked for, and whether it is the least that may be there.
 
         The last one is the least of *end*.
         """
@@ -86,7 +114,10 @@ class Drive:
         since: list[Write] = []  # the last flush, in pieces
         for write in read_log(self._log.read_bytes()[start:end]):
             if write is not None:
-                since += [Write(write.offset + at, write.data[at : at + _PIECE_BYTES]) for at in range(0, len(write.data), _PIECE_BYTES)]
+                since += [
+                    Write(write.offset + at, write.data[at : at + _PIECE_BYTES])
+                    for at in range(0, len(write.data), _PIECE_BYTES)
+                ]
             elif since:
                 for part in _parts(since, draw):
                     yield False, self._mounted(_apply(bytearray(state), part))
@@ -128,7 +159,9 @@ def _apply(state: bytearray, writes: list[Write]) -> bytearray:
 
 @contextlib.contextmanager
 def recorded(directory: Path, kind: str = "ext4") -> Iterator[Drive]:
-    """A drive in *directory*, which is made, with a filesystem of *kind*, mounted until the end of the context."""
+    """A drive in *directory*, which is made, with a filesystem of *kind*, mounted until the end of
+    the context.
+    """
     if not Path("/dev/fuse").exists():
         pytest.skip("no /dev/fuse here, to keep a record of a drive's writes with")
     if shutil.which(maker := _KINDS[kind][0][0]) is None:
@@ -140,8 +173,12 @@ def recorded(directory: Path, kind: str = "ext4") -> Iterator[Drive]:
         yield made
 
 
-def seen_after_loss(drive: Drive, start: int, end: int, judge: Callable[[Path], str]) -> tuple[list[str], list[str]]:
-    """What *judge* says of the least that is there at each flush, and of everything else that may be found."""
+def seen_after_loss(
+    drive: Drive, start: int, end: int, judge: Callable[[Path], str]
+) -> tuple[list[str], list[str]]:
+    """What *judge* says of the least that is there at each flush, and of everything else that may
+    be found.
+    """
     least, others = [], []
     for is_least, found in drive.after_loss(start, end, seed=17):
         (least if is_least else others).append(judge(found))

@@ -1,6 +1,8 @@
-"""What this package changes on a drive to stay, each as two scripts, and a judge of what is found after an end in the middle: old, new, or neither.
+"""What this package changes on a drive to stay, each as two scripts, and a judge of what is found
+after an end in the middle: old, new, or neither.
 
-The scripts run in a process of their own, with `place`, a directory. `before` makes the old state; its end has synced nothing by itself.
+The scripts run in a process of their own, with `place`, a directory. `before` makes the old state;
+its end has synced nothing by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def report():
 
 
 class Scene(NamedTuple):
-    """*judge* is given the place as it was found, a directory for its own use, and the place as the change left it; it says "none", "old" or "new"."""
+    """*judge* is given the place as it was found, a directory for its own use, and the place as the
+    change left it; it says "none", "old" or "new".
+    """
 
     before: str
     change: str
@@ -66,7 +70,8 @@ def _config(found: Path, _: Path, __: Path) -> str:
     path = found / "config.json"
     kept = commit.kept_of(path)
     text = path.read_text()
-    if kept.exists() and text not in (_CONFIG, _CHANGED):  # written in place: the next edit says so, and where the old text is
+    # written in place: the next edit says so, and where the old text is
+    if kept.exists() and text not in (_CONFIG, _CHANGED):
         text = kept.read_text()
     return {_CONFIG: "old", _CHANGED: "new"}[text]
 
@@ -99,7 +104,11 @@ def _report(found: Path, _: Path, final: Path) -> str:
 
 def contents(directory: Path) -> dict[str, bytes]:
     """The bytes of every file in *directory*."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 SCENES = {

@@ -1,4 +1,5 @@
-"""Random operations of a store, every byte of every get compared: python tests/faults/soak.py DIRECTORY --operations 1000000 --backend posix.
+"""Random operations of a store, every byte of every get compared: python tests/faults/soak.py
+DIRECTORY --operations 1000000 --backend posix.
 
 With a sanitizer: tools/sanitized-tests builds into build/address; then
 
@@ -30,7 +31,8 @@ IN_FLIGHT = 16
 LARGEST = 1 << 20
 OPERATIONS_OF_A_STORE = 20_000  # then another one, with other settings
 
-BYTES = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)  # every value is a part of these
+# every value is a part of these
+BYTES = np.random.default_rng(1).integers(0, 256, 4 << 20, dtype=np.uint8)
 
 
 class Soak:
@@ -41,7 +43,8 @@ class Soak:
         self.directory = directory
         self.chance = chance
         self.expected: dict[str, tuple[int, int]] = {}  # name -> where in BYTES, and how many
-        self.under_way: deque[tuple[StoreTicket, Any, Any]] = deque()  # a ticket, what was read, what should have been
+        # a ticket, what was read, what should have been
+        self.under_way: deque[tuple[StoreTicket, Any, Any]] = deque()
         self.counts: Counter[str] = Counter()
 
     def size(self) -> int:
@@ -50,7 +53,11 @@ class Soak:
             return self.chance.randint(0, 4095)
         if kind < 0.7:
             return 4096 * self.chance.randint(1, 8)
-        return self.chance.randint(4097, 70_001) if kind < 0.98 else self.chance.randint(70_002, LARGEST)
+        return (
+            self.chance.randint(4097, 70_001)
+            if kind < 0.98
+            else self.chance.randint(70_002, LARGEST)
+        )
 
     def memory(self, nbytes: int) -> Any:
         """An array, or a tensor, at an address that is aligned to nothing in particular."""
@@ -76,7 +83,9 @@ class Soak:
             start, nbytes = self.expected[name]
             buffer = self.memory(nbytes)
             self.counts["gets"] += 1
-            self.under_way.append((self.store.get(name, buffer), buffer, BYTES[start : start + nbytes]))
+            self.under_way.append(
+                (self.store.get(name, buffer), buffer, BYTES[start : start + nbytes])
+            )
         elif kind < 0.9995:
             name = name if name in self.expected else self.chance.choice(list(self.expected))
             self.counts["deletes"] += 1
@@ -103,7 +112,9 @@ class Soak:
         assert sorted(self.store.names()) == sorted(self.expected)
         for name, (start, nbytes) in self.expected.items():
             buffer = self.memory(nbytes)
-            self.under_way.append((self.store.get(name, buffer), buffer, BYTES[start : start + nbytes]))
+            self.under_way.append(
+                (self.store.get(name, buffer), buffer, BYTES[start : start + nbytes])
+            )
             self.settle()
 
 
@@ -121,7 +132,9 @@ def stores(directory: Path, backend: str, chance: random.Random) -> Iterator[Ten
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--backend", choices=BACKENDS, default="libaio")
     parser.add_argument("--operations", type=int, default=10_000)
@@ -138,7 +151,9 @@ def main() -> None:
                 done += 1
             soak.finish()
             counts += soak.counts
-            print(f"{done} operations, {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
+            print(
+                f"{done} operations, {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A tensor that is resized, freed, shared or pointed elsewhere while a request on it is under way: in a process of its own, since it may end one."""
+"""A tensor that is resized, freed, shared or pointed elsewhere while a request on it is under way:
+in a process of its own, since it may end one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SECONDS = 60
 CAN_HOLD = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # what this torch can do
 RESIZED = ("freed", "larger storage", "larger")
 
-# Between "ready" and "changed" the drive is stalled: a write is not finished, and what is to follow one is not begun.
+# Between "ready" and "changed" the drive is stalled: a write is not finished, and what is to follow
+# one is not begun.
 CHILD = """
 import json, sys, threading
 import torch
@@ -134,7 +137,12 @@ def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD + script, backend, str(place)], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", CHILD + script, backend, str(place)],
+        env=environment,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     ) as child:
         try:
             assert child.stdin and child.stdout and child.stderr  # noqa: PT018
@@ -152,7 +160,9 @@ def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
 
 
 @pytest.mark.skipif(not CAN_HOLD, reason="this torch cannot exchange what two storages have")
-def test_the_memory_of_a_request_stays(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_the_memory_of_a_request_stays(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     script = """
 run(2, [(direction, change, lent) for direction in ("read", "write") for change in CHANGES for lent in ("torch", "array")])
 """
@@ -167,12 +177,18 @@ run(2, [(direction, change, lent) for direction in ("read", "write") for change 
         else:
             assert case["in_memory"] == (not lost), case
         resized = case["change"] in RESIZED
-        assert case["refusal"] == ("Trying to resize storage that is not resizable" if resized else None), case
+        assert case["refusal"] == (
+            "Trying to resize storage that is not resizable" if resized else None
+        ), case
         if case["change"] != "larger":  # of which torch notes the sizes before it refuses
-            assert case["refusal_later"] == (case["refusal"] if case["lent"] == "array" else None), case
+            assert case["refusal_later"] == (
+                case["refusal"] if case["lent"] == "array" else None
+            ), case
 
 
-def test_where_torch_cannot_lend_memory_a_change_is_told(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_where_torch_cannot_lend_memory_a_change_is_told(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     """As an older torch, on memory that something else keeps."""
     script = """
 torch.UntypedStorage._swap_data_ptr_ = property()
@@ -181,10 +197,14 @@ run(1, [(direction, change, "kept array") for direction in ("read", "write") for
     told = ends(script, backend, stalling_directory, stall)
     assert told["others"]
     for case in told["cases"]:
-        assert case["ended"] == [{"shared": "BufferChangedError", "none": "well"}[case["change"]]] * 2, case
+        assert (
+            case["ended"] == [{"shared": "BufferChangedError", "none": "well"}[case["change"]]] * 2
+        ), case
 
 
-def test_a_change_that_nobody_waited_for_is_raised_at_close(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_a_change_that_nobody_waited_for_is_raised_at_close(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     script = """
 engine = Engine(config)
 door = EngineDoor(engine)
@@ -199,7 +219,9 @@ tell(outcome(engine.close))
     assert ends(script, backend, stalling_directory, stall) == "BufferChangedError"
 
 
-def test_a_swapper_whose_memory_is_shared_keeps_every_byte(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_a_swapper_whose_memory_is_shared_keeps_every_byte(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     script = """
 with TensorStore(directory, config) as store:
     store.reserve(64 * NBYTES)

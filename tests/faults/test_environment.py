@@ -1,4 +1,6 @@
-"""Drives that go away, or turn read-only, while values are on them, and machines that hide what Linux usually shows: typed errors, exact bytes."""
+"""Drives that go away, or turn read-only, while values are on them, and machines that hide what
+Linux usually shows: typed errors, exact bytes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def value(fill: int, nbytes: int = 40_000) -> np.ndarray:
 
 
 def test_a_drive_that_goes_away_in_the_middle(backend: str, drive: Drive) -> None:
-    """Its last flush is long past, and nobody answers for it any more: no write is done, no read brings anything."""
+    """Its last flush is long past, and nobody answers for it any more: no write is done, no read
+    brings anything.
+    """
     out = value(0)
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(8):
@@ -106,7 +110,9 @@ def limited(mount_namespace: None, tmp_path: Path) -> Iterator[Path]:
     """A directory of which a quota allows 24 MB; the drive has 150 MB more."""
     for tool in ("mkfs.btrfs", "btrfs"):
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed: the quotas of other filesystems take options of the kernel that few have")
+            pytest.skip(
+                f"{tool} is not installed: the quotas of other filesystems take options of the kernel that few have"
+            )
     image, place = tmp_path / "image", tmp_path / "place"
     image.touch()
     os.truncate(image, 200 << 20)
@@ -126,7 +132,9 @@ def limited(mount_namespace: None, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
-    """Every write that it refuses is a NoSpaceError; what was there stays, and room that is given back can be had again."""
+    """Every write that it refuses is a NoSpaceError; what was there stays, and room that is given
+    back can be had again.
+    """
     out = value(0, 2 << 20)
 
     def fill(store: TensorStore) -> int:
@@ -180,13 +188,21 @@ with TensorStore(sys.argv[1]) as store:
 
 
 def test_without_sys(drive: Drive) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_SYS, str(drive.place)], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SYS, str(drive.place)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode == 77:
         pytest.skip("hiding /sys needs root")
     assert done.returncode == 0, done.stderr
 
 
-GROUP_BYTES = 1400 << 20  # of which torch takes 300 MB, weights and gradients 640 MB: the optimizer's states, 640 MB, have no room
+# of which torch takes 300 MB, weights and gradients 640 MB: the optimizer's states, 640 MB, have no
+# room
+GROUP_BYTES = 1400 << 20
 IN_A_GROUP = """
 import sys, torch
 from nvme_offload.hardware.machine import available_bytes
@@ -209,7 +225,10 @@ def memory_group() -> Iterator[Path]:
     """A control group with a limit of memory, of the version that is here."""
     if "san.so" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("a sanitizer takes more memory than the limit")
-    for top, limit in ((Path("/sys/fs/cgroup"), "memory.max"), (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")):
+    for top, limit in (
+        (Path("/sys/fs/cgroup"), "memory.max"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    ):
         group = top / f"nvme_offload_test_{os.getpid()}"
         try:
             group.mkdir()
@@ -222,12 +241,21 @@ def memory_group() -> Iterator[Path]:
                 return
         finally:
             group.rmdir()
-    pytest.skip("a control group with a limit of memory needs root, and a cgroup filesystem that can be written")
+    pytest.skip(
+        "a control group with a limit of memory needs root, and a cgroup filesystem that can be written"
+    )
 
 
 def test_auto_is_within_the_control_groups_limit(memory_group: Path, tmp_path: Path) -> None:
     """Its kernel would kill a process that took what the machine has."""
     join = f'echo $$ >"{memory_group / "cgroup.procs"}" && exec "$@"'
     arguments = [sys.executable, "-c", IN_A_GROUP, str(tmp_path), str(GROUP_BYTES)]
-    done = subprocess.run(["bash", "-c", join, "bash", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", join, "bash", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Every fault, at every transfer of a request, on every backend: the exact bytes, or the typed error; nothing left pending."""
+"""Every fault, at every transfer of a request, on every backend: the exact bytes, or the typed
+error; nothing left pending.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nvme_offload import AioConfig, Engine, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError
+from nvme_offload import (
+    AioConfig,
+    Engine,
+    IOFailure,
+    NoSpaceError,
+    OffloadError,
+    TruncatedError,
+    UnsupportedError,
+)
 from nvme_offload._aio import FaultKind
 from nvme_offload.hardware.config import BACKENDS
 from nvme_offload.io.engine import allocate
@@ -18,7 +28,8 @@ from nvme_offload.io.engine import allocate
 BLOCK = 16 << 10
 SURROUNDINGS = 0x11
 
-# Where a request lies, and how its buffer does: offset in the file, bytes, bytes of the buffer before its start.
+# Where a request lies, and how its buffer does: offset in the file, bytes, bytes of the buffer
+# before its start.
 SHAPES = {
     "aligned": (8192, 6 * BLOCK, 0),
     "unaligned-range": (8192 + 700, 5 * BLOCK + 333, 0),
@@ -63,7 +74,9 @@ class Range:
         self.path = directory / "data"
         self.payload = np.random.default_rng(7).integers(0, 256, self.nbytes, dtype=np.uint8)
         self.surroundings = np.full(self.offset + self.nbytes + 9000, SURROUNDINGS, np.uint8)
-        self.buffer = np.frombuffer(allocate(self.lead + self.nbytes + 64), np.uint8)[self.lead : self.lead + self.nbytes]
+        self.buffer = np.frombuffer(allocate(self.lead + self.nbytes + 64), np.uint8)[
+            self.lead : self.lead + self.nbytes
+        ]
 
     def lay_for(self, operation: str) -> None:
         contents = self.surroundings.copy()
@@ -74,9 +87,13 @@ class Range:
             self.buffer[:] = self.payload
         contents.tofile(self.path)
 
-    def run(self, config: AioConfig, operation: str, faults: list[tuple[int, int, FaultKind, int]]) -> int:
+    def run(
+        self, config: AioConfig, operation: str, faults: list[tuple[int, int, FaultKind, int]]
+    ) -> int:
         with Engine(config, _faults=faults) as engine:
-            ticket = (engine.read if operation == "read" else engine.write)(self.buffer, self.path, self.offset)
+            ticket = (engine.read if operation == "read" else engine.write)(
+                self.buffer, self.path, self.offset
+            )
             try:
                 return ticket.wait(timeout=60)
             finally:
@@ -97,11 +114,15 @@ class Range:
         assert np.all(contents[self.offset + self.nbytes :] == SURROUNDINGS)
 
     def transfers(self, config: AioConfig, operation: str) -> int:
-        """How many transfers the request takes where nothing goes wrong: the first that a fault no longer reaches."""
+        """How many transfers the request takes where nothing goes wrong: the first that a fault no
+        longer reaches.
+        """
         key = (config, operation, self.offset, self.nbytes, self.lead)
         if key not in _transfers:
             self.lay_for(operation)
-            _transfers[key] = next(number for number in range(64) if self._succeeds(config, operation, number))
+            _transfers[key] = next(
+                number for number in range(64) if self._succeeds(config, operation, number)
+            )
         return _transfers[key]
 
     def _succeeds(self, config: AioConfig, operation: str, failing: int) -> bool:
@@ -113,7 +134,9 @@ class Range:
 
 
 def at_once(work: Callable[[int], None], count: int) -> None:
-    """Do *work* for 0 to *count* in as many threads: each makes an engine, and the kernel takes its time to end the queues of one."""
+    """Do *work* for 0 to *count* in as many threads: each makes an engine, and the kernel takes its
+    time to end the queues of one.
+    """
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(work, range(count)))
 
@@ -124,7 +147,9 @@ _transfers: dict[tuple[AioConfig, str, int, int, int], int] = {}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("fault", RECOVERABLE)
-def test_a_transient_fault_at_any_transfer_costs_no_byte(tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str) -> None:
+def test_a_transient_fault_at_any_transfer_costs_no_byte(
+    tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str
+) -> None:
     kind, value = RECOVERABLE[fault]
 
     def fail(number: int) -> None:
@@ -139,7 +164,9 @@ def test_a_transient_fault_at_any_transfer_costs_no_byte(tmp_path: Path, config:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("fault", FATAL)
-def test_a_permanent_fault_at_any_transfer_is_a_typed_error(tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str) -> None:
+def test_a_permanent_fault_at_any_transfer_is_a_typed_error(
+    tmp_path: Path, config: AioConfig, fault: str, operation: str, shape: str
+) -> None:
     kind, value = FATAL[fault]
 
     def fail(number: int) -> None:
@@ -158,17 +185,28 @@ def test_a_permanent_fault_at_any_transfer_is_a_typed_error(tmp_path: Path, conf
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_faults_on_every_transfer_at_once(tmp_path: Path, config: AioConfig, operation: str) -> None:
-    """Short again and again, one sector at a time, with every third transfer interrupted: slow, and right."""
+def test_faults_on_every_transfer_at_once(
+    tmp_path: Path, config: AioConfig, operation: str
+) -> None:
+    """Short again and again, one sector at a time, with every third transfer interrupted: slow, and
+    right.
+    """
     place = Range(tmp_path, "unaligned-range")
     place.lay_for(operation)
-    faults = [(number, 1, FaultKind.FAIL, errno.EINTR) for number in range(0, 600, 3)] + [(0, 600, FaultKind.CUT, 4096)]
+    faults = [(number, 1, FaultKind.FAIL, errno.EINTR) for number in range(0, 600, 3)] + [
+        (0, 600, FaultKind.CUT, 4096)
+    ]
     assert place.run(config, operation, faults) == place.nbytes
     place.assert_moved()
 
 
-@pytest.mark.parametrize(("kind", "value"), [(FaultKind.FAIL, errno.EAGAIN), (FaultKind.CUT, 0), (FaultKind.REFUSE, errno.EAGAIN)])
-def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(tmp_path: Path, config: AioConfig, kind: FaultKind, value: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(FaultKind.FAIL, errno.EAGAIN), (FaultKind.CUT, 0), (FaultKind.REFUSE, errno.EAGAIN)],
+)
+def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(
+    tmp_path: Path, config: AioConfig, kind: FaultKind, value: int
+) -> None:
     def fail(number: int) -> None:
         operation = ("read", "write")[number]
         place = Range(tmp_path / operation, "aligned")
@@ -196,10 +234,14 @@ def test_completions_in_reverse_order(tmp_path: Path, config: AioConfig) -> None
     faults = [(number, 1, FaultKind.DELAY, (number * 7) % 5) for number in range(200)]
     with Engine(config, _faults=faults) as engine:
         file = engine.open(path, "rw", size=parts.nbytes)
-        for ticket in [engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)]:
+        for ticket in [
+            engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)
+        ]:
             ticket.wait(timeout=60)
         back = np.zeros_like(parts)
-        for ticket in [engine.read(part, file, place * parts.shape[1]) for place, part in enumerate(back)]:
+        for ticket in [
+            engine.read(part, file, place * parts.shape[1]) for place, part in enumerate(back)
+        ]:
             ticket.wait(timeout=60)
     assert np.array_equal(back, parts)
     assert np.array_equal(np.fromfile(path, np.uint8), parts.ravel())
@@ -210,7 +252,9 @@ def test_one_failing_request_leaves_the_others_whole(tmp_path: Path, config: Aio
     parts = np.random.default_rng(5).integers(0, 256, (8, 2 * BLOCK), dtype=np.uint8)
     with Engine(config, _faults=[(5, 1, FaultKind.FAIL, errno.EIO)]) as engine:
         file = engine.open(path, "rw", size=parts.nbytes)
-        tickets = [engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)]
+        tickets = [
+            engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)
+        ]
         outcomes: list[int | OffloadError] = []
         for ticket in tickets:
             try:

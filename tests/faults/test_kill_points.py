@@ -1,4 +1,6 @@
-"""What a kill at any call leaves is the old or the new, never a third, and goes on from there: the change, made again, is the new, and leaves nothing aside."""
+"""What a kill at any call leaves is the old or the new, never a third, and goes on from there: the
+change, made again, is the new, and leaves nothing aside.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,22 @@ from scenes import SCENES, script
 KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
 
-@pytest.mark.parametrize("name", [name for name in SCENES if name != "report"])  # which tests/sweep/test_commit.py kills
-def test_a_kill_leaves_the_old_or_the_new(name: str, tmp_path: Path, kill_points: KillPoints) -> None:
+# which tests/sweep/test_commit.py kills
+@pytest.mark.parametrize("name", [name for name in SCENES if name != "report"])
+def test_a_kill_leaves_the_old_or_the_new(
+    name: str, tmp_path: Path, kill_points: KillPoints
+) -> None:
     scene = SCENES[name]
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     for directory in (place, scratch):
         directory.mkdir()
 
     def run(text: str, where: Path, environment: dict[str, str]) -> None:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", script(text), str(where), str(scratch)], check=True, env={**os.environ, **environment})
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script(text), str(where), str(scratch)],
+            check=True,
+            env={**os.environ, **environment},
+        )
 
     run(scene.before, place, {})
     environment, images = kill_points(place)
@@ -36,7 +45,8 @@ def test_a_kill_leaves_the_old_or_the_new(name: str, tmp_path: Path, kill_points
     assert seen == ["old"] * turn + ["new"] * (len(seen) - turn)
     assert turn >= 4
     last = found[turn - 1]
-    if not any(path.name.endswith(".before") for path in last.iterdir()):  # an edit in place is for its user to finish
+    # an edit in place is for its user to finish
+    if not any(path.name.endswith(".before") for path in last.iterdir()):
         run(scene.change, last, {})
         assert scene.judge(last, scratch, place) == "new"
         assert {path.name for path in last.rglob(".*")} == set()

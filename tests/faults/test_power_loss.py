@@ -1,4 +1,6 @@
-"""What is found on a drive after a loss of power at any moment: the old or the new, never a third; and the new once the change has returned."""
+"""What is found on a drive after a loss of power at any moment: the old or the new, never a third;
+and the new once the change has returned.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def drive(mount_namespace: None, tmp_path: Path, request: pytest.FixtureRequest)
         yield made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "report" else name for name in SCENES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "report" else name for name in SCENES],
+)
 def test_the_old_or_the_new_is_found(name: str, drive: Drive, tmp_path: Path) -> None:
     scene = SCENES[name]
     scratch = tmp_path / "scratch"
@@ -35,7 +40,9 @@ def test_the_old_or_the_new_is_found(name: str, drive: Drive, tmp_path: Path) ->
     start = drive.now()
     run(scene.change)
     end = drive.now()
-    least, others = seen_after_loss(drive, start, end, lambda found: scene.judge(found, scratch, drive.place))
+    least, others = seen_after_loss(
+        drive, start, end, lambda found: scene.judge(found, scratch, drive.place)
+    )
     old, turn = ("none" if name == "report" else "old"), least.index("new")
     assert least == [old] * turn + ["new"] * (len(least) - turn)
     assert set(others) <= {old, "new"}

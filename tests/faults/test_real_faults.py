@@ -1,8 +1,10 @@
-"""Faults that the kernel itself makes: drives that are full, broken or stuck, limits, what is forbidden, kills, forks, crowds; contents compared.
+"""Faults that the kernel itself makes: drives that are full, broken or stuck, limits, what is
+forbidden, kills, forks, crowds; contents compared.
 
-What `tests/unit` shows of these is not repeated: a range that no drive has room for, the limit on a file's size where the file is there, a file
-cut between two reads, a filesystem without O_DIRECT, too few descriptors and asynchronous events, Ctrl-C in a wait, tickets and engines dropped,
-the end of the interpreter without a close.
+What `tests/unit` shows of these is not repeated: a range that no drive has room for, the limit on a
+file's size where the file is there, a file cut between two reads, a filesystem without O_DIRECT,
+too few descriptors and asynchronous events, Ctrl-C in a wait, tickets and engines dropped, the end
+of the interpreter without a close.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UnsupportedError, WaitTimeout
+from nvme_offload.errors import (
+    IOFailure,
+    NoSpaceError,
+    TruncatedError,
+    UnsupportedError,
+    WaitTimeout,
+)
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, PendingRequest
 
@@ -104,12 +112,18 @@ def forbid(system_call, error):
 
 
 @contextlib.contextmanager
-def interpreter(script: str, *arguments: object, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs *script* after `PROLOGUE` in *directory*; killed at the end of the context if it has not ended by then."""
+def interpreter(
+    script: str, *arguments: object, directory: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs *script* after `PROLOGUE` in *directory*; killed at the end of the
+    context if it has not ended by then.
+    """
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     command = [sys.executable, "-c", PROLOGUE + script, *map(str, arguments)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, cwd=directory, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, cwd=directory, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -129,8 +143,12 @@ def told_by(script: str, *arguments: object, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"direct": False}], ids=str)
-def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Mount, random_bytes: RandomBytes, settings: dict[str, Any]) -> None:
-    """Into the holes of a file that is long enough, so that nothing can be known before: the kernel itself says that it is full, midway."""
+def test_a_drive_that_fills_up_under_a_write(
+    configure: Configure, mounted: Mount, random_bytes: RandomBytes, settings: dict[str, Any]
+) -> None:
+    """Into the holes of a file that is long enough, so that nothing can be known before: the kernel
+    itself says that it is full, midway.
+    """
     place = mounted("ext4-full")
     path, neighbour = place / "data", place / "neighbour"
     data, kept = random_bytes(24 << 20), random_bytes(1_000_001)
@@ -139,11 +157,20 @@ def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Moun
         kept.tofile(neighbour)
         with path.open("wb") as file:
             file.truncate(data.size)
-        with Engine(configure(block_size=256 << 10, queue_depth=8, **settings)) as engine, engine.open(path, "rw") as file:
+        with (
+            Engine(configure(block_size=256 << 10, queue_depth=8, **settings)) as engine,
+            engine.open(path, "rw") as file,
+        ):
             with pytest.raises(NoSpaceError) as caught:
                 engine.write(data, file).wait(SECONDS)
             error = caught.value
-            assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (errno.ENOSPC, "write", str(path), 0, data.size)
+            assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
+                errno.ENOSPC,
+                "write",
+                str(path),
+                0,
+                data.size,
+            )
             file.sync()
             target = np.full_like(data, UNTOUCHED)
             assert engine.read(target, file).wait(SECONDS) == data.size
@@ -163,7 +190,9 @@ def test_a_drive_that_fills_up_under_a_write(configure: Configure, mounted: Moun
     assert eventually(lambda: free_bytes(place) >= before)
 
 
-def test_without_proc_only_unaligned_ends_of_files_without_a_name_are_refused(backend: str, directory: Path, mount_namespace: None) -> None:
+def test_without_proc_only_unaligned_ends_of_files_without_a_name_are_refused(
+    backend: str, directory: Path, mount_namespace: None
+) -> None:
     script = """
 import nvme_offload.store.store
 backend, path = sys.argv[1:]
@@ -197,7 +226,9 @@ with nvme_offload.store.store.TensorStore(os.path.dirname(path), config) as stor
     assert told_by(script, backend, directory / "data", directory=directory) == ["True"] * 3
 
 
-def test_growing_past_the_file_size_limit_changes_nothing(configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Limit) -> None:
+def test_growing_past_the_file_size_limit_changes_nothing(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Limit
+) -> None:
     path, new = directory / "data", directory / "new"
     kept, data = random_bytes(5000), random_bytes(4 << 20)
     kept.tofile(path)
@@ -213,9 +244,16 @@ def test_growing_past_the_file_size_limit_changes_nothing(configure: Configure, 
             with pytest.raises(IOFailure) as caught:
                 engine.write(data, file, kept.size).wait(SECONDS)
             error = caught.value
-            assert (error.errno, error.operation, error.path, error.done) == (errno.EFBIG, "write", str(path), 0)
+            assert (error.errno, error.operation, error.path, error.done) == (
+                errno.EFBIG,
+                "write",
+                str(path),
+                0,
+            )
             assert_array_equal(on_disk(path), kept)
-            assert path.stat().st_blocks == space, "space was set aside behind the end of the file, and kept"
+            assert path.stat().st_blocks == space, (
+                "space was set aside behind the end of the file, and kept"
+            )
         assert engine.write(data, file, kept.size).wait(SECONDS) == data.size
     assert_array_equal(on_disk(path), np.concatenate([kept, data]))
 
@@ -223,7 +261,9 @@ def test_growing_past_the_file_size_limit_changes_nothing(configure: Configure, 
 # A file cut under a reader
 
 
-def test_a_file_cut_in_mid_read_is_read_up_to_there(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_file_cut_in_mid_read_is_read_up_to_there(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(2 << 20)
     choose = random.Random(1)
@@ -244,8 +284,12 @@ def test_a_file_cut_in_mid_read_is_read_up_to_there(configure: Configure, direct
                 except TruncatedError as error:
                     cut_short += 1
                     done = error.done
-                right, untouched = pages_alike(target, data), np.all(pages(target) == UNTOUCHED, axis=1)
-                # The kernel fills the rest of a transfer that it finds cut with zeros, and does not count them.
+                right, untouched = (
+                    pages_alike(target, data),
+                    np.all(pages(target) == UNTOUCHED, axis=1),
+                )
+                # The kernel fills the rest of a transfer that it finds cut with zeros, and does not
+                # count them.
                 zeroed = ~pages(target).any(axis=1) & (np.arange(len(right)) >= cut // PAGE)
                 assert np.all(right | untouched | zeroed)
                 assert done <= np.count_nonzero(right) * PAGE
@@ -281,14 +325,19 @@ with engine, engine.open("data", "rw") as file:
 """
 
 
-def test_with_little_locked_memory_all_works_and_less_is_registered(backend: str, directory: Path) -> None:
+def test_with_little_locked_memory_all_works_and_less_is_registered(
+    backend: str, directory: Path
+) -> None:
     if os.getuid() != 0:
         pytest.skip("becoming a user whom the limit holds for needs root")
     os.chown(directory, 63210, 63210)
     told = told_by(LITTLE_LOCKED_MEMORY, backend, directory=directory)
     # 16 KiB fit into the limit of 64 KiB, and 4 MiB do not.
     assert told == (["16384", "16384"] if backend == "io_uring" else ["0", "0"])
-    assert_array_equal(on_disk(directory / "data"), np.random.default_rng(4 << 20).integers(0, 256, 4 << 20, dtype=np.uint8))
+    assert_array_equal(
+        on_disk(directory / "data"),
+        np.random.default_rng(4 << 20).integers(0, 256, 4 << 20, dtype=np.uint8),
+    )
 
 
 # What a kernel or a container forbids
@@ -321,10 +370,18 @@ with Engine(AioConfig(backend=other, direct="auto")) as engine:
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
-def test_io_uring_that_seccomp_forbids_is_named_and_libaio_works(io_uring: None, directory: Path, error: int) -> None:
+def test_io_uring_that_seccomp_forbids_is_named_and_libaio_works(
+    io_uring: None, directory: Path, error: int
+) -> None:
     told = told_by(FORBIDDEN, IO_URING_SETUP, error, "io_uring", "libaio", directory=directory)
     assert len(told) == 2
-    for part in ("io_uring", os.strerror(error), "kernel.io_uring_disabled", "seccomp", 'backend="libaio"'):
+    for part in (
+        "io_uring",
+        os.strerror(error),
+        "kernel.io_uring_disabled",
+        "seccomp",
+        'backend="libaio"',
+    ):
         assert part in told[0]
         assert part in told[1]
     assert (directory / "data").read_bytes() == b"went another way"
@@ -388,10 +445,16 @@ with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread
 """
 
 
-@pytest.mark.parametrize("system_call", [IO_URING_ENTER, IO_URING_REGISTER], ids=["enter", "register"])
-def test_a_ring_that_is_made_and_takes_nothing_is_a_typed_error(io_uring: None, directory: Path, system_call: int) -> None:
+@pytest.mark.parametrize(
+    "system_call", [IO_URING_ENTER, IO_URING_REGISTER], ids=["enter", "register"]
+)
+def test_a_ring_that_is_made_and_takes_nothing_is_a_typed_error(
+    io_uring: None, directory: Path, system_call: int
+) -> None:
     (directory / "data").write_bytes(bytes(2 << 20))
-    assert told_by(HALF_FORBIDDEN, system_call, directory=directory) == [f"{errno.EPERM} 0"] * 3 + ["asleep"]
+    assert told_by(HALF_FORBIDDEN, system_call, directory=directory) == [f"{errno.EPERM} 0"] * 3 + [
+        "asleep"
+    ]
     assert not on_disk(directory / "data").any()
 
 
@@ -399,7 +462,9 @@ def test_a_ring_that_is_made_and_takes_nothing_is_a_typed_error(io_uring: None, 
 
 
 class LoopDrive:
-    """A block device on memory. `shrink` leaves it fewer bytes than it says that it has: what lies beyond fails with EIO, both ways."""
+    """A block device on memory. `shrink` leaves it fewer bytes than it says that it has: what lies
+    beyond fails with EIO, both ways.
+    """
 
     def __init__(self, nbytes: int, sector_bytes: int) -> None:
         self.memory = os.memfd_create("drive", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -407,16 +472,20 @@ class LoopDrive:
         file = f"/proc/{os.getpid()}/fd/{self.memory}"
         command = ["losetup", "--show", "--find", "--sector-size", str(sector_bytes), file]
         try:
-            self.path = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+            self.path = Path(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             os.close(self.memory)
             pytest.skip(f"no loop device here: {error}")
 
     def shrink(self, nbytes: int) -> None:
-        # The loop driver takes a write that got only as far as the end for a whole one. So none may lie across it, two neighbours joined least of all.
+        # The loop driver takes a write that got only as far as the end for a whole one. So none may
+        # lie across it, two neighbours joined least of all.
         Path(f"/sys/block/{self.path.name}/queue/nomerges").write_text("2")
         os.ftruncate(self.memory, nbytes)
-        fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # else a write would make it long enough again
+        # else a write would make it long enough again
+        fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
     def contents(self) -> Bytes:
         """What has reached the drive, past every cache of its own."""
@@ -439,13 +508,23 @@ def loop_drive() -> Iterator[Callable[[int, int], LoopDrive]]:
 
 
 @pytest.mark.parametrize("misalignment", [0, 13])
-def test_a_drive_with_a_dead_half(backend: str, loop_drive: Callable[[int, int], LoopDrive], random_bytes: RandomBytes, misalignment: int) -> None:
+def test_a_drive_with_a_dead_half(
+    backend: str,
+    loop_drive: Callable[[int, int], LoopDrive],
+    random_bytes: RandomBytes,
+    misalignment: int,
+) -> None:
     drive = loop_drive(4 << 20, 512)
     half = 2 << 20
     old, new = random_bytes(2 * half), random_bytes(2 * half)
     around = np.full(2 * half + PAGE, UNTOUCHED, np.uint8)
     target = around[misalignment:][: 2 * half]
-    with Engine(AioConfig(backend=backend, block_size=64 << 10, queue_depth=8, thread_count=2)) as engine, engine.open(drive.path, "rw") as file:
+    with (
+        Engine(
+            AioConfig(backend=backend, block_size=64 << 10, queue_depth=8, thread_count=2)
+        ) as engine,
+        engine.open(drive.path, "rw") as file,
+    ):
         assert engine.write(old, file).wait(SECONDS) == old.size
         file.sync()
         assert_array_equal(drive.contents(), old)
@@ -454,8 +533,17 @@ def test_a_drive_with_a_dead_half(backend: str, loop_drive: Callable[[int, int],
         with pytest.raises(IOFailure) as caught:
             engine.read(target, file).wait(SECONDS)
         error = caught.value
-        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (errno.EIO, "read", str(drive.path), 0, old.size)
-        right, untouched = pages_alike(target[:half], old[:half]), np.all(pages(target[:half]) == UNTOUCHED, axis=1)
+        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
+            errno.EIO,
+            "read",
+            str(drive.path),
+            0,
+            old.size,
+        )
+        right, untouched = (
+            pages_alike(target[:half], old[:half]),
+            np.all(pages(target[:half]) == UNTOUCHED, axis=1),
+        )
         assert np.all(right | untouched)
         assert error.done <= np.count_nonzero(right) * PAGE
         assert np.all(around[:misalignment] == UNTOUCHED)
@@ -465,7 +553,13 @@ def test_a_drive_with_a_dead_half(backend: str, loop_drive: Callable[[int, int],
         with pytest.raises(IOFailure) as caught:
             engine.write(target, file).wait(SECONDS)
         error = caught.value
-        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (errno.EIO, "write", str(drive.path), 0, old.size)
+        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
+            errno.EIO,
+            "write",
+            str(drive.path),
+            0,
+            old.size,
+        )
         written = pages_alike(drive.contents(), new[:half])
         assert np.all(written | pages_alike(drive.contents(), old[:half]))
         assert error.done <= np.count_nonzero(written) * PAGE
@@ -473,7 +567,11 @@ def test_a_drive_with_a_dead_half(backend: str, loop_drive: Callable[[int, int],
         for offset in (half, 2 * half - PAGE, half + 700):
             with pytest.raises(IOFailure) as caught:
                 engine.read(target[:1000], file, offset).wait(SECONDS)
-            assert (caught.value.errno, caught.value.offset, caught.value.done) == (errno.EIO, offset, 0)
+            assert (caught.value.errno, caught.value.offset, caught.value.done) == (
+                errno.EIO,
+                offset,
+                0,
+            )
 
         # The other half is as good as ever.
         assert engine.write(new[:half], file).wait(SECONDS) == half
@@ -492,20 +590,34 @@ def test_a_write_that_only_the_page_cache_took_fails_where_it_is_waited_for(
     half = 2 << 20
     data = random_bytes(half)
     drive.shrink(half)
-    with Engine(AioConfig(backend=backend, direct=False)) as engine, engine.open(drive.path, "rw") as file:
+    with (
+        Engine(AioConfig(backend=backend, direct=False)) as engine,
+        engine.open(drive.path, "rw") as file,
+    ):
         engine.write(data, file).wait(SECONDS)
         file.sync()
         assert_array_equal(drive.contents(), data)
         with pytest.raises(IOFailure) as caught:
             engine.write(data, file, half).wait(SECONDS)
-    assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.EIO, "write", str(drive.path))
+    assert (caught.value.errno, caught.value.operation, caught.value.path) == (
+        errno.EIO,
+        "write",
+        str(drive.path),
+    )
 
 
-def test_a_drive_of_4096_byte_sectors_takes_offsets_of_512(backend: str, loop_drive: Callable[[int, int], LoopDrive], random_bytes: RandomBytes) -> None:
+def test_a_drive_of_4096_byte_sectors_takes_offsets_of_512(
+    backend: str, loop_drive: Callable[[int, int], LoopDrive], random_bytes: RandomBytes
+) -> None:
     drive = loop_drive(1 << 20, 4096)
     model = np.zeros(1 << 20, np.uint8)
     choose = random.Random(2)
-    with Engine(AioConfig(backend=backend, block_size=16 << 10, queue_depth=4, thread_count=2)) as engine, engine.open(drive.path, "rw") as file:
+    with (
+        Engine(
+            AioConfig(backend=backend, block_size=16 << 10, queue_depth=4, thread_count=2)
+        ) as engine,
+        engine.open(drive.path, "rw") as file,
+    ):
         assert (file.direct, file.offset_alignment) == (True, 4096)
         for _ in range(100):
             offset = 512 * choose.randrange(2000)
@@ -523,10 +635,15 @@ def test_a_drive_of_4096_byte_sectors_takes_offsets_of_512(backend: str, loop_dr
 # A drive that is stuck
 
 
-def test_a_stuck_drive_is_seen_and_nothing_is_lost(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_stuck_drive_is_seen_and_nothing_is_lost(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     first, second = stalling_directory / "first", stalling_directory / "second"
     data = random_bytes(1 << 20)
-    with engine.open(first, "rw", size=2 << 20) as here, engine.open(second, "rw", size=1 << 20) as there:
+    with (
+        engine.open(first, "rw", size=2 << 20) as here,
+        engine.open(second, "rw", size=1 << 20) as there,
+    ):
         assert engine.stats().oldest is None
         with stall() as let_go:
             before = time.monotonic()
@@ -541,7 +658,9 @@ def test_a_stuck_drive_is_seen_and_nothing_is_lost(engine: Engine, stalling_dire
                 oldest = engine.stats().oldest
                 latest = time.monotonic() - before
                 assert oldest is not None
-                assert oldest == PendingRequest("write", str(first), 4096, data.size, oldest.age_seconds)
+                assert oldest == PendingRequest(
+                    "write", str(first), 4096, data.size, oldest.age_seconds
+                )
                 assert earliest <= oldest.age_seconds <= latest
                 ages.append(oldest.age_seconds)
             assert ages[1] - ages[0] > 0.015
@@ -559,7 +678,8 @@ def test_a_stuck_drive_is_seen_and_nothing_is_lost(engine: Engine, stalling_dire
 
 FILE_BYTES, PART_BYTES = 4 << 20, 256 << 10
 
-# Each page of a generation says of which it is, and which page: 512 numbers of 64 bits, all the same.
+# Each page of a generation says of which it is, and which page: 512 numbers of 64 bits, all the
+# same.
 WRITE_GENERATIONS = """
 backend, file_bytes, part_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 engine = Engine(AioConfig(backend=backend, block_size=64 << 10, queue_depth=16, thread_count=2, direct="auto"))
@@ -588,7 +708,9 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
             os.fsync(file.fileno())
         before = free_bytes(directory)
         for _ in range(10):
-            with interpreter(WRITE_GENERATIONS, backend, FILE_BYTES, PART_BYTES, directory=directory) as process:
+            with interpreter(
+                WRITE_GENERATIONS, backend, FILE_BYTES, PART_BYTES, directory=directory
+            ) as process:
                 assert process.stdout
                 assert process.stderr
                 told = [process.stdout.readline() for _ in range(choose.randint(1, 60))]
@@ -611,14 +733,18 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
                         generation, part = map(int, line.split())
                         assert generations[part * part_pages :][:part_pages].min() >= generation
                 # The next child starts from generation 0 again.
-                assert engine.write(np.repeat(place_of_page, PAGE // 8), path).wait(SECONDS) == FILE_BYTES
+                assert (
+                    engine.write(np.repeat(place_of_page, PAGE // 8), path).wait(SECONDS)
+                    == FILE_BYTES
+                )
             assert_array_equal(np.fromfile(path, np.uint64), np.repeat(place_of_page, PAGE // 8))
 
 
 # A fork in mid-read
 
-# Each buffer begins and ends within a page, so that the parent changes pages that the kernel is reading into, while a child shares them. A kernel
-# that had only noted where the pages are would read into the child's and leave the parent without.
+# Each buffer begins and ends within a page, so that the parent changes pages that the kernel is
+# reading into, while a child shares them. A kernel that had only noted where the pages are would
+# read into the child's and leave the parent without.
 FORK_AND_TOUCH = """
 backend = sys.argv[1]
 data = numpy.fromfile("data", numpy.uint8).reshape(-1, 4096)
@@ -648,7 +774,9 @@ print(caught)
 """
 
 
-def test_pages_that_a_fork_shares_are_read_into_the_parents(backend: str, directory: Path, random_bytes: RandomBytes) -> None:
+def test_pages_that_a_fork_shares_are_read_into_the_parents(
+    backend: str, directory: Path, random_bytes: RandomBytes
+) -> None:
     random_bytes(1 << 20).tofile(directory / "data")
     (caught,) = told_by(FORK_AND_TOUCH, backend, directory=directory)
     assert int(caught) > 0, "no read was under way at any of the forks"
@@ -682,14 +810,18 @@ with ThreadPoolExecutor(8) as pool:  # the kernel takes its time to end a libaio
 """
 
 
-def test_thousands_of_engines_leave_nothing_behind(backend: str, directory: Path, random_bytes: RandomBytes) -> None:
+def test_thousands_of_engines_leave_nothing_behind(
+    backend: str, directory: Path, random_bytes: RandomBytes
+) -> None:
     if "san.so" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("a sanitizer keeps freed memory back")
     random_bytes(10_001).tofile(directory / "data")
     count = 200 if backend == "libaio" else 2000
     events = Path("/proc/sys/fs/aio-nr")
     events_before = int(events.read_text())
-    held = np.array([line.split() for line in told_by(MANY_ENGINES, backend, count, directory=directory)], int)
+    held = np.array(
+        [line.split() for line in told_by(MANY_ENGINES, backend, count, directory=directory)], int
+    )
     # What malloc keeps for later grows now and then, and a leak in every round.
     grown_bytes, descriptors, threads = np.diff(held, axis=0).min(axis=0)
     assert descriptors <= 0, held
@@ -699,7 +831,9 @@ def test_thousands_of_engines_leave_nothing_behind(backend: str, directory: Path
     assert eventually(lambda: int(events.read_text()) < events_before + 9 * count // 4)
 
 
-def test_eight_threads_read_and_write_shared_and_own_files(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_eight_threads_read_and_write_shared_and_own_files(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     threads, share, rounds = 8, 300_001, 60
     known = random_bytes(1_000_003)
     known.tofile(directory / "known")
@@ -710,7 +844,9 @@ def test_eight_threads_read_and_write_shared_and_own_files(configure: Configure,
     ):
 
         def work(number: int) -> Bytes:
-            """Writes into its share of one file, whose ends lie in pages of its neighbours, and into a file of its own; reads all that back, and a third."""
+            """Writes into its share of one file, whose ends lie in pages of its neighbours, and
+            into a file of its own; reads all that back, and a third.
+            """
             choose = random.Random(number)
             generator = np.random.default_rng(number)
             models = [np.zeros(share, np.uint8) for _ in range(2)]
@@ -740,7 +876,10 @@ def test_eight_threads_read_and_write_shared_and_own_files(configure: Configure,
         with ThreadPoolExecutor(threads) as pool:
             expected = np.concatenate(list(pool.map(work, range(threads))))
         stats = engine.stats()
-        assert (stats.write.requests, stats.read.requests) == (threads * rounds * 2, threads * rounds * 3)
+        assert (stats.write.requests, stats.read.requests) == (
+            threads * rounds * 2,
+            threads * rounds * 3,
+        )
         assert (stats.write.in_flight, stats.read.in_flight, stats.oldest) == (0, 0, None)
     assert_array_equal(on_disk(directory / "shared"), expected)
     assert_array_equal(on_disk(directory / "known"), known)
@@ -767,15 +906,22 @@ with Engine(AioConfig(backend=backend, block_size=4096, queue_depth=8, thread_co
 """
 
 
-def test_two_processes_write_one_file(backend: str, directory: Path, random_bytes: RandomBytes) -> None:
-    """First a half each, then every other stripe each; where the two meet, within a page, neither undoes the other's bytes."""
+def test_two_processes_write_one_file(
+    backend: str, directory: Path, random_bytes: RandomBytes
+) -> None:
+    """First a half each, then every other stripe each; where the two meet, within a page, neither
+    undoes the other's bytes.
+    """
     data = random_bytes(1_000_003)
     data.tofile(directory / "wanted")
     path = directory / "data"
     np.zeros_like(data).tofile(path)
     arguments = [(backend, first, 5_003) for first in (0, 1)]
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(interpreter(WRITE_STRIPES, *one, directory=directory)) for one in arguments]
+        processes = [
+            stack.enter_context(interpreter(WRITE_STRIPES, *one, directory=directory))
+            for one in arguments
+        ]
         for milestone in ("ready\n", "halves\n"):
             for process in processes:
                 assert process.stdout

@@ -1,7 +1,9 @@
-"""Whatever single fault a file has when it is read: it is refused with a typed error, or what is read is what was saved.
+"""Whatever single fault a file has when it is read: it is refused with a typed error, or what is
+read is what was saved.
 
-A fault in a byte that means nothing, such as a space in JSON, is none: what is read is the same. Of a resume journal, whose process may be killed
-at any moment, also its first lines are what was saved; that later ones were damaged is said.
+A fault in a byte that means nothing, such as a space in JSON, is none: what is read is the same. Of
+a resume journal, whose process may be killed at any moment, also its first lines are what was
+saved; that later ones were damaged is said.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ sys.path.append(str(Path(__file__).parent))
 import damage
 
 ROOT = Path(__file__).parents[2]
-FEW, MANY = 150, 2500  # of each kind of file, with those of tests/zero3/test_checkpoint_faults.py 10,000
+# of each kind of file, with those of tests/zero3/test_checkpoint_faults.py 10,000
+FEW, MANY = 150, 2500
 Check = Callable[[], bool]  # raises what a reader does; whether it was told nothing of a fault
 
 
 def campaign(files: dict[Path, Any], check: Check, count: int, seed: int) -> Counter[str]:
-    """How often a fault in one of *files*, each with the kinds that fit it, was refused and how often it meant nothing."""
+    """How often a fault in one of *files*, each with the kinds that fit it, was refused and how
+    often it meant nothing.
+    """
     draw = random.Random(seed)
     whole = {path: path.read_bytes() for path in files}
     assert check()
@@ -51,9 +56,13 @@ def campaign(files: dict[Path, Any], check: Check, count: int, seed: int) -> Cou
         except (OffloadError, Refusal) as error:
             ends["refused" if "\n" not in str(error) else "refused in several lines"] += 1
         except Exception as error:
-            pytest.fail(f"fault {sum(ends.values())}, {kind.__name__} in {path.name}: untyped {error!r}")
+            pytest.fail(
+                f"fault {sum(ends.values())}, {kind.__name__} in {path.name}: untyped {error!r}"
+            )
         else:
-            assert same, f"fault {sum(ends.values())}, {kind.__name__} in {path.name}: accepted silently"
+            assert same, (
+                f"fault {sum(ends.values())}, {kind.__name__} in {path.name}: accepted silently"
+            )
             ends["the same"] += 1
         path.write_bytes(whole[path])
     assert check()
@@ -61,7 +70,9 @@ def campaign(files: dict[Path, Any], check: Check, count: int, seed: int) -> Cou
     return ends
 
 
-@pytest.fixture(params=[pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
+)
 def count(request: pytest.FixtureRequest) -> int:
     number: int = request.param
     return number
@@ -84,7 +95,9 @@ def test_journals(count: int, tmp_path: Path) -> None:
     draw = random.Random(2)
     for number in range(30):
         ask = Ask(Setting(1 << draw.randint(16, 24), 4, 1), "read", 0.1, "screen", control=False)
-        journal.add(Entry(ask, Result(draw.randrange(10**9), 2, 0.1, ((0.1, 3), (0.2, 4))), number + 0.5))
+        journal.add(
+            Entry(ask, Result(draw.randrange(10**9), 2, 0.1, ((0.1, 3), (0.2, 4))), number + 0.5)
+        )
     entries, lines = journal.entries, path.read_bytes().count(b"\n")
 
     def check() -> bool:
@@ -93,7 +106,8 @@ def test_journals(count: int, tmp_path: Path) -> None:
         if found.warnings or found.entries == entries:
             return found.begun == begun
         data = path.read_bytes()
-        return data.count(b"\n") < lines and (found.begun == begun or b"\n" not in data)  # cut off, as by a kill
+        # cut off, as by a kill
+        return data.count(b"\n") < lines and (found.begun == begun or b"\n" not in data)
 
     ends = campaign({path: damage.TEXT}, check, count, 2)
     assert ends["the same"] > 0.3 * count
@@ -107,7 +121,10 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
 
 def test_snapshots(count: int, store: TensorStore, tmp_path: Path) -> None:
     draw = np.random.default_rng(3)
-    values = {f"t{number}": draw.integers(0, 256, nbytes, dtype=np.uint8) for number, nbytes in enumerate((3, 700, 4096, 5000, 0, 20_000))}
+    values = {
+        f"t{number}": draw.integers(0, 256, nbytes, dtype=np.uint8)
+        for number, nbytes in enumerate((3, 700, 4096, 5000, 0, 20_000))
+    }
     for name, value in values.items():
         store.put(name, value).wait()
     directory = tmp_path / "snapshot"
@@ -123,5 +140,7 @@ def test_snapshots(count: int, store: TensorStore, tmp_path: Path) -> None:
         return True
 
     (data,) = directory.glob("tensors-*")
-    ends = campaign({directory / "snapshot.json": damage.TEXT, data: damage.BINARY}, check, count, 3)
+    ends = campaign(
+        {directory / "snapshot.json": damage.TEXT, data: damage.BINARY}, check, count, 3
+    )
     assert ends["refused"] > 0.9 * count

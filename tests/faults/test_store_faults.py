@@ -1,4 +1,6 @@
-"""The store on drives that fail and fill up, and in processes that are killed: exact bytes or a typed error, and a snapshot that is whole."""
+"""The store on drives that fail and fill up, and in processes that are killed: exact bytes or a
+typed error, and a snapshot that is whole.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,16 @@ def contents(store: TensorStore, name: str) -> Bytes:
 
 
 @contextlib.contextmanager
-def failing(paths: list[Path], transfer: int, error: int = errno.EIO, count: int = 1) -> Iterator[TensorStore]:
-    """A store whose engine fails *count* transfers from number *transfer* on; at the end nothing is under way in it."""
-    with Engine(CONFIG, _faults=[(transfer, count, FaultKind.FAIL, error)]) as engine, TensorStore(paths, engine=engine) as store:
+def failing(
+    paths: list[Path], transfer: int, error: int = errno.EIO, count: int = 1
+) -> Iterator[TensorStore]:
+    """A store whose engine fails *count* transfers from number *transfer* on; at the end nothing is
+    under way in it.
+    """
+    with (
+        Engine(CONFIG, _faults=[(transfer, count, FaultKind.FAIL, error)]) as engine,
+        TensorStore(paths, engine=engine) as store,
+    ):
         yield store
         stats = engine.stats()
         assert (stats.read.in_flight, stats.write.in_flight, stats.oldest) == (0, 0, None)
@@ -90,10 +99,14 @@ def transfers_of(run: Callable[[TensorStore], object], paths: list[Path]) -> int
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_a_failed_overwrite_loses_the_value_and_says_so(paths: list[Path], random_bytes: RandomBytes, error: int) -> None:
+def test_a_failed_overwrite_loses_the_value_and_says_so(
+    paths: list[Path], random_bytes: RandomBytes, error: int
+) -> None:
     old, new = random_bytes(ODD), random_bytes(ODD)
     before = transfers_of(lambda store: store.put("a", old).wait(), paths)
-    both = transfers_of(lambda store: (store.put("a", old).wait(), store.put("a", new).wait()), paths)
+    both = transfers_of(
+        lambda store: (store.put("a", old).wait(), store.put("a", new).wait()), paths
+    )
     assert both > before >= 4
     for number in range(before, both):
         with failing(paths, number, error) as store:
@@ -102,8 +115,15 @@ def test_a_failed_overwrite_loses_the_value_and_says_so(paths: list[Path], rando
             for _ in range(2):
                 with pytest.raises(IOFailure, match="of tensor 'a'") as caught:
                     ticket.wait(SECONDS)
-                assert (caught.value.errno, caught.value.operation, isinstance(caught.value, NoSpaceError)) == (error, "write", error == errno.ENOSPC)
-            for lost in (lambda: store.get("a", bytearray(ODD)), lambda: store.snapshot(paths[0] / "snapshot")):
+                assert (
+                    caught.value.errno,
+                    caught.value.operation,
+                    isinstance(caught.value, NoSpaceError),
+                ) == (error, "write", error == errno.ENOSPC)
+            for lost in (
+                lambda: store.get("a", bytearray(ODD)),
+                lambda: store.snapshot(paths[0] / "snapshot"),
+            ):
                 with pytest.raises(IOFailure, match="of tensor 'a'") as caught:
                     lost()
                 assert caught.value.errno == error
@@ -113,10 +133,14 @@ def test_a_failed_overwrite_loses_the_value_and_says_so(paths: list[Path], rando
             assert store.used_bytes == -(-ODD // PAGE) * PAGE
 
 
-def test_a_failed_put_of_another_size_leaves_the_old_value(paths: list[Path], random_bytes: RandomBytes) -> None:
+def test_a_failed_put_of_another_size_leaves_the_old_value(
+    paths: list[Path], random_bytes: RandomBytes
+) -> None:
     old, new = random_bytes(ODD), random_bytes(ODD + 1)
     before = transfers_of(lambda store: store.put("a", old).wait(), paths)
-    both = transfers_of(lambda store: (store.put("a", old).wait(), store.put("a", new).wait()), paths)
+    both = transfers_of(
+        lambda store: (store.put("a", old).wait(), store.put("a", new).wait()), paths
+    )
     for number in range(before, both):
         with failing(paths, number) as store:
             store.put("a", old).wait(SECONDS)
@@ -129,7 +153,9 @@ def test_a_failed_put_of_another_size_leaves_the_old_value(paths: list[Path], ra
             assert (store.nbytes("a"), store.used_bytes) == (ODD, -(-ODD // PAGE) * PAGE)
 
 
-def test_a_failed_first_put_is_a_name_that_is_lost(paths: list[Path], random_bytes: RandomBytes) -> None:
+def test_a_failed_first_put_is_a_name_that_is_lost(
+    paths: list[Path], random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     for number in range(transfers_of(lambda store: store.put("a", data).wait(), paths)):
         with failing(paths, number) as store:
@@ -149,7 +175,10 @@ def test_a_failure_that_nobody_heard_is_raised_at_the_end(paths: list[Path]) -> 
         store.put("a", bytes(ODD))
         with pytest.raises(IOFailure, match="of tensor 'a'"):
             store.close()
-    with Engine(CONFIG, _faults=[(0, 1, FaultKind.FAIL, errno.EIO)]) as engine, TensorStore(paths, engine=engine) as store:
+    with (
+        Engine(CONFIG, _faults=[(0, 1, FaultKind.FAIL, errno.EIO)]) as engine,
+        TensorStore(paths, engine=engine) as store,
+    ):
         store.put("a", bytes(ODD))
         store.delete("a")  # nobody needs it any more
 
@@ -169,16 +198,23 @@ def test_a_failed_get_can_be_asked_for_again(paths: list[Path], random_bytes: Ra
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_a_snapshot_that_fails_leaves_the_last_one(paths: list[Path], tmp_path: Path, random_bytes: RandomBytes, error: int) -> None:
+def test_a_snapshot_that_fails_leaves_the_last_one(
+    paths: list[Path], tmp_path: Path, random_bytes: RandomBytes, error: int
+) -> None:
     directory = tmp_path / "snapshot"
-    old, new = {"a": random_bytes(ODD), "b": random_bytes(9)}, {"a": random_bytes(ODD), "b": random_bytes(8 * MIB)}
+    old, new = (
+        {"a": random_bytes(ODD), "b": random_bytes(9)},
+        {"a": random_bytes(ODD), "b": random_bytes(8 * MIB)},
+    )
 
     def put_all(store: TensorStore, values: dict[str, Bytes]) -> None:
         for name, value in values.items():
             store.put(name, value).wait(SECONDS)
 
     before = transfers_of(lambda store: put_all(store, new), paths)
-    both = transfers_of(lambda store: (put_all(store, new), store.snapshot(tmp_path / "other")), paths)
+    both = transfers_of(
+        lambda store: (put_all(store, new), store.snapshot(tmp_path / "other")), paths
+    )
     with TensorStore(paths, CONFIG) as store:
         put_all(store, old)
         store.snapshot(directory)
@@ -195,7 +231,9 @@ def test_a_snapshot_that_fails_leaves_the_last_one(paths: list[Path], tmp_path: 
                 assert_array_equal(contents(store, name), value)
 
 
-def test_a_restore_that_fails_changes_nothing(paths: list[Path], tmp_path: Path, random_bytes: RandomBytes) -> None:
+def test_a_restore_that_fails_changes_nothing(
+    paths: list[Path], tmp_path: Path, random_bytes: RandomBytes
+) -> None:
     directory = tmp_path / "snapshot"
     saved, present = random_bytes(9 * MIB), random_bytes(ODD)
     with TensorStore(paths, CONFIG) as store:
@@ -222,7 +260,9 @@ def free_bytes(place: Path) -> int:
     return status.f_bfree * status.f_frsize
 
 
-def test_a_full_drive_is_known_before_a_byte_is_written(mounted: Mount, random_bytes: RandomBytes) -> None:
+def test_a_full_drive_is_known_before_a_byte_is_written(
+    mounted: Mount, random_bytes: RandomBytes
+) -> None:
     with tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place:
         before = free_bytes(Path(place))
         values: dict[str, Bytes] = {}
@@ -253,7 +293,9 @@ def test_a_full_drive_is_known_before_a_byte_is_written(mounted: Mount, random_b
         assert free_bytes(Path(place)) == before
 
 
-def test_a_full_drive_leaves_its_share_to_the_others(mounted: Mount, tmp_path: Path, random_bytes: RandomBytes) -> None:
+def test_a_full_drive_leaves_its_share_to_the_others(
+    mounted: Mount, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
     with tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place:
         limit = free_bytes(Path(place))
         with TensorStore([place, tmp_path], CONFIG, weights=[3, 1]) as store:
@@ -267,8 +309,13 @@ def test_a_full_drive_leaves_its_share_to_the_others(mounted: Mount, tmp_path: P
                 assert_array_equal(contents(store, name), value)
 
 
-def test_a_snapshot_without_room_leaves_the_last_one(mounted: Mount, tmp_path: Path, random_bytes: RandomBytes) -> None:
-    with tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place, TensorStore(tmp_path, CONFIG) as store:
+def test_a_snapshot_without_room_leaves_the_last_one(
+    mounted: Mount, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place,
+        TensorStore(tmp_path, CONFIG) as store,
+    ):
         directory = Path(place) / "snapshot"
         old = random_bytes(6 * MIB)
         store.put("a", old)
@@ -282,7 +329,9 @@ def test_a_snapshot_without_room_leaves_the_last_one(mounted: Mount, tmp_path: P
         assert_array_equal(contents(store, "a"), old)
 
 
-def test_a_restore_without_room_changes_nothing(mounted: Mount, tmp_path: Path, random_bytes: RandomBytes) -> None:
+def test_a_restore_without_room_changes_nothing(
+    mounted: Mount, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
     with tempfile.TemporaryDirectory(dir=mounted("ext4-full")) as place:
         with TensorStore(tmp_path, CONFIG) as store:
             store.put("a", random_bytes(9 * MIB))
@@ -328,8 +377,9 @@ def restored(store):
     return int(generation)
 """
 
-# Each child kills itself at a later line of the code that writes snapshots, where the new one takes the old one's place at every line; a second one
-# sees what is there. Forked before there is any engine.
+# Each child kills itself at a later line of the code that writes snapshots, where the new one takes
+# the old one's place at every line; a second one sees what is there. Forked before there is any
+# engine.
 KILLED_AT_EVERY_LINE = """
 def in_child(work):
     if (child := os.fork()) == 0:
@@ -393,10 +443,19 @@ with TensorStore(".", CONFIG) as store:
 
 
 @contextlib.contextmanager
-def interpreter(script: str, *arguments: object, directory: Path) -> Iterator[subprocess.Popen[str]]:
+def interpreter(
+    script: str, *arguments: object, directory: Path
+) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     command = [sys.executable, "-c", SNAPSHOTS + script, *map(str, arguments)]
-    with subprocess.Popen(command, env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         try:
             yield process
         finally:
@@ -429,7 +488,9 @@ def test_kills_at_any_time_leave_a_whole_snapshot(tmp_path: Path) -> None:
         last = int([line for line in told if line.endswith("\n")][-1])
         with TensorStore(tmp_path, CONFIG) as store:
             assert sorted(store.restore(tmp_path / "snapshot")) == ["large", "odd", "small"]
-            found = {int(number) for name in store.names() for number in np.unique(contents(store, name))}
+            found = {
+                int(number) for name in store.names() for number in np.unique(contents(store, name))
+            }
             assert len(found) == 1, "of two snapshots"
             assert found <= {last % 251, (last + 1) % 251}
         assert {entry.name for entry in tmp_path.iterdir()} == {"snapshot"}

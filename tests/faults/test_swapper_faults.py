@@ -1,4 +1,6 @@
-"""A drive that fails under the swapper: the caller is told, once and where it matters; nothing is lost, and work goes on when the drive does."""
+"""A drive that fails under the swapper: the caller is told, once and where it matters; nothing is
+lost, and work goes on when the drive does.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,20 @@ MakeSwapper = Callable[..., TensorSwapper]
 
 @pytest.fixture
 def make_swapper(tmp_path: Path) -> Iterator[MakeSwapper]:
-    """A function from a budget in values and from faults to a swapper; a fault says which transfer is the first, from 1, how many fail, and how."""
+    """A function from a budget in values and from faults to a swapper; a fault says which transfer
+    is the first, from 1, how many fail, and how.
+    """
     with ExitStack() as stack:
 
         def make(values: int, *faults: tuple[int, int, Fault], lookahead: int = 0) -> TensorSwapper:
-            config = AioConfig(backend="posix", block_size=SIZE, thread_count=1, queue_depth=1, direct="auto")
-            engine = stack.enter_context(Engine(config, _faults=[(first - 1, count, *fault) for first, count, fault in faults]))
+            config = AioConfig(
+                backend="posix", block_size=SIZE, thread_count=1, queue_depth=1, direct="auto"
+            )
+            engine = stack.enter_context(
+                Engine(
+                    config, _faults=[(first - 1, count, *fault) for first, count, fault in faults]
+                )
+            )
             store = stack.enter_context(TensorStore(tmp_path, engine=engine))
             pool = stack.enter_context(PinnedPool(values * SIZE, pin=False))
             return stack.enter_context(TensorSwapper(store, pool, lookahead_bytes=lookahead * SIZE))
@@ -52,7 +62,9 @@ def check(swapper: TensorSwapper, name: str, number: int) -> None:
     swapper.release(name, changed=False)
 
 
-def test_a_failed_read_is_raised_where_it_is_needed_and_may_be_tried_again(make_swapper: MakeSwapper) -> None:
+def test_a_failed_read_is_raised_where_it_is_needed_and_may_be_tried_again(
+    make_swapper: MakeSwapper,
+) -> None:
     swapper = make_swapper(1, (3, 1, EIO))
     swapper.swap_out("a", value(1))
     swapper.swap_out("b", value(2))  # writes a
@@ -77,7 +89,9 @@ def test_a_failed_read_ahead_is_read_again_when_it_is_needed(make_swapper: MakeS
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(EIO, IOFailure), (FULL, NoSpaceError)])
-def test_a_failed_write_keeps_the_value_and_is_raised_where_the_room_is_needed(make_swapper: MakeSwapper, fault: Fault, kind: type[OffloadError]) -> None:
+def test_a_failed_write_keeps_the_value_and_is_raised_where_the_room_is_needed(
+    make_swapper: MakeSwapper, fault: Fault, kind: type[OffloadError]
+) -> None:
     swapper = make_swapper(1, (1, 2, fault))
     swapper.swap_out("a", value(1))
     for _ in range(2):
@@ -91,7 +105,9 @@ def test_a_failed_write_keeps_the_value_and_is_raised_where_the_room_is_needed(m
     assert swapper.stats().bytes_written == 2 * SIZE
 
 
-def test_others_leave_in_place_of_what_cannot_be_written_and_close_tells_of_it(make_swapper: MakeSwapper) -> None:
+def test_others_leave_in_place_of_what_cannot_be_written_and_close_tells_of_it(
+    make_swapper: MakeSwapper,
+) -> None:
     swapper = make_swapper(3, (4, 1, FULL), lookahead=1)
     for number, name in enumerate("abc"):
         swapper.swap_out(name, value(number))
@@ -120,7 +136,9 @@ def test_flush_tells_of_a_failed_write_and_the_next_writes_it(make_swapper: Make
         check(swapper, name, number)
 
 
-def test_a_new_value_takes_the_place_of_one_that_could_not_be_written(make_swapper: MakeSwapper) -> None:
+def test_a_new_value_takes_the_place_of_one_that_could_not_be_written(
+    make_swapper: MakeSwapper,
+) -> None:
     swapper = make_swapper(2, (1, 1, EIO))
     swapper.swap_out("a", value(1))
     with pytest.raises(IOFailure):
@@ -143,9 +161,15 @@ def until_well(call: Callable[[], object]) -> Any:
         assert len(failures) <= 2, failures
 
 
-@pytest.mark.parametrize("fault", [EIO, FULL, (FaultKind.CUT, 0), (FaultKind.CUT, 100), (FaultKind.DELAY, 2)], ids=["EIO", "ENOSPC", "cut", "short", "late"])
+@pytest.mark.parametrize(
+    "fault",
+    [EIO, FULL, (FaultKind.CUT, 0), (FaultKind.CUT, 100), (FaultKind.DELAY, 2)],
+    ids=["EIO", "ENOSPC", "cut", "short", "late"],
+)
 @pytest.mark.parametrize("first", range(1, 60, 3))
-def test_whichever_transfers_fail_training_ends_with_the_right_bytes(make_swapper: MakeSwapper, fault: Fault, first: int) -> None:
+def test_whichever_transfers_fail_training_ends_with_the_right_bytes(
+    make_swapper: MakeSwapper, fault: Fault, first: int
+) -> None:
     swapper = make_swapper(3, (first, 2, fault), lookahead=1)
     numbers = dict.fromkeys("abcdefg", 0)
     for name in numbers:

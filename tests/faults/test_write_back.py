@@ -1,4 +1,6 @@
-"""No write is done that is only in the page cache: what the drive below does not take is an error of the write, or of nobody's."""
+"""No write is done that is only in the page cache: what the drive below does not take is an error
+of the write, or of nobody's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture
 def thin(mount_namespace: None, tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 256 MiB on a file of a filesystem that has 48: it says that there is room, and the drive below has none."""
+    """An ext4 of 256 MiB on a file of a filesystem that has 48: it says that there is room, and the
+    drive below has none.
+    """
     host, point, image = tmp_path / "host", tmp_path / "thin", tmp_path / "host" / "image"
     for directory in (host, point):
         directory.mkdir()
@@ -41,7 +45,15 @@ def thin(mount_namespace: None, tmp_path: Path) -> Iterator[Path]:
         try:
             device = command("losetup", "--show", "--find", str(image)).strip()
             try:
-                command("mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=0,nodiscard", device)
+                command(
+                    "mkfs.ext4",
+                    "-q",
+                    "-O",
+                    "^has_journal",
+                    "-E",
+                    "lazy_itable_init=0,nodiscard",
+                    device,
+                )
                 command("mount", "-o", "errors=continue", device, str(point))
             finally:
                 command("losetup", "--detach", device)
@@ -79,7 +91,8 @@ def test_small_tensors_on_a_volume_that_cannot_keep_them(thin: Path, direct: boo
         assert len(kept) > 1000
         back = np.empty(SMALL_BYTES, np.uint8)
         for name, data in kept.items():
-            with contextlib.suppress(IOFailure):  # the filesystem's own blocks may be lost, which it says
+            # the filesystem's own blocks may be lost, which it says
+            with contextlib.suppress(IOFailure):
                 store.get(name, back).wait()
                 assert back.tobytes() == data, name
 
@@ -101,13 +114,16 @@ def test_unaligned_ends_of_a_file_on_a_volume_that_cannot_keep_them(thin: Path) 
         assert len(kept) > 1000
         back = np.empty(SMALL_BYTES, np.uint8)
         for number in kept:
-            with contextlib.suppress(IOFailure):  # the filesystem's own blocks may be lost, which it says
+            # the filesystem's own blocks may be lost, which it says
+            with contextlib.suppress(IOFailure):
                 engine.read(back, file, number * step).wait()
                 assert (back == data).all(), number
 
 
 def test_a_store_writes_nothing_through_the_page_cache(mounted: Callable[[str], Path]) -> None:
-    """Which a file shows by the pages that the kernel keeps of it: sizes of every kind, overwritten, and their neighbours whole."""
+    """Which a file shows by the pages that the kernel keeps of it: sizes of every kind,
+    overwritten, and their neighbours whole.
+    """
     sizes = [1, 511, 512, 3072, 4095, 4096, 4097, 70_001, (1 << 20) + 5]
     generator = np.random.default_rng(5)
     with TensorStore(mounted("ext4"), AioConfig(block_size=16 << 10)) as store:
@@ -121,7 +137,10 @@ def test_a_store_writes_nothing_through_the_page_cache(mounted: Callable[[str], 
                 store.get(name, back).wait()
                 assert (back == value).all(), name
         assert all(file._live().direct for file in slabs._files)
-    with Engine(AioConfig()) as engine, engine.open_anonymous(mounted("ext4"), 8192, padded=True) as file:
+    with (
+        Engine(AioConfig()) as engine,
+        engine.open_anonymous(mounted("ext4"), 8192, padded=True) as file,
+    ):
         engine.write(b"\xff" * 8192, file).wait()
         engine.write(b"x" * 10, file).wait()
         back = np.empty(8192, np.uint8)
@@ -173,11 +192,19 @@ def test_without_proc(mounted: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("cut", [513, 1001, 1535, 2047])
 def test_a_padded_end_is_whole_whatever_a_drive_claims_of_it(cut: int, tmp_path: Path) -> None:
-    """Every other transfer ends early, with an odd number of bytes, of which only whole sectors were moved."""
+    """Every other transfer ends early, with an odd number of bytes, of which only whole sectors
+    were moved.
+    """
     faults = [(at, 1, FaultKind.CUT, cut) for at in range(0, 4000, 2)]
     generator = np.random.default_rng(5)
-    values = {f"{size}": generator.integers(0, 256, size, dtype=np.uint8) for size in (1, 100, 512, 600, 1000, 1001, 1024, 1500, 3072, 4095, 5001, 70_001)}
-    with Engine(AioConfig(direct="auto"), _faults=faults) as engine, TensorStore(tmp_path, engine=engine) as store:
+    values = {
+        f"{size}": generator.integers(0, 256, size, dtype=np.uint8)
+        for size in (1, 100, 512, 600, 1000, 1001, 1024, 1500, 3072, 4095, 5001, 70_001)
+    }
+    with (
+        Engine(AioConfig(direct="auto"), _faults=faults) as engine,
+        TensorStore(tmp_path, engine=engine) as store,
+    ):
         for _ in range(2):
             for name, value in values.items():
                 value += 1  # what lay there before would be noticed

@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload import UnsupportedError, save_on_nvme
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 Make = Callable[..., save_on_nvme]
 
@@ -53,11 +56,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def blocks(count: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(Attention(width), Feed(width)) for _ in range(count))).to("cuda")
+    return nn.Sequential(*(nn.Sequential(Attention(width), Feed(width)) for _ in range(count))).to(
+        "cuda"
+    )
 
 
 @pytest.mark.parametrize("host_memory", ["2 MB", "auto"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "odd"])  # whose gather has no deterministic gradient there
+# whose gather has no deterministic gradient there
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "odd"])
 def test_gradients_are_the_same_bits_in_every_step(name: str, host_memory: str, make: Make) -> None:
     model, x = made(name, "cuda")
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -97,7 +103,11 @@ def test_several_graphs_and_a_backward_inside(make: Make) -> None:
         losses[2].backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    expected = step(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor))
+    expected = step(
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.detach(), lambda tensor: tensor
+        )
+    )
     offload = make(8 << 20)
     for _ in range(3):
         assert same(step(offload), expected)
@@ -125,7 +135,8 @@ def test_checkpointed_blocks(reentrant: bool, make: Make) -> None:
         assert same(gradients(whole, x, offload), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*AccumulateGrad")  # of streams that differ, as they do by intent
+# of streams that differ, as they do by intent
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad")
 def test_under_autocast_with_a_side_stream(make: Make) -> None:
     model = blocks(3, 128)
     x = torch.randn(16, 64, 128, device="cuda")
@@ -141,7 +152,11 @@ def test_under_autocast_with_a_side_stream(make: Make) -> None:
         torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:TensorFloat32", "ignore:.*torch.jit.script_method")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:TensorFloat32",
+    "ignore:.*torch.jit.script_method",
+)
 def test_compiled_blocks(make: Make) -> None:
     torch._dynamo.reset()
     model = blocks(3, 128).eval()

@@ -1,4 +1,6 @@
-"""`NVMeOptimizer` with parameters on GPUs: the bits of the same class in memory, on one GPU and, sharded, on two."""
+"""`NVMeOptimizer` with parameters on GPUs: the bits of the same class in memory, on one GPU and,
+sharded, on two.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from test_ranks import CASES, IN_BACKWARD, told_by_two_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 LARGE = [(2000, 1000), (3, 5), (4000, 500), (1000,), (1500, 1000)] * 3
 
@@ -22,32 +27,43 @@ LARGE = [(2000, 1000), (3, 5), (4000, 500), (1000,), (1500, 1000)] * 3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
-    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]  # which divides by the number of elements
+    # which divides by the number of elements
+    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
     plain, roomy, tight = (parameters(dtype, "cuda", shapes) for _ in range(3))
     reference = Reference(plain, OPTIMIZERS[name])
     train(plain, reference)
     expected = reference.optimizer.state_dict()["state"]
     if dtype != torch.float32:
-        expected = {index: {**expected.get(index, {}), "master": master} for index, (_, master) in enumerate(reference.pairs)}
+        expected = {
+            index: {**expected.get(index, {}), "master": master}
+            for index, (_, master) in enumerate(reference.pairs)
+        }
     with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
         train(roomy, optimizer)
         assert differing(roomy, plain) == []
         assert unlike_but_for_sums(name, optimizer.state_dict()["state"], expected) == []
-    with smallest(lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(tight, optimizer)
         assert differing(tight, plain) == []
         assert unlike_but_for_sums(name, optimizer.state_dict()["state"], expected) == []
 
 
 def unlike_but_for_sums(name, state, expected):
-    """Where they differ; Adafactor's sums over a tensor depend in the last bit on where in memory the tensor lies, so its masters need only be near."""
+    """Where they differ; Adafactor's sums over a tensor depend in the last bit on where in memory
+    the tensor lies, so its masters need only be near.
+    """
     places = unlike(state, expected)
     if name != "adafactor":
         return places
     near = [
         f".{index}.master"
         for index in expected
-        if "master" in expected[index] and torch.allclose(state[index]["master"], expected[index]["master"].cpu(), rtol=1e-6, atol=1e-7)
+        if "master" in expected[index]
+        and torch.allclose(
+            state[index]["master"], expected[index]["master"].cpu(), rtol=1e-6, atol=1e-7
+        )
     ]
     return [place for place in places if place not in near]
 
@@ -55,24 +71,40 @@ def unlike_but_for_sums(name, state, expected):
 @pytest.mark.parametrize("state_format", ["exact", "split"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_many_buckets_in_flight(tmp_path, state_format, fused):
-    plain, ours = parameters(torch.bfloat16, "cuda", LARGE), parameters(torch.bfloat16, "cuda", LARGE)
+    plain, ours = (
+        parameters(torch.bfloat16, "cuda", LARGE),
+        parameters(torch.bfloat16, "cuda", LARGE),
+    )
     reference = Reference(plain, torch.optim.AdamW, fused=fused)
-    with NVMeOptimizer(ours, fused=fused, paths=tmp_path, host_memory="30MB", state_format=state_format) as optimizer:
+    with NVMeOptimizer(
+        ours, fused=fused, paths=tmp_path, host_memory="30MB", state_format=state_format
+    ) as optimizer:
         train(plain, reference, steps=5)
         train(ours, optimizer, steps=5)
         assert len(optimizer._buckets) > 30
         assert optimizer.stats().bytes_read > 100e6
         assert optimizer._tier._pool.pinned == "cuda"
         state = optimizer.state_dict()["state"]
-        assert differing([state[index]["master"] for index in state], [master for _, master in reference.pairs]) == []
+        assert (
+            differing(
+                [state[index]["master"] for index in state],
+                [master for _, master in reference.pairs],
+            )
+            == []
+        )
         if state_format == "exact":
             assert differing(ours, plain) == []
 
 
 def test_compact_states_come_near(tmp_path):
-    plain, ours = parameters(torch.bfloat16, "cuda", LARGE), parameters(torch.bfloat16, "cuda", LARGE)
+    plain, ours = (
+        parameters(torch.bfloat16, "cuda", LARGE),
+        parameters(torch.bfloat16, "cuda", LARGE),
+    )
     before = [parameter.detach().float() for parameter in plain]
-    with NVMeOptimizer(ours, lr=0.1, paths=tmp_path, host_memory="30MB", state_format="compact") as optimizer:
+    with NVMeOptimizer(
+        ours, lr=0.1, paths=tmp_path, host_memory="30MB", state_format="compact"
+    ) as optimizer:
         train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), steps=10)
         train(ours, optimizer, steps=10)
         assert optimizer.stats().bytes_read > 30e6
@@ -83,12 +115,17 @@ def test_compact_states_come_near(tmp_path):
 @pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format):
     options = {"paths": tmp_path, "host_memory": "20MB", "state_format": state_format}
-    whole, first = parameters(torch.bfloat16, "cuda", LARGE), parameters(torch.bfloat16, "cuda", LARGE)
+    whole, first = (
+        parameters(torch.bfloat16, "cuda", LARGE),
+        parameters(torch.bfloat16, "cuda", LARGE),
+    )
     with NVMeOptimizer(whole, **options) as optimizer:
         train(whole, optimizer, steps=4)
     with NVMeOptimizer(first, **options) as optimizer:
         train(first, optimizer, steps=2)
-        torch.save({"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt")
+        torch.save(
+            {"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt"
+        )
     saved = torch.load(tmp_path / "checkpoint.pt", mmap=True)
     second = [torch.nn.Parameter(parameter.detach().cuda()) for parameter in saved["parameters"]]
     with NVMeOptimizer(second, **options) as optimizer:
@@ -100,11 +137,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format):
 def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path):
     plain, ours = parameters(device="cuda"), parameters(device="cuda")
     reference = torch.optim.AdamW(plain, fused=True)
-    with smallest(lambda cap: NVMeOptimizer(ours, fused=True, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, fused=True, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(plain, reference)
         train(ours, optimizer)
         crossed = reference.state_dict(), optimizer.state_dict()
-        assert all(value.device.type == "cpu" for state in crossed[1]["state"].values() for key, value in state.items() if value.numel() > 1)
+        assert all(
+            value.device.type == "cpu"
+            for state in crossed[1]["state"].values()
+            for key, value in state.items()
+            if value.numel() > 1
+        )
         optimizer.load_state_dict(crossed[0])
         reference.load_state_dict(crossed[1])
         train(plain, reference, first=3)
@@ -113,9 +157,18 @@ def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path):
 
 
 def test_parameters_on_both_kinds_of_device(tmp_path):
-    plain, ours = ([*parameters(torch.bfloat16, "cuda"), *parameters(torch.bfloat16), *parameters(device="cuda")] for _ in range(2))
+    plain, ours = (
+        [
+            *parameters(torch.bfloat16, "cuda"),
+            *parameters(torch.bfloat16),
+            *parameters(device="cuda"),
+        ]
+        for _ in range(2)
+    )
     train(plain, Reference(plain, torch.optim.AdamW, foreach=False))
-    with smallest(lambda cap: NVMeOptimizer(ours, foreach=False, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, foreach=False, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(ours, optimizer)
     assert differing(ours, plain) == []
 
@@ -125,7 +178,9 @@ def test_a_scaler_and_clipping(tmp_path):
         scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
         for step in range(4):
             optimizer.zero_grad()
-            loss = sum((parameter * (step + 1)).sin().sum() for parameter in params) * (torch.inf if step == 1 else 1)
+            loss = sum((parameter * (step + 1)).sin().sum() for parameter in params) * (
+                torch.inf if step == 1 else 1
+            )
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(params, 0.1)
@@ -143,28 +198,49 @@ def test_a_scaler_and_clipping(tmp_path):
 def test_a_model_in_training(tmp_path, in_backward):
     def run(make):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12))).to("cuda", torch.bfloat16)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12))).to(
+            "cuda", torch.bfloat16
+        )
         optimizer = make(list(model.parameters()))
         for step in range(5):
-            inputs = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+            inputs = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).to(
+                "cuda", torch.bfloat16
+            )
             model.zero_grad()
             model(inputs).float().square().mean().backward()
             optimizer.step()
         return list(model.parameters())
 
     expected = run(lambda params: Reference(params, torch.optim.AdamW))
-    assert differing(run(lambda params: NVMeOptimizer(params, paths=tmp_path, host_memory="8MB", step_in_backward=in_backward)), expected) == []
+    assert (
+        differing(
+            run(
+                lambda params: NVMeOptimizer(
+                    params, paths=tmp_path, host_memory="8MB", step_in_backward=in_backward
+                )
+            ),
+            expected,
+        )
+        == []
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_a_model_over_two_gpus_of_one_process_is_updated_in_backward(tmp_path):
     def run(in_backward):
         torch.manual_seed(0)
-        halves = [torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).to(f"cuda:{index}") for index in range(2)]
+        halves = [
+            torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).to(f"cuda:{index}")
+            for index in range(2)
+        ]
         params = [parameter for half in halves for parameter in half.parameters()]
-        with NVMeOptimizer(params, paths=tmp_path, host_memory="4MB", step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            params, paths=tmp_path, host_memory="4MB", step_in_backward=in_backward
+        ) as optimizer:
             for step in range(3):
-                halves[1](halves[0](torch.ones(4, 256, device="cuda:0") * step).to("cuda:1")).square().mean().backward()
+                halves[1](
+                    halves[0](torch.ones(4, 256, device="cuda:0") * step).to("cuda:1")
+                ).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         return params

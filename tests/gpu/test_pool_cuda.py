@@ -1,4 +1,6 @@
-"""The pool on a machine with a GPU: its tensors are pinned, copies are right, and CUDA forgets the memory when it goes."""
+"""The pool on a machine with a GPU: its tensors are pinned, copies are right, and CUDA forgets the
+memory when it goes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch
 
 from nvme_offload.io.pool import PinnedPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 MIB = 1 << 20
 
@@ -116,5 +121,7 @@ def test_the_interpreter_may_end_with_tensors_and_copies_alive():
         print("end")
     """
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    child = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
     assert (child.returncode, child.stdout, child.stderr) == (0, "end\n", "")

@@ -1,4 +1,6 @@
-"""The key "state_format" of ZeRO-3 on GPUs: what `tests/zero3/test_state_format.py` asks for without one, with parameters and reductions on the GPU."""
+"""The key "state_format" of ZeRO-3 on GPUs: what `tests/zero3/test_state_format.py` asks for
+without one, with parameters and reductions on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.deepspeed,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     directory = tmp_path_factory.mktemp("drive")
-    mine, reference = (train(list(SPLIT_CASES.values()), directory, ours=ours, accelerator="cuda") for ours in (True, False))
+    mine, reference = (
+        train(list(SPLIT_CASES.values()), directory, ours=ours, accelerator="cuda")
+        for ours in (True, False)
+    )
     return dict(zip(SPLIT_CASES, zip(mine, reference, strict=True), strict=True))
 
 
@@ -35,6 +42,8 @@ def test_split_loses_nothing(split, name):
 
 def test_compact_gives_the_same_bits_from_memory_and_from_the_drive(tmp_path):
     case = SPLIT_CASES["streamed"].but(sub_group_size=1, section=COMPACT)
-    resident, streamed = train([case, case.but(section={**COMPACT, **SMALLEST})], tmp_path, accelerator="cuda")
+    resident, streamed = train(
+        [case, case.but(section={**COMPACT, **SMALLEST})], tmp_path, accelerator="cuda"
+    )
     assert differences(streamed, resident) == []
     assert streamed["traffic"]["bytes_read"] > 0

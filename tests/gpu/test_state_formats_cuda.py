@@ -1,4 +1,6 @@
-"""State formats on a GPU give what they give on the CPU, bit for bit: a bucket that was packed on one can be unpacked on the other."""
+"""State formats on a GPU give what they give on the CPU, bit for bit: a bucket that was packed on
+one can be unpacked on the other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ import torch
 
 from nvme_offload.optimizer_states import FORMATS, state_format
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
@@ -15,9 +20,14 @@ STATES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 def bucket(numel: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Masters of any bit pattern, and moments over many decades."""
     generator = torch.Generator().manual_seed(numel)
-    bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(torch.int32)
+    bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(
+        torch.int32
+    )
     scale = torch.exp(6 * torch.randn(numel, generator=generator))
-    return bits.view(torch.float32), {"exp_avg": torch.randn(numel, generator=generator) * scale, "exp_avg_sq": scale**2}
+    return bits.view(torch.float32), {
+        "exp_avg": torch.randn(numel, generator=generator) * scale,
+        "exp_avg_sq": scale**2,
+    }
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -30,15 +40,29 @@ def test_both_devices_write_the_same_bytes_and_read_them_alike(name, numel):
     found = {}
     for device in ("cpu", "cuda"):
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        working = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in (numel // 2, numel - numel // 2)]
-        format.pack(layout, buffer, working, master.to(device), {key: state.to(device) for key, state in states.items()}, seed=5)
+        working = [
+            torch.empty(size, dtype=torch.bfloat16, device=device)
+            for size in (numel // 2, numel - numel // 2)
+        ]
+        format.pack(
+            layout,
+            buffer,
+            working,
+            master.to(device),
+            {key: state.to(device) for key, state in states.items()},
+            seed=5,
+        )
         back, states_back = format.unpack(layout, buffer, working)
         assert all(tensor.device.type == device for tensor in (back, *states_back.values()))
         values = [state.cpu() for state in states_back.values()]
-        same_nan = [torch.where(state.isnan(), torch.nan, state) for state in values]  # each device makes another one of a block that is not finite
+        # each device makes another one of a block that is not finite
+        same_nan = [torch.where(state.isnan(), torch.nan, state) for state in values]
         bits = [tensor.view(torch.int32) for tensor in (back.cpu(), *same_nan)]
         found[device] = [buffer.cpu(), torch.cat(working).cpu()[number], *bits]
-    assert all(torch.equal(on_cpu, on_gpu) for on_cpu, on_gpu in zip(found["cpu"], found["cuda"], strict=True))
+    assert all(
+        torch.equal(on_cpu, on_gpu)
+        for on_cpu, on_gpu in zip(found["cpu"], found["cuda"], strict=True)
+    )
 
 
 def test_a_nan_on_a_gpu_takes_its_block_along():
@@ -48,7 +72,13 @@ def test_a_nan_on_a_gpu_takes_its_block_along():
     states["exp_avg"][300] = torch.nan
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
     working = [torch.ones(1024, dtype=torch.bfloat16, device="cuda")]
-    format.pack(layout, buffer, working, working[0].float(), {key: state.cuda() for key, state in states.items()})
+    format.pack(
+        layout,
+        buffer,
+        working,
+        working[0].float(),
+        {key: state.cuda() for key, state in states.items()},
+    )
     _, back = format.unpack(layout, buffer, working)
     assert back["exp_avg"].isnan().cpu().view(4, 256).sum(dim=1).tolist() == [0, 256, 0, 0]
     assert back["exp_avg_sq"].isfinite().all()

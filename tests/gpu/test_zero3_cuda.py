@@ -1,6 +1,8 @@
-"""Training on GPUs with parameters and optimizer states on a drive: the same bits as stock DeepSpeed with `device: "cpu"` gives on the same GPUs.
+"""Training on GPUs with parameters and optimizer states on a drive: the same bits as stock
+DeepSpeed with `device: "cpu"` gives on the same GPUs.
 
-The cases are those of `tests/zero3/test_parity.py`, which trains them without a GPU; two ranks have a GPU each and talk through NCCL.
+The cases are those of `tests/zero3/test_parity.py`, which trains them without a GPU; two ranks have
+a GPU each and talk through NCCL.
 """
 
 from __future__ import annotations
@@ -20,21 +22,29 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.deepspeed,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
     directory = tmp_path_factory.mktemp("drive")
-    mine, reference = (train(list(CASES.values()), directory, ours=ours, accelerator="cuda") for ours in (True, False))
+    mine, reference = (
+        train(list(CASES.values()), directory, ours=ours, accelerator="cuda")
+        for ours in (True, False)
+    )
     return dict(zip(CASES, zip(mine, reference, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("drive")
-    mine, reference = (train(list(ON_TWO_RANKS.values()), directory, ours=ours, ranks=2, accelerator="cuda") for ours in (True, False))
+    mine, reference = (
+        train(list(ON_TWO_RANKS.values()), directory, ours=ours, ranks=2, accelerator="cuda")
+        for ours in (True, False)
+    )
     return dict(zip(ON_TWO_RANKS, zip(mine, reference, strict=True), strict=True))
 
 

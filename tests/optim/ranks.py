@@ -1,4 +1,6 @@
-"""`python ranks.py DEVICE DIRECTORY`, of which two run at once: train in every sharded way, with `NVMeOptimizer` and in memory, and tell what differs."""
+"""`python ranks.py DEVICE DIRECTORY`, of which two run at once: train in every sharded way, with
+`NVMeOptimizer` and in memory, and tell what differs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch
 import torch.distributed as dist
 from reference import Reference, differing, unlike
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,21 +28,37 @@ from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
 
 
-def train(net: nn.Module, optimizer: Any, steps: int = 3, first: int = 0, everywhere_the_same: bool = False, clipped: bool = True) -> None:
+def train(
+    net: nn.Module,
+    optimizer: Any,
+    steps: int = 3,
+    first: int = 0,
+    everywhere_the_same: bool = False,
+    clipped: bool = True,
+) -> None:
     for step in range(first, first + steps):
         net.zero_grad()
-        net(inputs(step, next(net.parameters()).dtype, 0 if everywhere_the_same else RANK)).float().square().mean().backward()
+        net(
+            inputs(step, next(net.parameters()).dtype, 0 if everywhere_the_same else RANK)
+        ).float().square().mean().backward()
         if clipped and not everywhere_the_same:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
         optimizer.step()
 
 
 def whole(net: nn.Module) -> list[torch.Tensor]:
-    return [getattr(parameter, "full_tensor", lambda parameter=parameter: parameter.detach())() for parameter in net.parameters()]
+    return [
+        getattr(parameter, "full_tensor", lambda parameter=parameter: parameter.detach())()
+        for parameter in net.parameters()
+    ]
 
 
 def streamed(optimizer: NVMeOptimizer) -> list[str]:
-    return [] if optimizer.stats().bytes_read > 0 or RANK > 0 else [f"all was in memory: {optimizer.stats()}"]
+    return (
+        []
+        if optimizer.stats().bytes_read > 0 or RANK > 0
+        else [f"all was in memory: {optimizer.stats()}"]
+    )
 
 
 @case
@@ -58,43 +80,70 @@ def zero_redundancy() -> list[Any]:
         (functools.partial(NVMeOptimizer, optimizer_class=torch.optim.AdamW), {"paths": DIRECTORY}),
     ):
         net = model()
-        train(DistributedDataParallel(net), optimizer := ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.01, **options))
+        train(
+            DistributedDataParallel(net),
+            optimizer := ZeroRedundancyOptimizer(net.parameters(), kind, lr=0.01, **options),
+        )
         optimizer.consolidate_state_dict(to=0)
         box = [optimizer.state_dict() if RANK == 0 else None]
         dist.broadcast_object_list(box)
         resumed = copy.deepcopy(net)
         again = ZeroRedundancyOptimizer(resumed.parameters(), kind, lr=0.01, **options)
-        again.load_state_dict(copy.deepcopy(box[0]))  # whose tensors may be those of the optimizer that it comes from
+        # whose tensors may be those of the optimizer that it comes from
+        again.load_state_dict(copy.deepcopy(box[0]))
         for one, stepped in ((net, optimizer), (resumed, again)):
             train(DistributedDataParallel(one), stepped, first=3)
         nets += [net, resumed]
-    return [f"{number}: {place}" for number, net in enumerate(nets) for place in differing(whole(nets[0]), whole(net))]
+    return [
+        f"{number}: {place}"
+        for number, net in enumerate(nets)
+        for place in differing(whole(nets[0]), whole(net))
+    ]
 
 
-def sharded(dtype: torch.dtype = torch.float32, optimizer_class: Any = torch.optim.AdamW, **policies: Any) -> list[Any]:
+def sharded(
+    dtype: torch.dtype = torch.float32, optimizer_class: Any = torch.optim.AdamW, **policies: Any
+) -> list[Any]:
     nets, optimizers = [], []
-    for make in (functools.partial(Reference, optimizer_class=optimizer_class, lr=0.01), functools.partial(ours, optimizer_class=optimizer_class)):
+    for make in (
+        functools.partial(Reference, optimizer_class=optimizer_class, lr=0.01),
+        functools.partial(ours, optimizer_class=optimizer_class),
+    ):
         net = model(dtype)
         for layer in (net[0], net[2], net[4], net):
             fully_shard(layer, **policies)
         train(net, optimizer := make(list(net.parameters())))
         nets.append(net)
         optimizers.append(optimizer)
-    found = differing([parameter.to_local() for parameter in nets[0].parameters()], [parameter.to_local() for parameter in nets[1].parameters()])
+    found = differing(
+        [parameter.to_local() for parameter in nets[0].parameters()],
+        [parameter.to_local() for parameter in nets[1].parameters()],
+    )
     reference, optimizer = optimizers
     states = [one.state_dict()["state"] for one in (reference.optimizer, optimizer)]
     for state in states[1].values():
         if any(hasattr(value, "placements") != (key != "step") for key, value in state.items()):
             found.append("what is sharded is no DTensor")
         state.pop("master", None)
-    found += unlike(*[{index: {key: local(value) for key, value in state.items()} for index, state in one.items()} for one in states])
+    found += unlike(
+        *[
+            {
+                index: {key: local(value) for key, value in state.items()}
+                for index, state in one.items()
+            }
+            for one in states
+        ]
+    )
     if dtype == torch.float32:
         crossed = reference.optimizer.state_dict(), optimizer.state_dict()
         reference.optimizer.load_state_dict(crossed[1])
         optimizer.load_state_dict(crossed[0])
         for net, one in zip(nets, optimizers, strict=True):
             train(net, one, first=3)
-        found += differing([parameter.to_local() for parameter in nets[0].parameters()], [parameter.to_local() for parameter in nets[1].parameters()])
+        found += differing(
+            [parameter.to_local() for parameter in nets[0].parameters()],
+            [parameter.to_local() for parameter in nets[1].parameters()],
+        )
     return found + (streamed(optimizer) if optimizer_class is torch.optim.AdamW else [])
 
 
@@ -105,7 +154,9 @@ def fsdp2() -> list[Any]:
 
 @case
 def fsdp2_mixed_precision() -> list[Any]:
-    return sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    return sharded(
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
 
 
 @case
@@ -128,30 +179,46 @@ def distributed_checkpoint() -> list[Any]:
     found = []
     for dtype, optimizer_class, in_backward in (
         (torch.float32, torch.optim.AdamW, False),
-        (torch.float32, functools.partial(torch.optim.SGD, momentum=0.9), True),  # all of whose states are on the drive
+        # all of whose states are on the drive
+        (torch.float32, functools.partial(torch.optim.SGD, momentum=0.9), True),
         (torch.bfloat16, torch.optim.AdamW, True),
     ):
 
         def made(dtype: torch.dtype = dtype) -> nn.Module:
             return fully_shard(model(dtype))
 
-        make = functools.partial(ours, optimizer_class=optimizer_class, step_in_backward=in_backward)
+        make = functools.partial(
+            ours, optimizer_class=optimizer_class, step_in_backward=in_backward
+        )
         undisturbed, net = made(), made()
-        reference, optimizer = Reference(list(undisturbed.parameters()), optimizer_class, lr=0.01), make(net.parameters())
+        reference, optimizer = (
+            Reference(list(undisturbed.parameters()), optimizer_class, lr=0.01),
+            make(net.parameters()),
+        )
         train(undisturbed, reference, steps=6, clipped=not in_backward)
         train(net, optimizer, clipped=not in_backward)
         nets = [net]
         resumed = []
-        for options in (StateDictOptions(), StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)):
+        for options in (
+            StateDictOptions(),
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+        ):
             saved = get_optimizer_state_dict(net, optimizer, options=options)
             again = made()
             again.load_state_dict(net.state_dict())
-            set_optimizer_state_dict(again, loaded := make(again.parameters()), saved, options=options)
+            set_optimizer_state_dict(
+                again, loaded := make(again.parameters()), saved, options=options
+            )
             resumed.append((again, loaded))
         for one, stepped in ((net, optimizer), *resumed):
             train(one, stepped, first=3, clipped=not in_backward)
         nets += [again for again, _ in resumed]
-        found += [f"{dtype}, {number}: {place}" for number, one in enumerate(nets) for place in differing(whole(undisturbed), whole(one))]
+        found += [
+            f"{dtype}, {number}: {place}"
+            for number, one in enumerate(nets)
+            for place in differing(whole(undisturbed), whole(one))
+        ]
     return found
 
 
@@ -159,7 +226,11 @@ def distributed_checkpoint() -> list[Any]:
 def tensor_parallel() -> list[Any]:
     nets = []
     mesh = init_device_mesh(DEVICE, (2,))
-    for make in (functools.partial(torch.optim.AdamW, lr=0.01, foreach=False), functools.partial(ours, foreach=False)):  # for all, plain ones among them
+    # for all, plain ones among them
+    for make in (
+        functools.partial(torch.optim.AdamW, lr=0.01, foreach=False),
+        functools.partial(ours, foreach=False),
+    ):
         net = model()
         parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         train(net, make(net.parameters()), everywhere_the_same=True)

@@ -1,4 +1,6 @@
-"""`python ranks_in_backward.py DEVICE DIRECTORY`, of which two run at once: `step_in_backward` beside the same optimizer in memory stepping afterwards."""
+"""`python ranks_in_backward.py DEVICE DIRECTORY`, of which two run at once: `step_in_backward`
+beside the same optimizer in memory stepping afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
@@ -30,7 +37,9 @@ from nvme_offload.optim.placeholders import SpentGradient
 
 STEPS, PARTS = 3, 3
 
-During = Callable[[Any, Any, bool], Any]  # of a model, an optimizer, and whether it is the last backward() of a step: what that is to be run under
+# of a model, an optimizer, and whether it is the last backward() of a step: what that is to be run
+# under
+During = Callable[[Any, Any, bool], Any]
 
 
 def at_once(net: Any, optimizer: Any, last: bool) -> Any:
@@ -38,7 +47,11 @@ def at_once(net: Any, optimizer: Any, last: bool) -> Any:
 
 
 def summed_by_the_optimizer(net: Any, optimizer: Any, last: bool) -> Any:
-    return contextlib.nullcontext() if last or isinstance(optimizer, Reference) else optimizer.no_sync()
+    return (
+        contextlib.nullcontext()
+        if last or isinstance(optimizer, Reference)
+        else optimizer.no_sync()
+    )
 
 
 def summed_by_the_model(net: Any, optimizer: Any, last: bool) -> Any:
@@ -71,22 +84,34 @@ def compared(
         net = make()
         params = list(net.parameters())
         dtype = params[0].dtype
-        optimizer = ours(params, step_in_backward=settings, **kwargs) if in_backward else Reference(params, torch.optim.AdamW, lr=0.01, **kwargs)
+        optimizer = (
+            ours(params, step_in_backward=settings, **kwargs)
+            if in_backward
+            else Reference(params, torch.optim.AdamW, lr=0.01, **kwargs)
+        )
         for step in range(STEPS):
             for part in range(parts):
                 with during(net, optimizer, part == parts - 1):
                     loss(net, step * parts + part, dtype).backward()
             if in_backward:
-                kept = [name for name, one in net.named_parameters() if one.grad is not None and not isinstance(local(one.grad), SpentGradient)]
+                kept = [
+                    name
+                    for name, one in net.named_parameters()
+                    if one.grad is not None and not isinstance(local(one.grad), SpentGradient)
+                ]
                 found += [f"not updated in backward: {name}" for name in kept]
             optimizer.step()
             net.zero_grad()
         nets.append(net)
     assert optimizer.stats().step == STEPS
-    return found + differing(*([local(parameter) for parameter in net.parameters()] for net in nets))
+    return found + differing(
+        *([local(parameter) for parameter in net.parameters()] for net in nets)
+    )
 
 
-def sharded(dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any) -> nn.Sequential:
+def sharded(
+    dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any
+) -> nn.Sequential:
     made: Any = net or model(dtype)
     for layer in made:
         if list(layer.parameters()):
@@ -113,7 +138,11 @@ def fsdp2_mixed_precision() -> list[Any]:
 
 @case
 def fsdp2_accumulation() -> list[Any]:
-    return [f"{during.__name__}: {item}" for during in (summed_by_the_optimizer, summed_by_the_model) for item in compared(sharded, during)]
+    return [
+        f"{during.__name__}: {item}"
+        for during in (summed_by_the_optimizer, summed_by_the_model)
+        for item in compared(sharded, during)
+    ]
 
 
 @case
@@ -121,15 +150,26 @@ def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
     if DEVICE != "cuda":
         return []
     make = functools.partial(sharded, offload_policy=CPUOffloadPolicy())
-    return compared(make) + compared(make, summed_by_the_optimizer) + compared(make, summed_by_the_model)
+    return (
+        compared(make)
+        + compared(make, summed_by_the_optimizer)
+        + compared(make, summed_by_the_model)
+    )
 
 
 @case
 def fsdp2_replicas() -> list[Any]:
     found = []
     for shape in ((2, 1), (1, 2)):  # replicated, as by DistributedDataParallel; and sharded
-        make = functools.partial(sharded, mesh=init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")))
-        for during in (at_once, summed_by_the_optimizer, summed_by_the_model, summed_before_the_replicas_are):
+        make = functools.partial(
+            sharded, mesh=init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
+        )
+        for during in (
+            at_once,
+            summed_by_the_optimizer,
+            summed_by_the_model,
+            summed_before_the_replicas_are,
+        ):
             found += [f"{shape}, {during.__name__}: {item}" for item in compared(make, during)]
     return found
 
@@ -153,7 +193,8 @@ def fsdp2_frozen_and_unused() -> list[Any]:
         net.set_reduce_scatter_unused_params(True)
         return net
 
-    return compared(make) if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else []  # ranks that use other parameters hang older ones
+    # ranks that use other parameters hang older ones
+    return compared(make) if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else []
 
 
 @case
@@ -178,8 +219,14 @@ def tensor_parallel() -> list[Any]:
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(DEVICE)
-        plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0)), "3": RowwiseParallel()}
+        net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(
+            DEVICE
+        )
+        plan = {
+            "0": SequenceParallel(sequence_dim=0),
+            "1": ColwiseParallel(input_layouts=Shard(0)),
+            "3": RowwiseParallel(),
+        }
         return parallelize_module(net, mesh, plan)
 
     return compared(make, foreach=False) + compared(make, summed_by_the_optimizer, foreach=False)
@@ -199,7 +246,9 @@ class Part(nn.Module):
 
 @case
 def layers_sharded_by_hand() -> list[Any]:
-    return compared(Part, settings="local") + compared(Part, summed_by_the_optimizer, settings="local")
+    return compared(Part, settings="local") + compared(
+        Part, summed_by_the_optimizer, settings="local"
+    )
 
 
 @case
@@ -207,13 +256,21 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
     """backward() goes on everywhere, and step() tells."""
     nets: list[nn.Module] = []
     told: list[str] = []
-    logging.getLogger("nvme_offload.optim.optimizer").addFilter(lambda record: told.append(record.getMessage()))
+    logging.getLogger("nvme_offload.optim.optimizer").addFilter(
+        lambda record: told.append(record.getMessage())
+    )
     for in_backward in (False, True):
         net = sharded()
         if in_backward and RANK == 0:
-            nvme_offload.store.store.Engine = functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)])
+            nvme_offload.store.store.Engine = functools.partial(
+                Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]
+            )
         try:
-            optimizer = ours(net.parameters(), step_in_backward=True) if in_backward else Reference(list(net.parameters()), torch.optim.AdamW, lr=0.01)
+            optimizer = (
+                ours(net.parameters(), step_in_backward=True)
+                if in_backward
+                else Reference(list(net.parameters()), torch.optim.AdamW, lr=0.01)
+            )
         finally:
             nvme_offload.store.store.Engine = Engine
         for step in range(6):
@@ -225,15 +282,23 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
             net.zero_grad()
         nets.append(net)
     left = any("is left to step()" in message for message in told)
-    return ([] if left == (RANK == 0) else [told]) + differing(*([local(parameter) for parameter in net.parameters()] for net in nets))
+    return ([] if left == (RANK == 0) else [told]) + differing(
+        *([local(parameter) for parameter in net.parameters()] for net in nets)
+    )
 
 
 @case
 def what_cannot_be_known_is_refused() -> list[Any]:
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
-    part = parallelize_module(model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    part = parallelize_module(
+        model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     found = []
-    for params in (model().parameters(), DistributedDataParallel(model()).parameters(), part[0].parameters()):
+    for params in (
+        model().parameters(),
+        DistributedDataParallel(model()).parameters(),
+        part[0].parameters(),
+    ):
         try:
             ours(params, step_in_backward=True)
         except UnsupportedError as error:
@@ -257,7 +322,9 @@ def what_looks_at_gradients_afterwards_is_an_error() -> list[Any]:
 
     def zero_redundancy() -> None:
         net = DistributedDataParallel(model())
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), NVMeOptimizer, paths=DIRECTORY, step_in_backward="local")
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), NVMeOptimizer, paths=DIRECTORY, step_in_backward="local"
+        )
         with optimizer.optim:
             net(inputs(0)).square().mean().backward()
 
@@ -267,12 +334,22 @@ def what_looks_at_gradients_afterwards_is_an_error() -> list[Any]:
 
     found = []
     for name, wrong in {
-        "clipping": lambda: of(sharded(), True, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0)),
-        "a second backward": lambda: of(sharded(), True, lambda net: net(inputs(1)).square().mean().backward()),
+        "clipping": lambda: of(
+            sharded(), True, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        ),
+        "a second backward": lambda: of(
+            sharded(), True, lambda net: net(inputs(1)).square().mean().backward()
+        ),
         "all_reduce": lambda: of(model(), "local", reduce),
         "DDP": lambda: of(DistributedDataParallel(model()), "local", lambda net: None),
-        "DDP with views": lambda: of(DistributedDataParallel(model(), gradient_as_bucket_view=True), "local", lambda net: None),
-        "DDP, static": lambda: of(DistributedDataParallel(model(), static_graph=True), "local", lambda net: None),
+        "DDP with views": lambda: of(
+            DistributedDataParallel(model(), gradient_as_bucket_view=True),
+            "local",
+            lambda net: None,
+        ),
+        "DDP, static": lambda: of(
+            DistributedDataParallel(model(), static_graph=True), "local", lambda net: None
+        ),
         "ZeroRedundancyOptimizer": zero_redundancy,
     }.items():
         try:

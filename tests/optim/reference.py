@@ -1,4 +1,6 @@
-"""What `NVMeOptimizer` is held against: the same class in memory, over fp32 copies of what has 16 bits. And parameters and gradients for both."""
+"""What `NVMeOptimizer` is held against: the same class in memory, over fp32 copies of what has 16
+bits. And parameters and gradients for both.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ import torch
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
-# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bucket of the smallest budget.
+# Odd sizes, a scalar, one element, nothing at all, and one that is larger than a bucket of the
+# smallest budget.
 SHAPES = ((40, 30), (7,), (300, 100), (), (1,), (0, 3), (64, 64), (5, 3, 2))
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -45,8 +48,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Lion(torch.optim.Optimizer):
     """Of no module of torch's: the sign of an average. Counts its steps in the group."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "count": 0})
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "count": 0}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -61,7 +72,9 @@ class Lion(torch.optim.Optimizer):
                     state["average"] = torch.zeros_like(parameter)
                 first, second = group["betas"]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"] / group["count"])
-                parameter.sub_(state["average"].lerp(parameter.grad, 1 - first).sign_(), alpha=group["lr"])
+                parameter.sub_(
+                    state["average"].lerp(parameter.grad, 1 - first).sign_(), alpha=group["lr"]
+                )
                 state["average"].lerp_(parameter.grad, 1 - second)
 
 
@@ -69,16 +82,34 @@ OPTIMIZERS["lion"] = Lion
 
 
 class Reference:
-    """*optimizer_class* over fp32 copies of the parameters that have 16 bits; these follow by a cast."""
+    """*optimizer_class* over fp32 copies of the parameters that have 16 bits; these follow by a
+    cast.
+    """
 
-    def __init__(self, params: Sequence[Any], optimizer_class: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> None:
-        groups = [dict(entry) if isinstance(entry, dict) else {"params": [entry]} for entry in params]
+    def __init__(
+        self,
+        params: Sequence[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        **kwargs: Any,
+    ) -> None:
+        groups = [
+            dict(entry) if isinstance(entry, dict) else {"params": [entry]} for entry in params
+        ]
         self.pairs = []
         for group in groups:
-            pairs = [(parameter, parameter.detach().float() if parameter.dtype.itemsize == 2 else parameter) for parameter in group["params"]]
+            pairs = [
+                (
+                    parameter,
+                    parameter.detach().float() if parameter.dtype.itemsize == 2 else parameter,
+                )
+                for parameter in group["params"]
+            ]
             self.pairs += pairs
             group["params"] = [master for _, master in pairs]
-        self.optimizer = optimizer_class(groups if isinstance(params[0], dict) else [master for _, master in self.pairs], **kwargs)
+        self.optimizer = optimizer_class(
+            groups if isinstance(params[0], dict) else [master for _, master in self.pairs],
+            **kwargs,
+        )
 
     def step(self) -> None:
         """One step."""
@@ -92,17 +123,26 @@ class Reference:
                     parameter.copy_(master)
 
 
-def parameters(dtype: torch.dtype = torch.float32, device: str = "cpu", shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.nn.Parameter]:
+def parameters(
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[torch.nn.Parameter]:
     """The same ones at each call."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
+        for shape in shapes
+    ]
 
 
 def set_gradients(params: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:
     """Those of a step, whatever the parameters are."""
     generator = torch.Generator().manual_seed(1000 + step)
     for parameter in params:
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device, parameter.dtype)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(
+            parameter.device, parameter.dtype
+        )
 
 
 def train(params: Sequence[torch.Tensor], optimizer: Any, steps: int = 3, first: int = 0) -> None:
@@ -147,12 +187,25 @@ with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options)
 
 
 def taken_by_fifty_steps(
-    path: Path, *, shapes: Sequence[tuple[int, ...]], optimizer: str, host_memory: str, options: Mapping[str, Any] | None = None
+    path: Path,
+    *,
+    shapes: Sequence[tuple[int, ...]],
+    optimizer: str,
+    host_memory: str,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[int, int]:
-    """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a process of their own, with state dicts; and bytes of states."""
+    """Bytes of memory that fifty steps of *optimizer*, a class by its name, take at most in a
+    process of their own, with state dicts; and bytes of states.
+    """
     given = json.dumps([str(path), shapes, optimizer, host_memory, options or {}])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given], capture_output=True, text=True, timeout=400, env=environment)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=environment,
+    )
     assert ran.returncode == 0, ran.stderr
     taken, states = map(int, ran.stdout.split())
     return taken, states
@@ -172,7 +225,11 @@ def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> l
     return [
         index
         for index, (one, other) in enumerate(zip(ones, others, strict=True))
-        if one.dtype != other.dtype or not torch.equal(one.detach().cpu().reshape(-1).view(torch.uint8), other.detach().cpu().reshape(-1).view(torch.uint8))
+        if one.dtype != other.dtype
+        or not torch.equal(
+            one.detach().cpu().reshape(-1).view(torch.uint8),
+            other.detach().cpu().reshape(-1).view(torch.uint8),
+        )
     ]
 
 
@@ -182,7 +239,15 @@ def unlike(one: Any, other: Any, at: str = "") -> list[str]:
         return [at] if one.shape != other.shape or differing([one], [other]) else []
     if isinstance(one, dict) and isinstance(other, dict):
         missing = [f"{at}.{key}" for key in one.keys() ^ other.keys()]
-        return missing + [place for key in one.keys() & other.keys() for place in unlike(one[key], other[key], f"{at}.{key}")]
+        return missing + [
+            place
+            for key in one.keys() & other.keys()
+            for place in unlike(one[key], other[key], f"{at}.{key}")
+        ]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [place for index, pair in enumerate(zip(one, other, strict=True)) for place in unlike(*pair, f"{at}.{index}")]
+        return [
+            place
+            for index, pair in enumerate(zip(one, other, strict=True))
+            for place in unlike(*pair, f"{at}.{index}")
+        ]
     return [] if type(one) is type(other) and one == other else [f"{at}: {one!r} and {other!r}"]

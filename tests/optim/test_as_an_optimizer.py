@@ -1,4 +1,6 @@
-"""`NVMeOptimizer` where a `torch.optim.Optimizer` is expected: schedulers, scalers, hooks, groups, closures; and what it refuses."""
+"""`NVMeOptimizer` where a `torch.optim.Optimizer` is expected: schedulers, scalers, hooks, groups,
+closures; and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import OPTIMIZERS, Lion, Reference, differing, parameters, set_gradients, smallest, train
+from reference import (
+    OPTIMIZERS,
+    Lion,
+    Reference,
+    differing,
+    parameters,
+    set_gradients,
+    smallest,
+    train,
+)
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -31,11 +42,17 @@ SCHEDULERS = {
     "polynomial": lambda one: lr_scheduler.PolynomialLR(one, 4),
     "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, 4),
     "warm-restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 2),
-    "cyclic": lambda one: lr_scheduler.CyclicLR(one, 1e-4, 1e-2, step_size_up=2, cycle_momentum=True),
+    "cyclic": lambda one: lr_scheduler.CyclicLR(
+        one, 1e-4, 1e-2, step_size_up=2, cycle_momentum=True
+    ),
     "one-cycle": lambda one: lr_scheduler.OneCycleLR(one, 1e-2, total_steps=10),
     "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0),
-    "sequential": lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)], [2]),
-    "chained": lambda one: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)]),
+    "sequential": lambda one: lr_scheduler.SequentialLR(
+        one, [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)], [2]
+    ),
+    "chained": lambda one: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(one), lr_scheduler.ExponentialLR(one, 0.5)]
+    ),
 }
 
 
@@ -111,9 +128,15 @@ def test_closures_hooks_and_what_step_returns(tmp_path):
     params = parameters(shapes=[(3, 3)])
     called = []
     with NVMeOptimizer(params, torch.optim.SGD, lr=0.1, paths=tmp_path) as optimizer:
-        optimizer.register_step_pre_hook(lambda one, args, kwargs: called.append(("before", one is optimizer)))
-        optimizer.register_step_post_hook(lambda one, args, kwargs: called.append(("after", one is optimizer)))
-        everywhere = register_optimizer_step_pre_hook(lambda one, args, kwargs: called.append(("everywhere", one is optimizer)))
+        optimizer.register_step_pre_hook(
+            lambda one, args, kwargs: called.append(("before", one is optimizer))
+        )
+        optimizer.register_step_post_hook(
+            lambda one, args, kwargs: called.append(("after", one is optimizer))
+        )
+        everywhere = register_optimizer_step_pre_hook(
+            lambda one, args, kwargs: called.append(("everywhere", one is optimizer))
+        )
 
         def closure():
             optimizer.zero_grad()
@@ -130,7 +153,9 @@ def test_closures_hooks_and_what_step_returns(tmp_path):
 
 
 def test_it_is_an_optimizer(tmp_path):
-    with NVMeOptimizer([{"params": parameters(), "lr": 0.5}], torch.optim.SGD, momentum=0.9, paths=tmp_path) as optimizer:
+    with NVMeOptimizer(
+        [{"params": parameters(), "lr": 0.5}], torch.optim.SGD, momentum=0.9, paths=tmp_path
+    ) as optimizer:
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.defaults == torch.optim.SGD(parameters(), momentum=0.9).defaults
         assert optimizer.param_groups[0]["lr"] == 0.5
@@ -152,7 +177,9 @@ def test_named_parameters_iterators_and_single_tensors_in_groups(tmp_path):
         assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
         train(list(model.parameters()), optimizer, steps=1)
         assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
-    with NVMeOptimizer(({"params": parameter} for parameter in model.parameters()), paths=tmp_path) as optimizer:
+    with NVMeOptimizer(
+        ({"params": parameter} for parameter in model.parameters()), paths=tmp_path
+    ) as optimizer:
         train(list(model.parameters()), optimizer, steps=1)
         assert len(optimizer.state) == 2
 
@@ -164,9 +191,21 @@ def test_small_states_are_in_memory_and_others_have_stand_ins(tmp_path):
         assert all(float(optimizer.state[parameter]["step"]) == 3 for parameter in params)
         for parameter in params:
             for key in ("exp_avg", "exp_avg_sq", "master"):
-                value = optimizer.state[parameter][key] if parameter.dim() or key == "master" else torch.zeros(())
-                assert (value.shape, value.dtype, value.device) == (parameter.shape, torch.float32, parameter.device)
-                assert not parameter.dim() or repr(value) == f"<state {key!r} of shape {list(parameter.shape)}, on a drive>"
+                value = (
+                    optimizer.state[parameter][key]
+                    if parameter.dim() or key == "master"
+                    else torch.zeros(())
+                )
+                assert (value.shape, value.dtype, value.device) == (
+                    parameter.shape,
+                    torch.float32,
+                    parameter.device,
+                )
+                assert (
+                    not parameter.dim()
+                    or repr(value)
+                    == f"<state {key!r} of shape {list(parameter.shape)}, on a drive>"
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -176,9 +215,14 @@ def test_state_may_be_moved_and_copied(tmp_path, dtype):
     with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
         train(ours, optimizer)
         for parameter in ours:  # as trainers do that move optimizers from device to device
-            optimizer.state[parameter] = {key: value.to("cpu", torch.float64).to(value.dtype) for key, value in optimizer.state[parameter].items()}
+            optimizer.state[parameter] = {
+                key: value.to("cpu", torch.float64).to(value.dtype)
+                for key, value in optimizer.state[parameter].items()
+            }
         train(ours, optimizer, steps=1, first=3)
-        optimizer.state = copy.deepcopy(optimizer.state, {id(parameter): parameter for parameter in ours})
+        optimizer.state = copy.deepcopy(
+            optimizer.state, {id(parameter): parameter for parameter in ours}
+        )
         train(ours, optimizer, steps=2, first=4)
     assert differing(ours, plain) == []
 
@@ -194,7 +238,9 @@ def test_state_may_be_reset(tmp_path, name, which):
     for parameter in plain[which]:
         reference.state[parameter] = fresh.state[parameter] if name == "adagrad" else {}
     train(plain, reference, first=3)
-    with smallest(lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(ours, optimizer)
         for parameter in ours[which]:
             del optimizer.state[parameter]
@@ -204,7 +250,10 @@ def test_state_may_be_reset(tmp_path, name, which):
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path):
     params = parameters()
-    with NVMeOptimizer(params, paths=tmp_path) as optimizer, NVMeOptimizer(params, paths=tmp_path) as other:
+    with (
+        NVMeOptimizer(params, paths=tmp_path) as optimizer,
+        NVMeOptimizer(params, paths=tmp_path) as other,
+    ):
         train(params, optimizer)
         other.state = optimizer.state
         set_gradients(params, 3)
@@ -214,7 +263,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
 
 def test_add_param_group(tmp_path):
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    reference = Reference([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.1}], torch.optim.AdamW)
+    reference = Reference(
+        [{"params": plain[:2]}, {"params": plain[2:], "lr": 0.1}], torch.optim.AdamW
+    )
     with NVMeOptimizer(ours[:2], paths=tmp_path, host_memory=420_000) as optimizer:
         optimizer.add_param_group({"params": ours[2:], "lr": 0.1})
         train(plain, reference)
@@ -268,7 +319,10 @@ class ByRows(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad / (parameter.grad.norm(dim=-1, keepdim=True) + 1e-6), alpha=group["lr"])
+                parameter.sub_(
+                    parameter.grad / (parameter.grad.norm(dim=-1, keepdim=True) + 1e-6),
+                    alpha=group["lr"],
+                )
 
 
 class ByKind(torch.optim.SGD):
@@ -278,15 +332,22 @@ class ByKind(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(0.9 if parameter.dim() > 1 else 1.0).sub_(parameter.grad, alpha=group["lr"])
+                parameter.mul_(0.9 if parameter.dim() > 1 else 1.0).sub_(
+                    parameter.grad, alpha=group["lr"]
+                )
 
 
 @pytest.mark.parametrize("optimizer_class", [ByRows, ByKind])
 def test_what_looks_at_shapes_is_given_whole_parameters(tmp_path, optimizer_class):
     shapes = [(3, 4), (300, 100), (1, 64), (64, 1), (20, 5, 5)]
-    plain, ours = parameters(torch.bfloat16, shapes=shapes), parameters(torch.bfloat16, shapes=shapes)
+    plain, ours = (
+        parameters(torch.bfloat16, shapes=shapes),
+        parameters(torch.bfloat16, shapes=shapes),
+    )
     train(plain, Reference(plain, optimizer_class, lr=0.1))
-    with NVMeOptimizer(ours, optimizer_class, lr=0.1, paths=tmp_path, host_memory="400KB") as optimizer:
+    with NVMeOptimizer(
+        ours, optimizer_class, lr=0.1, paths=tmp_path, host_memory="400KB"
+    ) as optimizer:
         train(ours, optimizer)
     assert differing(ours, plain) == []
 
@@ -308,7 +369,9 @@ class TogetherOptimizer(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        norm = torch.stack([parameter.grad.norm() for group in self.param_groups for parameter in group["params"]]).norm()
+        norm = torch.stack(
+            [parameter.grad.norm() for group in self.param_groups for parameter in group["params"]]
+        ).norm()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(parameter.grad / norm, alpha=group["lr"])
@@ -320,20 +383,70 @@ class TogetherOptimizer(torch.optim.SGD):
         (lambda at: NVMeOptimizer([], paths=at), ValueError, "empty parameter list"),
         (lambda at: NVMeOptimizer(torch.ones(3), paths=at), TypeError, "iterable of Tensors"),
         (lambda at: NVMeOptimizer([3], paths=at), TypeError, "can only optimize Tensors"),
-        (lambda at: NVMeOptimizer(parameters(), lr=-1.0, paths=at), ValueError, "Invalid learning rate"),
+        (
+            lambda at: NVMeOptimizer(parameters(), lr=-1.0, paths=at),
+            ValueError,
+            "Invalid learning rate",
+        ),
         (lambda at: NVMeOptimizer(parameters(), rate=1.0, paths=at), TypeError, "rate"),
         (lambda at: NVMeOptimizer(parameters(), paths=[]), UsageError, "at least one directory"),
-        (lambda at: NVMeOptimizer(parameters(), paths=at, host_memory="much"), UsageError, 'host_memory must be "auto", bytes'),
-        (lambda at: NVMeOptimizer(parameters(), paths=at, host_memory=1000), UsageError, "host_memory of 1000 bytes cannot hold"),
-        (lambda at: NVMeOptimizer(parameters(), paths=at, state_format="tiny"), UsageError, "'exact', 'split', 'compact'"),
-        (lambda at: NVMeOptimizer(parameters(torch.float16), paths=at, state_format="split"), UnsupportedError, "bfloat16"),
-        (lambda at: NVMeOptimizer(parameters(), Lion, paths=at, state_format="compact"), UnsupportedError, "does not know the state 'average' of Lion"),
-        (lambda at: NVMeOptimizer(parameters(), paths=at, capturable=True), UnsupportedError, "capturable=True"),
-        (lambda at: NVMeOptimizer(parameters(), paths=at, differentiable=True), UnsupportedError, "differentiable=True"),
-        (lambda at: NVMeOptimizer(parameters(), torch.optim.LBFGS, paths=at), UnsupportedError, "LBFGS cannot be used"),
-        (lambda at: NVMeOptimizer(parameters(), torch.optim.SparseAdam, paths=at), UnsupportedError, "SparseAdam cannot be used"),
-        (lambda at: NVMeOptimizer([*parameters(), *parameters(torch.float64)], TogetherOptimizer, lr=0.0, paths=at), UnsupportedError, "at once"),
-        (lambda at: NVMeOptimizer([torch.nn.Parameter(torch.ones(3, device="meta"))], paths=at), UnsupportedError, "move the model before"),
+        (
+            lambda at: NVMeOptimizer(parameters(), paths=at, host_memory="much"),
+            UsageError,
+            'host_memory must be "auto", bytes',
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), paths=at, host_memory=1000),
+            UsageError,
+            "host_memory of 1000 bytes cannot hold",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), paths=at, state_format="tiny"),
+            UsageError,
+            "'exact', 'split', 'compact'",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(torch.float16), paths=at, state_format="split"),
+            UnsupportedError,
+            "bfloat16",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), Lion, paths=at, state_format="compact"),
+            UnsupportedError,
+            "does not know the state 'average' of Lion",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), paths=at, capturable=True),
+            UnsupportedError,
+            "capturable=True",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), paths=at, differentiable=True),
+            UnsupportedError,
+            "differentiable=True",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), torch.optim.LBFGS, paths=at),
+            UnsupportedError,
+            "LBFGS cannot be used",
+        ),
+        (
+            lambda at: NVMeOptimizer(parameters(), torch.optim.SparseAdam, paths=at),
+            UnsupportedError,
+            "SparseAdam cannot be used",
+        ),
+        (
+            lambda at: NVMeOptimizer(
+                [*parameters(), *parameters(torch.float64)], TogetherOptimizer, lr=0.0, paths=at
+            ),
+            UnsupportedError,
+            "at once",
+        ),
+        (
+            lambda at: NVMeOptimizer([torch.nn.Parameter(torch.ones(3, device="meta"))], paths=at),
+            UnsupportedError,
+            "move the model before",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, make, error, said):
@@ -380,13 +493,21 @@ def test_parameters_that_are_no_longer_what_they_were_are_refused_and_nothing_is
             kept, params[2].data = params[2].data, other(params[2].data)
             set_gradients(params, 2)
             for use in (optimizer.step, optimizer.state_dict):
-                with pytest.raises(UsageError, match=r"a parameter of 30000 elements, torch\.bfloat16 on cpu, has become one of"):
+                with pytest.raises(
+                    UsageError,
+                    match=r"a parameter of 30000 elements, torch\.bfloat16 on cpu, has become one of",
+                ):
                     use()
             params[2].data = kept
         state = optimizer.state_dict()
-        kept, optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"], parameters()
+        kept, optimizer.param_groups[0]["params"] = (
+            optimizer.param_groups[0]["params"],
+            parameters(),
+        )
         for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
-            with pytest.raises(UsageError, match="other parameters than the optimizer was made with"):
+            with pytest.raises(
+                UsageError, match="other parameters than the optimizer was made with"
+            ):
                 use()
         optimizer.param_groups[0]["params"] = kept
         train(params, optimizer, steps=1, first=2)
@@ -442,7 +563,9 @@ def test_several_drives(tmp_path):
 def test_a_compiled_model(tmp_path):
     def run(make):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2)
+        )
         compiled = torch.compile(model, backend="eager")
         optimizer = make(compiled.parameters())
         for step in range(3):
@@ -451,4 +574,7 @@ def test_a_compiled_model(tmp_path):
             optimizer.step()
         return list(model.parameters())
 
-    assert differing(run(functools.partial(NVMeOptimizer, paths=tmp_path)), run(torch.optim.AdamW)) == []
+    assert (
+        differing(run(functools.partial(NVMeOptimizer, paths=tmp_path)), run(torch.optim.AdamW))
+        == []
+    )

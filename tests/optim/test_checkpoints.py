@@ -1,4 +1,6 @@
-"""`state_dict` and `load_state_dict`: to and from the plain optimizer, resumed bit for bit, without the states in memory."""
+"""`state_dict` and `load_state_dict`: to and from the plain optimizer, resumed bit for bit, without
+the states in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ import signal
 import pytest
 import torch
 from reference import OPTIMIZERS, Reference, differing, parameters, smallest, train, unlike
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -20,7 +26,11 @@ KEEPING = [name for name in OPTIMIZERS if name not in ("sgd", "adafactor")]
 
 
 def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
-    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+    return smallest(
+        lambda cap: NVMeOptimizer(
+            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
+        )
+    )
 
 
 def copied(params):
@@ -62,7 +72,12 @@ def test_there_and_back_with_adafactor(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "state_format"), [*((name, "exact") for name in ("adamw", "sgd", "sgd-momentum", "lion", "adafactor")), ("adamw", "split"), ("adamw", "compact")]
+    ("name", "state_format"),
+    [
+        *((name, "exact") for name in ("adamw", "sgd", "sgd-momentum", "lion", "adafactor")),
+        ("adamw", "split"),
+        ("adamw", "compact"),
+    ],
 )
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,7 +94,9 @@ def test_torchs_functions_for_distributed_state(tmp_path, name, state_format, fl
 
     def model():
         torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2)).to(dtype)
+        return torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 2)
+        ).to(dtype)
 
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     undisturbed, saved, resumed = model(), model(), model()
@@ -88,7 +105,9 @@ def test_torchs_functions_for_distributed_state(tmp_path, name, state_format, fl
         undisturbed.zero_grad()
         loss(undisturbed, step).backward()
         reference.step()
-    make = functools.partial(NVMeOptimizer, optimizer_class=OPTIMIZERS[name], paths=tmp_path, state_format=state_format)
+    make = functools.partial(
+        NVMeOptimizer, optimizer_class=OPTIMIZERS[name], paths=tmp_path, state_format=state_format
+    )
     with make(saved.parameters()) as optimizer:
         run(saved, optimizer, 0)
         state = get_optimizer_state_dict(saved, optimizer, options=options)
@@ -111,7 +130,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format, mapped):
         train(whole, optimizer, steps=6)
     with NVMeOptimizer(first, **options) as optimizer:
         train(first, optimizer)
-        torch.save({"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt")
+        torch.save(
+            {"optimizer": optimizer.state_dict(), "parameters": first}, tmp_path / "checkpoint.pt"
+        )
     saved = torch.load(tmp_path / "checkpoint.pt", mmap=mapped)
     assert saved["optimizer"]["nvme_offload"] == {"state_format": state_format, "steps": 3}
     second = copied(saved["parameters"])
@@ -131,7 +152,8 @@ def test_the_model_may_be_loaded_after_the_optimizer(tmp_path):
         second = parameters(torch.bfloat16)
         with tight(second, tmp_path) as again:
             again.load_state_dict(state)
-            assert differing(second, parameters(torch.bfloat16)) == []  # which are for the user to load
+            # which are for the user to load
+            assert differing(second, parameters(torch.bfloat16)) == []
             with torch.no_grad():
                 for parameter, value in zip(second, first, strict=True):
                     parameter.copy_(value)
@@ -149,14 +171,24 @@ def test_from_a_plain_optimizer_over_16_bits_masters_are_made_from_the_parameter
         state = optimizer.state_dict()["state"]
         for index, parameter in enumerate(plain):
             assert differing([state[index]["master"]], [parameter.detach().float()]) == []
-            assert differing([state[index]["exp_avg"].float()], [reference.state_dict()["state"][index]["exp_avg"].float()]) == []
+            assert (
+                differing(
+                    [state[index]["exp_avg"].float()],
+                    [reference.state_dict()["state"][index]["exp_avg"].float()],
+                )
+                == []
+            )
         train(ours, optimizer, first=3)
     with_plain = copied(ours)
-    torch.optim.AdamW(with_plain).load_state_dict({**reference.state_dict(), "state": state})  # "master" is nothing to it
+    # "master" is nothing to it
+    torch.optim.AdamW(with_plain).load_state_dict({**reference.state_dict(), "state": state})
     train(with_plain, torch.optim.AdamW(with_plain))
 
 
-@pytest.mark.parametrize(("before", "after"), [("exact", "split"), ("split", "exact"), ("split", "compact"), ("compact", "exact")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("exact", "split"), ("split", "exact"), ("split", "compact"), ("compact", "exact")],
+)
 def test_from_one_format_to_another(tmp_path, before, after):
     params = parameters(torch.bfloat16)
     with NVMeOptimizer(params, paths=tmp_path, state_format=before) as optimizer:
@@ -165,7 +197,13 @@ def test_from_one_format_to_another(tmp_path, before, after):
     with NVMeOptimizer(params, paths=tmp_path, state_format=after) as optimizer:
         optimizer.load_state_dict(state)
         loaded = optimizer.state_dict()["state"]
-        assert unlike([kept["master"] for kept in loaded.values()], [kept["master"] for kept in state["state"].values()]) == []
+        assert (
+            unlike(
+                [kept["master"] for kept in loaded.values()],
+                [kept["master"] for kept in state["state"].values()],
+            )
+            == []
+        )
         if after != "compact":
             assert unlike(loaded, state["state"]) == []
         train(params, optimizer, first=3)
@@ -180,9 +218,11 @@ def test_a_state_dict_is_mapped_from_a_file_that_goes_with_it(tmp_path):
         train(again, expected)
         with open("/proc/self/maps") as maps:  # noqa: PTH123
             assert sum(str(tmp_path) in line and "(deleted)" in line for line in maps) >= 1
-        assert state["state"][0]["exp_avg"].untyped_storage().nbytes() == 4_000_000  # its own, not the file's
+        # its own, not the file's
+        assert state["state"][0]["exp_avg"].untyped_storage().nbytes() == 4_000_000
         train(params, optimizer, first=3)
-    assert unlike(state["state"], expected.state_dict()["state"]) == []  # whatever became of the optimizer
+    # whatever became of the optimizer
+    assert unlike(state["state"], expected.state_dict()["state"]) == []
     assert list(tmp_path.iterdir()) == []
     del state
     with open("/proc/self/maps") as maps:  # noqa: PTH123
@@ -195,9 +235,18 @@ def test_hooks_of_checkpoints(tmp_path):
     with tight(params, tmp_path) as optimizer:
         train(params, optimizer)
         optimizer.register_state_dict_pre_hook(lambda one: called.append("saving"))
-        optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": len(state["state"].get(2, ()))})
-        optimizer.register_load_state_dict_pre_hook(lambda one, state: {**state, "state": {k: v for k, v in state["state"].items() if k != 2}})
-        optimizer.register_load_state_dict_post_hook(lambda one: called.append(sorted(one.state_dict()["state"])))
+        optimizer.register_state_dict_post_hook(
+            lambda one, state: {**state, "note": len(state["state"].get(2, ()))}
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda one, state: {
+                **state,
+                "state": {k: v for k, v in state["state"].items() if k != 2},
+            }
+        )
+        optimizer.register_load_state_dict_post_hook(
+            lambda one: called.append(sorted(one.state_dict()["state"]))
+        )
         state = optimizer.state_dict()
         assert state["note"] == 3
         optimizer.load_state_dict(state)
@@ -233,7 +282,11 @@ def test_what_is_not_of_these_parameters_is_refused_and_changes_nothing(tmp_path
         too_few["param_groups"][0]["params"].pop()
         too_many["param_groups"] *= 2
         for wrong, error, said in (
-            (wrong_shape, UsageError, r"'exp_avg' has the shape \[3\] where the parameter has \[300, 100\]"),
+            (
+                wrong_shape,
+                UsageError,
+                r"'exp_avg' has the shape \[3\] where the parameter has \[300, 100\]",
+            ),
             (too_few, ValueError, "doesn't match the size"),
             (too_many, ValueError, "different number of parameter groups"),
             ({**good, "state": {0: 5}}, UsageError, "must be a dictionary, not int"),
@@ -287,7 +340,12 @@ def test_states_put_into_state_are_taken_up(tmp_path):
         train(ours, optimizer, first=3)
         train(plain, reference, first=3)
         assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
-        optimizer.state[ours[1]] = {"step": torch.tensor(9.0), "exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7)}  # of one of a bucket
+        # of one of a bucket
+        optimizer.state[ours[1]] = {
+            "step": torch.tensor(9.0),
+            "exp_avg": torch.ones(7),
+            "exp_avg_sq": torch.ones(7),
+        }
         reference.state[plain[1]] = copy.deepcopy(optimizer.state[ours[1]])
         assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
         train(ours, optimizer, first=6)
@@ -326,5 +384,7 @@ def test_room_for_a_state_dict_that_is_not_there(tmp_path):
 
 def test_functools_is_enough_to_choose_options(tmp_path):
     params = parameters()
-    with tight(params, tmp_path, functools.partial(torch.optim.AdamW, betas=(0.5, 0.5))) as optimizer:
+    with tight(
+        params, tmp_path, functools.partial(torch.optim.AdamW, betas=(0.5, 0.5))
+    ) as optimizer:
         assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)

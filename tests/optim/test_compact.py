@@ -1,4 +1,6 @@
-"""compact: the bits do not depend on how much memory there is, and states that 8 bits are too few for have 16."""
+"""compact: the bits do not depend on how much memory there is, and states that 8 bits are too few
+for have 16.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (1000,), (33, 31)]
 
 
 def compact(params, tmp_path, host_memory, **kwargs):
-    return NVMeOptimizer(params, torch.optim.AdamW, paths=tmp_path, host_memory=host_memory, state_format="compact", **kwargs)
+    return NVMeOptimizer(
+        params,
+        torch.optim.AdamW,
+        paths=tmp_path,
+        host_memory=host_memory,
+        state_format="compact",
+        **kwargs,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -28,12 +37,19 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, d
     with make(whole, tmp_path, "64MiB") as optimizer:
         buckets = {len(optimizer._buckets)}
         train(whole, optimizer, steps=4)
-        half, state = [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole], copy.deepcopy(optimizer.state_dict())
+        half, state = (
+            [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole],
+            copy.deepcopy(optimizer.state_dict()),
+        )
         train(whole, optimizer, steps=4, first=4)
         expected = copy.deepcopy(optimizer.state_dict()["state"])
     for cap in (None, 200_000, 3_000_000):
         for resumed in (False, True):
-            params = [torch.nn.Parameter(parameter.detach().clone()) for parameter in half] if resumed else parameters(dtype, shapes=SHAPES)
+            params = (
+                [torch.nn.Parameter(parameter.detach().clone()) for parameter in half]
+                if resumed
+                else parameters(dtype, shapes=SHAPES)
+            )
             of = functools.partial(make, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
                 buckets.add(len(optimizer._buckets))
@@ -58,11 +74,15 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, d
 def test_states_are_widened_with_a_line(tmp_path, caplog, optimizer_class, said):
     caplog.set_level(logging.INFO, logger="nvme_offload")
     params = parameters(shapes=[(300, 100)])
-    with NVMeOptimizer(params, optimizer_class, paths=tmp_path, state_format="compact") as optimizer:
+    with NVMeOptimizer(
+        params, optimizer_class, paths=tmp_path, state_format="compact"
+    ) as optimizer:
         train(params, optimizer)
         assert ("keeps the states of" in caplog.text) == bool(said)
         assert said in caplog.text
-        kept = sum(bucket.nbytes for bucket in optimizer._buckets) / sum(parameter.numel() for parameter in params)
+        kept = sum(bucket.nbytes for bucket in optimizer._buckets) / sum(
+            parameter.numel() for parameter in params
+        )
         states = len([key for key in optimizer.state[params[0]] if key != "step"])
         assert states * (2 if said else 1) <= kept < states * (2 if said else 1) * 1.01
 
@@ -84,11 +104,23 @@ def test_options_that_come_to_need_it_widen_them(tmp_path):
 
 
 def apart(params, step, *, of=(0, 2)):
-    """Gradients over eight decades in each block of the parameters *of* these indices; in others, all of one size."""
+    """Gradients over eight decades in each block of the parameters *of* these indices; in others,
+    all of one size.
+    """
     generator = torch.Generator().manual_seed(step)
     for index, parameter in enumerate(params):
-        scale = torch.logspace(0, -8, 256).repeat(-(-parameter.numel() // 256))[: parameter.numel()].view(parameter.shape) if index in of else 1.0
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 0.1 + parameter.detach().float()).mul_(scale).to(parameter.dtype)
+        scale = (
+            torch.logspace(0, -8, 256)
+            .repeat(-(-parameter.numel() // 256))[: parameter.numel()]
+            .view(parameter.shape)
+            if index in of
+            else 1.0
+        )
+        parameter.grad = (
+            (torch.randn(parameter.shape, generator=generator) * 0.1 + parameter.detach().float())
+            .mul_(scale)
+            .to(parameter.dtype)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -103,11 +135,23 @@ def test_states_that_are_far_apart_are_widened_before_they_are_rounded(tmp_path,
             for params, one in ((exact, plain), (ours, optimizer)):
                 apart(params, step)
                 one.step()
-        assert caplog.text.count("second moments of one block are more than 30 octaves apart, for which 8 are too few") == 1
-        moments = [plain.state_dict()["state"][0]["exp_avg_sq"], optimizer.state_dict()["state"][0]["exp_avg_sq"]]
+        assert (
+            caplog.text.count(
+                "second moments of one block are more than 30 octaves apart, for which 8 are too few"
+            )
+            == 1
+        )
+        moments = [
+            plain.state_dict()["state"][0]["exp_avg_sq"],
+            optimizer.state_dict()["state"][0]["exp_avg_sq"],
+        ]
     assert torch.allclose(moments[1], moments[0], rtol=0.3, atol=0)
-    for one, other in zip(exact, ours, strict=True):  # towards zero, in which most are within a few steps
-        assert float(other.detach().float().square().mean()) < 1.1 * float(one.detach().float().square().mean()) + 1e-3
+    # towards zero, in which most are within a few steps
+    for one, other in zip(exact, ours, strict=True):
+        assert (
+            float(other.detach().float().square().mean())
+            < 1.1 * float(one.detach().float().square().mean()) + 1e-3
+        )
 
 
 @pytest.mark.parametrize("wide", [(0,), (2,), (5,), (0, 5)], ids=str)
@@ -123,13 +167,20 @@ def test_the_bits_of_those_are_the_same_with_any_budget_too(tmp_path, wide):
     with compact(whole, tmp_path, "64MiB") as optimizer:
         buckets = {len(optimizer._buckets)}
         go(whole, optimizer, 0, 6)
-        half, state = [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole], copy.deepcopy(optimizer.state_dict())
+        half, state = (
+            [torch.nn.Parameter(parameter.detach().clone()) for parameter in whole],
+            copy.deepcopy(optimizer.state_dict()),
+        )
         assert state["nvme_offload"]["wide"]
         go(whole, optimizer, 6, 9)
         expected = copy.deepcopy(optimizer.state_dict()["state"])
     for cap in (None, 200_000, 3_000_000):
         for resumed in (False, True):
-            params = [torch.nn.Parameter(parameter.detach().clone()) for parameter in half] if resumed else parameters(shapes=SHAPES)
+            params = (
+                [torch.nn.Parameter(parameter.detach().clone()) for parameter in half]
+                if resumed
+                else parameters(shapes=SHAPES)
+            )
             of = functools.partial(compact, params, tmp_path)
             with smallest(of) if cap is None else of(cap) as optimizer:
                 buckets.add(len(optimizer._buckets))
@@ -155,7 +206,9 @@ def test_a_plain_state_that_is_far_apart_is_widened_as_it_is_loaded(tmp_path):
             optimizer.load_state_dict(plain.state_dict())
             loaded.append(copy.deepcopy(optimizer.state_dict()))
             assert loaded[-1]["nvme_offload"]["wide"]
-            found, given = (one[2]["exp_avg_sq"].view(-1) for one in (loaded[-1]["state"], expected))
+            found, given = (
+                one[2]["exp_avg_sq"].view(-1) for one in (loaded[-1]["state"], expected)
+            )
             whole = len(given) // 256 * 256  # what is left is not far apart
             assert torch.allclose(found[:whole], given[:whole], rtol=2**-7, atol=0)
             assert torch.allclose(found[whole:], given[whole:], rtol=2**-3, atol=0)
@@ -163,7 +216,9 @@ def test_a_plain_state_that_is_far_apart_is_widened_as_it_is_loaded(tmp_path):
 
 
 def test_which_blocks_are_far(tmp_path):
-    layout = state_format("compact").layout(1000, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, torch.float32)
+    layout = state_format("compact").layout(
+        1000, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, torch.float32
+    )
     first, second = torch.ones(1000), torch.ones(1000)
     first[256:290], second[256:290] = 2.0**-16, 2.0**-32
     states = {"exp_avg": first, "exp_avg_sq": second}
@@ -186,7 +241,9 @@ def test_which_blocks_are_far(tmp_path):
 def test_what_is_far_and_what_is_not_of_many_elements():
     count = (1 << 18) + 1000  # more than are looked at together
     compact = state_format("compact")
-    layout = compact.layout(count, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, torch.float32)
+    layout = compact.layout(
+        count, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}, torch.float32
+    )
     drawn = torch.randn(count, generator=torch.Generator().manual_seed(0))
     last = slice(count // 256 * 256 - 256, count // 256 * 256)
     drawn[last][:64] *= 1e-6
@@ -194,7 +251,9 @@ def test_what_is_far_and_what_is_not_of_many_elements():
     far = far_blocks(layout, states, 1e-15)
     assert far.nonzero().flatten().tolist() == [last.start // 256]
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    compact.pack(layout, buffer, [drawn], None, {key: value.clone() for key, value in states.items()}, 7)
+    compact.pack(
+        layout, buffer, [drawn], None, {key: value.clone() for key, value in states.items()}, 7
+    )
     expected = compact.unpack(layout, buffer, [drawn])[1]
     for key, value in states.items():
         expected[key][last] = value[last]

@@ -9,7 +9,19 @@ import sys
 
 import pytest
 import torch
-from reference import OPTIMIZERS, SHAPES, Lion, Reference, differing, parameters, set_gradients, smallest, taken_by_fifty_steps, train, unlike
+from reference import (
+    OPTIMIZERS,
+    SHAPES,
+    Lion,
+    Reference,
+    differing,
+    parameters,
+    set_gradients,
+    smallest,
+    taken_by_fifty_steps,
+    train,
+    unlike,
+)
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.optim import NVMeOptimizer
@@ -20,21 +32,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
-    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]  # which divides by the number of elements
+    # which divides by the number of elements
+    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
     plain, roomy, tight = (parameters(dtype, shapes=shapes) for _ in range(3))
     reference = Reference(plain, OPTIMIZERS[name])
     train(plain, reference)
     with NVMeOptimizer(roomy, OPTIMIZERS[name], paths=tmp_path) as optimizer:
         train(roomy, optimizer)
         assert differing(roomy, plain) == []
-        assert (optimizer.stats().bytes_read, optimizer.stats().bytes_written) == (0, 0)  # all of it fits
+        # all of it fits
+        assert (optimizer.stats().bytes_read, optimizer.stats().bytes_written) == (0, 0)
         states = optimizer.state_dict()["state"]
-    with smallest(lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(tight, OPTIMIZERS[name], paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(tight, optimizer)
         assert differing(tight, plain) == []
         expected = reference.optimizer.state_dict()["state"]
         if dtype != torch.float32:
-            expected = {index: {**expected.get(index, {}), "master": master} for index, (_, master) in enumerate(reference.pairs)}
+            expected = {
+                index: {**expected.get(index, {}), "master": master}
+                for index, (_, master) in enumerate(reference.pairs)
+            }
         assert unlike(states, expected) == []
         assert unlike(optimizer.state_dict()["state"], expected) == []
 
@@ -52,14 +71,20 @@ def test_the_smallest_budget_streams(tmp_path):
         assert "read 0.00 GB" in str(stats)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw-loop", "sgd-momentum", "adagrad", "adafactor", "lion"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw-fused", "adamw-loop", "sgd-momentum", "adagrad", "adafactor", "lion"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_without_masters_it_is_the_plain_optimizer(tmp_path, name, dtype):
     shapes = [shape for shape in SHAPES if 0 not in shape]
     plain, ours, resumed = (parameters(dtype, shapes=shapes) for _ in range(3))
     reference = OPTIMIZERS[name](plain)
     train(plain, reference)
-    with smallest(lambda cap: NVMeOptimizer(ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap, masters=False)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(
+            ours, OPTIMIZERS[name], paths=tmp_path, host_memory=cap, masters=False
+        )
+    ) as optimizer:
         train(ours, optimizer)
         assert differing(ours, plain) == []
         state = optimizer.state_dict()
@@ -79,24 +104,36 @@ def test_without_masters_it_is_the_plain_optimizer(tmp_path, name, dtype):
 
 def test_without_masters_8_bits_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="keeps float32 states; AdamW has"):
-        NVMeOptimizer(parameters(torch.bfloat16), paths=tmp_path, masters=False, state_format="compact")
+        NVMeOptimizer(
+            parameters(torch.bfloat16), paths=tmp_path, masters=False, state_format="compact"
+        )
 
 
 def test_groups_have_their_own_options(tmp_path):
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
 
     def groups(params):
-        return [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.5, "betas": (0.5, 0.6)}]
+        return [
+            {"params": params[::2], "lr": 0.1},
+            {"params": params[1::2], "weight_decay": 0.5, "betas": (0.5, 0.6)},
+        ]
 
     train(plain, Reference(groups(plain), torch.optim.AdamW))
-    with smallest(lambda cap: NVMeOptimizer(groups(ours), paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(groups(ours), paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(ours, optimizer)
     assert differing(ours, plain) == []
 
 
 def test_parameters_of_several_dtypes(tmp_path):
     def mixed():
-        return [*parameters(torch.bfloat16), *parameters(torch.float32), *parameters(torch.float64), *parameters(torch.float16)]
+        return [
+            *parameters(torch.bfloat16),
+            *parameters(torch.float32),
+            *parameters(torch.float64),
+            *parameters(torch.float16),
+        ]
 
     plain, ours = mixed(), mixed()
     train(plain, Reference(plain, torch.optim.AdamW))
@@ -133,7 +170,10 @@ def test_frozen_parameters_take_no_room(tmp_path):
     with NVMeOptimizer(params, paths=tmp_path, host_memory=200_000) as optimizer:
         train(params[:2], optimizer)
         assert sorted(optimizer.state_dict()["state"]) == [0, 1]
-        assert optimizer.stats().peak_bytes <= 12 * sum(parameter.numel() for parameter in params[:2]) + 4096
+        assert (
+            optimizer.stats().peak_bytes
+            <= 12 * sum(parameter.numel() for parameter in params[:2]) + 4096
+        )
         assert differing(params[2:], before[2:]) == []
         assert differing(params[:1], before[:1]) == [0]
         params[2].requires_grad_(True)  # thawed
@@ -145,8 +185,16 @@ def test_frozen_parameters_take_no_room(tmp_path):
 def test_memory_formats_and_views(tmp_path, dtype):
     def odd():
         base = torch.arange(24 * 40, dtype=torch.float32).sin().to(dtype)
-        image = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype).to(memory_format=torch.channels_last)
-        return [torch.nn.Parameter(base.view(24, 40).t()), torch.nn.Parameter(image), torch.nn.Parameter(base[::3].clone())]
+        image = (
+            torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+            .to(dtype)
+            .to(memory_format=torch.channels_last)
+        )
+        return [
+            torch.nn.Parameter(base.view(24, 40).t()),
+            torch.nn.Parameter(image),
+            torch.nn.Parameter(base[::3].clone()),
+        ]
 
     plain, ours = odd(), odd()
     assert not ours[0].is_contiguous()
@@ -172,14 +220,22 @@ def test_states_have_the_memory_format_of_the_weight(tmp_path, name, dtype):
 
     def images():
         shapes = ((16, 3, 5, 5), (7,), (8, 16, 3, 3))
-        made = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in shapes]
-        return [torch.nn.Parameter(one.to(memory_format=torch.channels_last) if one.dim() == 4 else one) for one in made]
+        made = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            for shape in shapes
+        ]
+        return [
+            torch.nn.Parameter(one.to(memory_format=torch.channels_last) if one.dim() == 4 else one)
+            for one in made
+        ]
 
     def train_images(params, optimizer, first):
         for step in range(first, first + 3):
             generator = torch.Generator().manual_seed(step)
             for parameter in params:  # with the strides that autograd gives them
-                parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+                parameter.grad = torch.empty_like(parameter).copy_(
+                    torch.randn(parameter.shape, generator=generator)
+                )
             optimizer.step()
 
     plain, ours = images(), images()
@@ -205,7 +261,10 @@ def test_states_have_the_memory_format_of_the_weight(tmp_path, name, dtype):
 
 
 def test_gradients_that_are_views(tmp_path):
-    plain, ours = parameters(torch.float32, shapes=[(64, 32), (50, 1000)]), parameters(torch.float32, shapes=[(64, 32), (50, 1000)])
+    plain, ours = (
+        parameters(torch.float32, shapes=[(64, 32), (50, 1000)]),
+        parameters(torch.float32, shapes=[(64, 32), (50, 1000)]),
+    )
     reference = torch.optim.AdamW(plain)
     with smallest(lambda cap: NVMeOptimizer(ours, paths=tmp_path, host_memory=cap)) as optimizer:
         for params, one in ((plain, reference), (ours, optimizer)):
@@ -218,12 +277,22 @@ def test_gradients_that_are_views(tmp_path):
 def test_what_an_optimizer_begins_to_keep_later_on(tmp_path):
     plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
     reference = Reference(plain, torch.optim.SGD, lr=0.1)
-    with NVMeOptimizer(ours, torch.optim.SGD, lr=0.1, paths=tmp_path, host_memory="1MB") as optimizer:
+    with NVMeOptimizer(
+        ours, torch.optim.SGD, lr=0.1, paths=tmp_path, host_memory="1MB"
+    ) as optimizer:
         for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9)):
-            reference.optimizer.param_groups[0]["momentum"] = optimizer.param_groups[0]["momentum"] = momentum
+            reference.optimizer.param_groups[0]["momentum"] = optimizer.param_groups[0][
+                "momentum"
+            ] = momentum
             train(plain, reference, steps=1, first=step)
             train(ours, optimizer, steps=1, first=step)
-        assert unlike(reference.optimizer.state_dict()["state"][2]["momentum_buffer"], optimizer.state_dict()["state"][2]["momentum_buffer"]) == []
+        assert (
+            unlike(
+                reference.optimizer.state_dict()["state"][2]["momentum_buffer"],
+                optimizer.state_dict()["state"][2]["momentum_buffer"],
+            )
+            == []
+        )
     assert differing(ours, plain) == []
 
 
@@ -231,7 +300,11 @@ def test_an_optimizer_that_counts_in_its_group(tmp_path):
     plain, ours = parameters(), parameters()
     reference = Lion(plain, weight_decay=0.3)
     train(plain, reference)
-    with smallest(lambda cap: NVMeOptimizer(ours, functools.partial(Lion, weight_decay=0.3), paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(
+            ours, functools.partial(Lion, weight_decay=0.3), paths=tmp_path, host_memory=cap
+        )
+    ) as optimizer:
         train(ours, optimizer)
         assert optimizer.param_groups[0]["count"] == reference.param_groups[0]["count"] == 3
         assert optimizer.stats().bytes_read > 0
@@ -249,8 +322,13 @@ def test_weights_that_somebody_changes_between_steps(tmp_path):
                 for params in (plain, ours):
                     for parameter in params:
                         parameter.clamp_(-0.5, 0.5)
-                for parameter, master in reference.pairs:  # where they are other weights now, the masters are what the weights are
-                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+                # where they are other weights now, the masters are what the weights are
+                for parameter, master in reference.pairs:
+                    master.copy_(
+                        torch.where(
+                            master.to(parameter.dtype) == parameter, master, parameter.float()
+                        )
+                    )
         train(plain, reference, steps=1, first=9)
         train(ours, optimizer, steps=1, first=9)
     assert differing(ours, plain) == []
@@ -301,9 +379,17 @@ with NVMeOptimizer(params, paths=sys.argv[1], fused=True, host_memory="30MB", st
 
 @pytest.mark.slow
 def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
-    """Of an optimizer that computes with memory of its own, which the C library keeps: 96 MB of states, a cap of 40, state dicts and saves."""
+    """Of an optimizer that computes with memory of its own, which the C library keeps: 96 MB of
+    states, a cap of 40, state dicts and saves.
+    """
     options = {"foreach": False, "fused": False}
-    taken, states = taken_by_fifty_steps(tmp_path, shapes=[(1024, 1024)] * 12, optimizer="torch.optim.AdamW", host_memory="40MB", options=options)
+    taken, states = taken_by_fifty_steps(
+        tmp_path,
+        shapes=[(1024, 1024)] * 12,
+        optimizer="torch.optim.AdamW",
+        host_memory="40MB",
+        options=options,
+    )
     assert states > 96e6
     assert taken < 40e6 * 1.2
 
@@ -314,6 +400,12 @@ def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
     script = tmp_path / "script.py"
     script.write_text(MEMORY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-W", "ignore", script, tmp_path, state_format], capture_output=True, text=True, timeout=200, env=environment)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", script, tmp_path, state_format],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+    )
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 30e6 * 1.2  # of 96 MB

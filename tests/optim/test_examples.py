@@ -20,11 +20,27 @@ ARGUMENTS = {"compiled": ["aot_eager"]}  # what needs no compiler
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
 def test_example(tmp_path, name):
     script = FOLDER / f"{name}.py"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if name in RANKS else []
-    assert ("torchrun --nproc_per_node 2" if name in RANKS else "python") + f" examples/plain_pytorch/{name}.py /local_nvme" in script.read_text()
-    command = [sys.executable, "-W", "ignore", *launcher, str(script), str(tmp_path), *ARGUMENTS.get(name, [])]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        if name in RANKS
+        else []
+    )
+    assert (
+        "torchrun --nproc_per_node 2" if name in RANKS else "python"
+    ) + f" examples/plain_pytorch/{name}.py /local_nvme" in script.read_text()
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        *launcher,
+        str(script),
+        str(tmp_path),
+        *ARGUMENTS.get(name, []),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=FOLDER.parents[1], env=environment)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=FOLDER.parents[1], env=environment
+    )
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", ran.stdout)]
     assert len(losses) >= 4, ran.stdout

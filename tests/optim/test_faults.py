@@ -1,4 +1,6 @@
-"""A drive that fails in the midst of steps: typed errors, steps that can be tried again without any update made twice, and no silence."""
+"""A drive that fails in the midst of steps: typed errors, steps that can be tried again without any
+update made twice, and no silence.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ def expected(steps, dtype=torch.bfloat16):
 
 @pytest.fixture
 def faulty(monkeypatch, tmp_path):
-    """A function from faults, as `Engine` takes them, and parameters to an optimizer with the smallest budget."""
+    """A function from faults, as `Engine` takes them, and parameters to an optimizer with the
+    smallest budget.
+    """
 
     def make(faults, params):
-        monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=faults))
+        monkeypatch.setattr(
+            nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=faults)
+        )
         return smallest(lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap))
 
     return make
@@ -116,7 +122,10 @@ def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
             train(params, optimizer, first=3)
         Breaking.broken = False
         for use in (optimizer.step, optimizer.state_dict):
-            with pytest.raises(UsageError, match=r"failed in the midst of an update \(RuntimeError: out of something\).*load both from a checkpoint"):
+            with pytest.raises(
+                UsageError,
+                match=r"failed in the midst of an update \(RuntimeError: out of something\).*load both from a checkpoint",
+            ):
                 use()
         optimizer.load_state_dict(saved)
         with torch.no_grad():
@@ -137,7 +146,8 @@ def test_a_load_that_failed_is_to_be_done_again(faulty):
             optimizer.load_state_dict(state)
         with pytest.raises(UsageError, match="were being loaded"):
             optimizer.step()
-        with contextlib.suppress(IOFailure):  # a write that failed is told of where its room is wanted, and tried again
+        # a write that failed is told of where its room is wanted, and tried again
+        with contextlib.suppress(IOFailure):
             optimizer.load_state_dict(state)
         optimizer.load_state_dict(state)
         train(plain, reference, first=3)

@@ -11,7 +11,9 @@ from nvme_offload.optim import NVMeOptimizer
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Trains at one point, and evaluates at another that `eval` goes to and `train` comes back from. Source: arXiv:2405.15682."""
+    """Trains at one point, and evaluates at another that `eval` goes to and `train` comes back
+    from. Source: arXiv:2405.15682.
+    """
 
     def __init__(self, params, lr=0.1, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
@@ -46,7 +48,9 @@ class ScheduleFree(torch.optim.Optimizer):
 
     def norm(self):
         """Another one for each bucket."""
-        return float(sum(parameter.norm() for group in self.param_groups for parameter in group["params"]))
+        return float(
+            sum(parameter.norm() for group in self.param_groups for parameter in group["params"])
+        )
 
     def forget(self, key):
         """Raises for what there is not."""
@@ -66,7 +70,9 @@ class ScheduleFree(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if "z" not in state:
                     state["z"] = parameter.clone()
-                parameter.lerp_(state["z"], 1 / group["k"]).sub_(parameter.grad, alpha=group["lr"] * (1 - group["beta"]))
+                parameter.lerp_(state["z"], 1 / group["k"]).sub_(
+                    parameter.grad, alpha=group["lr"] * (1 - group["beta"])
+                )
                 state["z"].sub_(parameter.grad, alpha=group["lr"])
 
 
@@ -82,7 +88,9 @@ def test_methods_work_on_all_parameters(tmp_path, dtype):
                 if master is not parameter:
                     parameter.copy_(master)
 
-    with smallest(lambda cap: NVMeOptimizer(ours, ScheduleFree, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, ScheduleFree, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         assert len(optimizer._buckets) > 1
         for round_ in range(2):
             follow(reference.optimizer.train)
@@ -95,24 +103,38 @@ def test_methods_work_on_all_parameters(tmp_path, dtype):
             assert optimizer.eval() is None
             assert differing(ours, plain) == []
         states = optimizer.state_dict()["state"]
-        assert unlike({index: state["z"] for index, state in states.items()}, {i: s["z"] for i, s in reference.optimizer.state_dict()["state"].items()}) == []
+        assert (
+            unlike(
+                {index: state["z"] for index, state in states.items()},
+                {i: s["z"] for i, s in reference.optimizer.state_dict()["state"].items()},
+            )
+            == []
+        )
 
 
 def test_attributes_and_properties(tmp_path):
     params = parameters()
-    with smallest(lambda cap: NVMeOptimizer(params, ScheduleFree, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(params, ScheduleFree, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         assert optimizer.supports_flat_params
         optimizer.verbose = True  # before there are inner optimizers
         optimizer.train()
         assert optimizer.verbose
         assert all(bucket.inner.verbose for bucket in optimizer._buckets)
         optimizer.verbose = 3
-        assert [bucket.inner.verbose for bucket in optimizer._buckets] == [3] * len(optimizer._buckets)
+        assert [bucket.inner.verbose for bucket in optimizer._buckets] == [3] * len(
+            optimizer._buckets
+        )
         for missing in ("nothing_like_it", "_private"):
-            with pytest.raises(AttributeError, match="and neither has the optimizer that it was given"):
+            with pytest.raises(
+                AttributeError, match="and neither has the optimizer that it was given"
+            ):
                 getattr(optimizer, missing)
         assert optimizer.itself() is optimizer
-        with pytest.raises(UsageError, match=r"norm\(\) of ScheduleFree has another value for each bucket"):
+        with pytest.raises(
+            UsageError, match=r"norm\(\) of ScheduleFree has another value for each bucket"
+        ):
             optimizer.norm()
 
 
@@ -131,7 +153,10 @@ def test_a_method_that_fails_at_once_has_changed_nothing(tmp_path):
 
 def test_a_step_out_of_train_mode_is_as_in_memory(tmp_path):
     params = parameters()
-    with NVMeOptimizer(params, ScheduleFree, paths=tmp_path) as optimizer, pytest.raises(Exception, match="not in train mode"):
+    with (
+        NVMeOptimizer(params, ScheduleFree, paths=tmp_path) as optimizer,
+        pytest.raises(Exception, match="not in train mode"),
+    ):
         train(params, optimizer, steps=1)
 
 
@@ -145,7 +170,10 @@ class Shared(torch.optim.SGD):
 
 
 def test_a_state_of_no_parameter_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="Shared cannot be used with NVMeOptimizer: its state has 'total', which is of no parameter"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Shared cannot be used with NVMeOptimizer: its state has 'total', which is of no parameter",
+    ):
         NVMeOptimizer(parameters(), Shared, lr=0.1, paths=tmp_path)
 
 
@@ -154,7 +182,9 @@ class Wrapper(torch.optim.Optimizer):
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
-        self.optimizer = torch.optim.AdamW([parameter for group in self.param_groups for parameter in group["params"]], lr=lr)
+        self.optimizer = torch.optim.AdamW(
+            [parameter for group in self.param_groups for parameter in group["params"]], lr=lr
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -175,7 +205,13 @@ class Sums(torch.optim.SGD):
                 parameter.sub_(total.add_(parameter.grad), alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize(("kind", "what"), [(Wrapper, "another optimizer, AdamW, as 'optimizer'"), (Sums, "tensors as 'sums'")])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(Wrapper, "another optimizer, AdamW, as 'optimizer'"), (Sums, "tensors as 'sums'")],
+)
 def test_what_keeps_states_elsewhere_is_refused(kind, what, tmp_path):
-    with pytest.raises(UnsupportedError, match=f"{kind.__name__} cannot be used with NVMeOptimizer: it keeps {what}, outside of its state"):
+    with pytest.raises(
+        UnsupportedError,
+        match=f"{kind.__name__} cannot be used with NVMeOptimizer: it keeps {what}, outside of its state",
+    ):
         NVMeOptimizer(parameters(), kind, lr=1e-3, paths=tmp_path)

@@ -1,4 +1,6 @@
-"""States of other shapes than the parameter, in lists, dictionaries and objects: they travel, are counted, and come back as they were."""
+"""States of other shapes than the parameter, in lists, dictionaries and objects: they travel, are
+counted, and come back as they were.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from collections import deque
 
 import pytest
 import torch
-from reference import Reference, differing, parameters, smallest, taken_by_fifty_steps, train, unlike
+from reference import (
+    Reference,
+    differing,
+    parameters,
+    smallest,
+    taken_by_fifty_steps,
+    train,
+    unlike,
+)
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -27,7 +37,9 @@ class Averages:
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps momenta by their decay, as AggMo does; the last gradients, as AdaShift does; matrices by sides, as SOAP does; and an object."""
+    """Keeps momenta by their decay, as AggMo does; the last gradients, as AdaShift does; matrices
+    by sides, as SOAP does; and an object.
+    """
 
     def __init__(self, params, lr=1e-2, late=2):
         super().__init__(params, {"lr": lr, "late": late})
@@ -60,13 +72,21 @@ class Odd(torch.optim.Optimizer):
                     rows = gradient.transpose(0, index).reshape(size, -1)
                     state["sides"][index] = state["sides"][index] * 0.9 + rows @ rows.T
                     state["averages"].by_rows[index] += rows.double().mean(1)
-                    update += (state["sides"][index].trace() + state["averages"].by_rows[index].sum()).tanh().to(parameter.dtype)
+                    update += (
+                        (state["sides"][index].trace() + state["averages"].by_rows[index].sum())
+                        .tanh()
+                        .to(parameter.dtype)
+                    )
                 state["averages"].count += 1
                 parameter.sub_(update, alpha=group["lr"])
 
 
 def tight(params, tmp_path, optimizer_class=Odd, **kwargs):
-    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+    return smallest(
+        lambda cap: NVMeOptimizer(
+            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,7 +99,10 @@ def test_they_are_the_plain_ones(tmp_path, dtype):
             train(ours, optimizer, first=first)
             assert differing(ours, plain) == []
             for parameter, (_, master) in zip(ours, reference.pairs, strict=True):
-                expected, found = tensors(reference.optimizer.state[master]), tensors(optimizer.state[parameter])
+                expected, found = (
+                    tensors(reference.optimizer.state[master]),
+                    tensors(optimizer.state[parameter]),
+                )
                 assert expected.keys() == found.keys() - {"master"}
                 for key, value in expected.items():
                     assert torch.equal(found[key].clone(), value)
@@ -94,8 +117,16 @@ def test_no_more_than_numbers_stays_in_memory(tmp_path):
         states = [fragment.states for bucket in optimizer._buckets for fragment in bucket.fragments]
         assert sum(value.nbytes for state in states for value in tensors(state).values()) == 0
         assert sum(map(len, map(tensors, states))) > 12 * len(params)
-        whole = sum(value.nbytes for state in optimizer.state_dict()["state"].values() for value in tensors(state).values())
-        assert whole <= sum(bucket.nbytes for bucket in optimizer._buckets) <= whole * 1.05 + 4096 * len(optimizer._buckets)
+        whole = sum(
+            value.nbytes
+            for state in optimizer.state_dict()["state"].values()
+            for value in tensors(state).values()
+        )
+        assert (
+            whole
+            <= sum(bucket.nbytes for bucket in optimizer._buckets)
+            <= whole * 1.05 + 4096 * len(optimizer._buckets)
+        )
         assert optimizer._tier._pool.nbytes <= 2_200_000
         assert optimizer.stats().bytes_read > 0
 
@@ -153,8 +184,12 @@ def test_one_whose_elements_have_lists_is_cut(tmp_path):
             """One step."""
             for parameter in self.param_groups[0]["params"]:
                 state = self.state[parameter]
-                for decay in state.setdefault("buffers", {decay: torch.zeros_like(parameter) for decay in (0.0, 0.9, 0.99)}):
-                    parameter.sub_(state["buffers"][decay].mul_(decay).add_(parameter.grad), alpha=1e-2)
+                for decay in state.setdefault(
+                    "buffers", {decay: torch.zeros_like(parameter) for decay in (0.0, 0.9, 0.99)}
+                ):
+                    parameter.sub_(
+                        state["buffers"][decay].mul_(decay).add_(parameter.grad), alpha=1e-2
+                    )
 
     plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     reference = Aggregated(plain)
@@ -172,7 +207,10 @@ def test_one_whose_elements_have_lists_is_cut(tmp_path):
 
 def test_a_cap_that_shows_to_be_too_little_is_told_with_what_would_do(tmp_path):
     told_when = "which shows as it makes them, and host_memory has no room for them"
-    with tight(parameters(shapes=SHAPES), tmp_path) as optimizer, pytest.raises(UsageError, match=told_when) as told:
+    with (
+        tight(parameters(shapes=SHAPES), tmp_path) as optimizer,
+        pytest.raises(UsageError, match=told_when) as told,
+    ):
         train(optimizer.param_groups[0]["params"], optimizer, steps=4)
     enough = int(re.search(r"at least (\d+)", str(told.value))[1])
     params = parameters(shapes=SHAPES)
@@ -182,6 +220,8 @@ def test_a_cap_that_shows_to_be_too_little_is_told_with_what_would_do(tmp_path):
 
 @pytest.mark.slow
 def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
-    taken, states = taken_by_fifty_steps(tmp_path, shapes=[(512, 512)] * 16, optimizer="test_odd_states.Odd", host_memory="60MB")
+    taken, states = taken_by_fifty_steps(
+        tmp_path, shapes=[(512, 512)] * 16, optimizer="test_odd_states.Odd", host_memory="60MB"
+    )
     assert states > 140e6
     assert taken < 60e6 * 1.2

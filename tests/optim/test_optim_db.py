@@ -1,4 +1,6 @@
-"""torch's own test inputs of its optimizers, all of them: the plain optimizer's bits with one bucket and with many, or refused by name."""
+"""torch's own test inputs of its optimizers, all of them: the plain optimizer's bits with one
+bucket and with many, or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,28 @@ def made(params, kind, options, **offload):
 def test_its_inputs(tmp_path, info):
     kind = info.optim_cls
     inputs = info.optim_inputs_func(device=CPU)
-    options = [one.kwargs for one in inputs if not (one.kwargs.get("capturable") or one.kwargs.get("differentiable"))]
+    options = [
+        one.kwargs
+        for one in inputs
+        if not (one.kwargs.get("capturable") or one.kwargs.get("differentiable"))
+    ]
     assert options
-    flags = [{}, *({flag: True} for flag in ("foreach", "fused") if flag in info.supported_impls and CPU.type in getattr(info, "supports_fused_on", ("cpu",)))]
+    flags = [
+        {},
+        *(
+            {flag: True}
+            for flag in ("foreach", "fused")
+            if flag in info.supported_impls
+            and CPU.type in getattr(info, "supports_fused_on", ("cpu",))
+        ),
+    ]
     several = 0
-    for given in [{**one, **flag} for one in options for flag in flags if not (flag and one.keys() & flag.keys())]:
+    for given in [
+        {**one, **flag}
+        for one in options
+        for flag in flags
+        if not (flag and one.keys() & flag.keys())
+    ]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if kind.__name__ in REFUSED:
@@ -48,7 +67,11 @@ def test_its_inputs(tmp_path, info):
             with made(one, kind, given, paths=tmp_path) as optimizer:
                 train(one, optimizer)
             many = parameters(shapes=SHAPES)
-            with smallest(lambda cap, many=many, given=given: made(many, kind, given, paths=tmp_path, host_memory=cap)) as optimizer:
+            with smallest(
+                lambda cap, many=many, given=given: made(
+                    many, kind, given, paths=tmp_path, host_memory=cap
+                )
+            ) as optimizer:
                 several = max(several, len(optimizer._buckets))
                 train(many, optimizer)
         assert differing(one, plain) == [], given

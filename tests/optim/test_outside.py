@@ -1,6 +1,8 @@
-"""Optimizers that treat their groups as other packages' do, and some of those themselves: the same bits as in memory, or refused by name.
+"""Optimizers that treat their groups as other packages' do, and some of those themselves: the same
+bits as in memory, or refused by name.
 
-`python -m sweeps.optimizers_of_others` tries all classes of those packages; reports/optimizers-of-others-cpu.md has what came of it.
+`python -m sweeps.optimizers_of_others` tries all classes of those packages;
+reports/optimizers-of-others-cpu.md has what came of it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ SHAPES = [(40, 30), (300, 100), (64, 64), (1500,), (7,)]
 
 
 class Kinds(torch.optim.Optimizer):
-    """Has defaults for each kind of group, sets them itself, and refuses groups with any other key, as Muon with an auxiliary Adam does."""
+    """Has defaults for each kind of group, sets them itself, and refuses groups with any other key,
+    as Muon with an auxiliary Adam does.
+    """
 
     def __init__(self, params):
         for group in params:
@@ -34,13 +38,21 @@ class Kinds(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                momentum = (
+                    self.state[parameter]
+                    .setdefault("momentum", torch.zeros_like(parameter))
+                    .lerp_(parameter.grad, 0.1)
+                )
                 parameter.mul_(1 - group["lr"] * group["decay"])
-                parameter.sub_(momentum / momentum.norm() if group["matrices"] else momentum, alpha=group["lr"])
+                parameter.sub_(
+                    momentum / momentum.norm() if group["matrices"] else momentum, alpha=group["lr"]
+                )
 
 
 class Strict(torch.optim.SGD):
-    """Takes a list of Parameters and nothing else, as Muon does, skips those that are frozen, as Adam-mini does, and keeps its rate in a tensor."""
+    """Takes a list of Parameters and nothing else, as Muon does, skips those that are frozen, as
+    Adam-mini does, and keeps its rate in a tensor.
+    """
 
     def __init__(self, params, lr=0.1):
         assert isinstance(params, list)
@@ -48,9 +60,13 @@ class Strict(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
     def add_param_group(self, param_group):
-        """With a tensor for the rate, as torchao's have, which lower bits and compiled steps need."""
+        """With a tensor for the rate, as torchao's have, which lower bits and compiled
+        steps need.
+        """
         super().add_param_group(param_group)
-        self.param_groups[-1]["lr"] = torch.tensor(float(self.param_groups[-1].get("lr", self.defaults["lr"])))
+        self.param_groups[-1]["lr"] = torch.tensor(
+            float(self.param_groups[-1].get("lr", self.defaults["lr"]))
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -60,14 +76,26 @@ class Strict(torch.optim.SGD):
             raise TypeError("the rate is no tensor any more")
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is not None:
-                parameter.sub_(self.state[parameter].setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad) * group["lr"])
+                parameter.sub_(
+                    self.state[parameter]
+                    .setdefault("sum", torch.zeros_like(parameter))
+                    .add_(parameter.grad)
+                    * group["lr"]
+                )
 
 
 class Regrouped(torch.optim.SGD):
     """Makes a group of each parameter."""
 
     def __init__(self, params, lr=0.1):
-        super().__init__([{"params": [parameter]} for entry in params for parameter in (entry["params"] if isinstance(entry, dict) else [entry])], lr=lr)
+        super().__init__(
+            [
+                {"params": [parameter]}
+                for entry in params
+                for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
+            ],
+            lr=lr,
+        )
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -78,11 +106,17 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def kinds(params):
-    return [{"params": params[:2], "matrices": True}, {"params": params[2:3], "matrices": True, "lr": 0.5}, {"params": params[3:], "matrices": False}]
+    return [
+        {"params": params[:2], "matrices": True},
+        {"params": params[2:3], "matrices": True, "lr": 0.5},
+        {"params": params[3:], "matrices": False},
+    ]
 
 
 class Quantized(torch.Tensor):
-    """A tensor of a class of its own, as torchao's optimizers keep for parameters of 4096 elements and more."""
+    """A tensor of a class of its own, as torchao's optimizers keep for parameters of 4096 elements
+    and more.
+    """
 
 
 class Packed(torch.optim.SGD):
@@ -98,7 +132,9 @@ class Packed(torch.optim.SGD):
 
 
 def scheduled(params, optimizer):
-    """The rates in the end of some training with a scheduler, which adds to groups what it needs."""
+    """The rates in the end of some training with a scheduler, which adds to groups what it
+    needs.
+    """
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for step in range(4):
         train(params, optimizer, steps=1, first=step)
@@ -109,7 +145,9 @@ def scheduled(params, optimizer):
 def test_defaults_of_a_kind_of_group(tmp_path):
     plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
     rates = scheduled(plain, Kinds(kinds(plain)))
-    with smallest(lambda cap: NVMeOptimizer(kinds(ours), Kinds, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(kinds(ours), Kinds, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.5, 1e-3]
         assert scheduled(ours, optimizer) == rates
         assert len(optimizer._buckets) > 2
@@ -119,7 +157,9 @@ def test_defaults_of_a_kind_of_group(tmp_path):
 def test_a_list_of_parameters_that_are_not_frozen_and_a_rate_in_a_tensor(tmp_path):
     plain, ours = parameters(shapes=SHAPES[:4]), parameters(shapes=SHAPES[:4])
     rates = scheduled(plain, Strict(plain))
-    with smallest(lambda cap: NVMeOptimizer(ours, Strict, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, Strict, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         assert scheduled(ours, optimizer) == rates
         assert len(optimizer._buckets) > 1
     assert differing(ours, plain) == []
@@ -144,11 +184,19 @@ def test_a_group_that_is_added_is_as_the_class_has_it(tmp_path):
 
 
 def test_what_cannot_be_used_is_refused_by_name(tmp_path):
-    with pytest.raises(UnsupportedError, match="Regrouped cannot be used with NVMeOptimizer: of one group of parameters it makes 4"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Regrouped cannot be used with NVMeOptimizer: of one group of parameters it makes 4",
+    ):
         NVMeOptimizer(parameters(shapes=SHAPES), Regrouped, paths=tmp_path)
-    with pytest.raises(UnsupportedError, match="Wrapper cannot be used with NVMeOptimizer: it has no param_groups"):
+    with pytest.raises(
+        UnsupportedError, match="Wrapper cannot be used with NVMeOptimizer: it has no param_groups"
+    ):
         NVMeOptimizer(parameters(shapes=SHAPES), Wrapper, paths=tmp_path)
-    with pytest.raises(UnsupportedError, match="Packed cannot be used with NVMeOptimizer: its state 'packed' is of Quantized, which is no plain tensor"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Packed cannot be used with NVMeOptimizer: its state 'packed' is of Quantized, which is no plain tensor",
+    ):
         NVMeOptimizer(parameters(shapes=SHAPES), Packed, paths=tmp_path)
 
 
@@ -171,7 +219,9 @@ def test_those_of_other_packages(tmp_path, name):
     switch(reference := make(plain), "train")
     train(plain, reference, steps=12)
     switch(reference, "eval")
-    with smallest(lambda cap: NVMeOptimizer(ours, make, paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, make, paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         switch(optimizer, "train")
         train(ours, optimizer, steps=12)
         switch(optimizer, "eval")

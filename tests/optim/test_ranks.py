@@ -1,4 +1,6 @@
-"""`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism, distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`."""
+"""`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism,
+distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,26 @@ def told_by_two_ranks(script, device, directory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     processes = []
     for rank in range(2):
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), device, str(directory)],
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    str(Path(__file__).with_name(script)),
+                    device,
+                    str(directory),
+                ],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,

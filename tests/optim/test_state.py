@@ -1,4 +1,6 @@
-"""`optimizer.state`: what is read, written, replaced, taken out and put back behaves as in memory, or is refused there and then."""
+"""`optimizer.state`: what is read, written, replaced, taken out and put back behaves as in memory,
+or is refused there and then.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def update(state):
 
 
 def swap(state):
-    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].clone(), state["exp_avg"].clone().abs()
+    state["exp_avg"], state["exp_avg_sq"] = (
+        state["exp_avg_sq"].clone(),
+        state["exp_avg"].clone().abs(),
+    )
 
 
 def count_anew(state):
@@ -58,7 +63,11 @@ CHANGES = [zero, prune, through_a_view, replace, update, swap, count_anew, forea
 
 
 def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
-    return smallest(lambda cap: NVMeOptimizer(params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs))
+    return smallest(
+        lambda cap: NVMeOptimizer(
+            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
+        )
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -104,7 +113,9 @@ def test_what_is_read_is_what_is_there(tmp_path, dtype):
                 assert torch.equal(state[key], expected[key])
                 assert float(state[key].norm()) == float(expected[key].norm())
                 assert state[key].flatten()[3].item() == expected[key].flatten()[3].item()
-                assert [part.sum().item() for part in state[key].chunk(2)] == [part.sum().item() for part in expected[key].chunk(2)]
+                assert [part.sum().item() for part in state[key].chunk(2)] == [
+                    part.sum().item() for part in expected[key].chunk(2)
+                ]
                 saved = io.BytesIO()
                 torch.save(state[key], saved)
                 saved.seek(0)
@@ -122,12 +133,17 @@ def test_a_clone_is_a_snapshot_and_a_move_is_not(tmp_path):
         snapshot, moved = state["exp_avg"].clone(), copy.deepcopy(state["exp_avg"])
         before = snapshot.clone()
         assert torch.equal(moved, before)
-        with pytest.raises(UsageError, match="would change a copy of a state that is still on the drive"):
+        with pytest.raises(
+            UsageError, match="would change a copy of a state that is still on the drive"
+        ):
             moved.zero_()
         train(params, optimizer, steps=1, first=3)
         assert torch.equal(snapshot, before)
         assert not torch.equal(state["exp_avg"], before)
-        with pytest.raises(UsageError, match="was moved before an update, and its values are no longer what they were"):
+        with pytest.raises(
+            UsageError,
+            match="was moved before an update, and its values are no longer what they were",
+        ):
             moved.sum()
         with pytest.raises(UsageError, match="cannot be put into state: put in a clone"):
             state["exp_avg"] = moved

@@ -1,4 +1,6 @@
-"""`step_in_backward`: the same bits as a step afterwards, less gradients, and no silence about what contradicts it."""
+"""`step_in_backward`: the same bits as a step afterwards, less gradients, and no silence about what
+contradicts it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,19 @@ from nvme_offload.optim.placeholders import SpentGradient
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(40, 200), torch.nn.Tanh(), torch.nn.Linear(200, 100), torch.nn.Tanh(), torch.nn.Linear(100, 3)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 100),
+        torch.nn.Tanh(),
+        torch.nn.Linear(100, 3),
+    ).to(dtype)
 
 
 def loss_of(net, step):
-    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(
+        next(net.parameters()).dtype
+    )
     return net(inputs).float().square().mean()
 
 
@@ -33,7 +43,13 @@ def test_the_same_bits(tmp_path, dtype, host_memory):
     results = []
     for in_backward in (False, True):
         net = model(dtype)
-        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=host_memory, step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            net.parameters(),
+            lr=0.01,
+            paths=tmp_path,
+            host_memory=host_memory,
+            step_in_backward=in_backward,
+        ) as optimizer:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             for step in range(4):
                 optimizer.zero_grad()
@@ -52,7 +68,9 @@ def test_gradients_are_gone_before_the_step(tmp_path):
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
         loss_of(net, 0).backward()
         assert differing(list(net.parameters()), before) == list(range(6))
-        assert {repr(parameter.grad).split(" ")[0] for parameter in net.parameters()} == {"<gradient"}
+        assert {repr(parameter.grad).split(" ")[0] for parameter in net.parameters()} == {
+            "<gradient"
+        }
         after = [parameter.detach().clone() for parameter in net.parameters()]
         optimizer.step()
         assert differing(list(net.parameters()), after) == []
@@ -81,7 +99,9 @@ def test_a_gradient_that_is_still_on_its_way_to_pinned_memory_is_waited_for(tmp_
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
     for parameter in ours.parameters():
         parameter.register_post_accumulate_grad_hook(depart)
-    with NVMeOptimizer(ours.parameters(), lr=0.01, paths=tmp_path, step_in_backward=True) as optimizer:
+    with NVMeOptimizer(
+        ours.parameters(), lr=0.01, paths=tmp_path, step_in_backward=True
+    ) as optimizer:
         loss_of(ours, 0).backward()
         optimizer.step()
     assert differing(list(ours.parameters()), list(plain.parameters())) == []
@@ -89,7 +109,10 @@ def test_a_gradient_that_is_still_on_its_way_to_pinned_memory_is_waited_for(tmp_
 
 def test_what_backward_does_not_reach_is_for_the_step(tmp_path):
     net, unused = model(), torch.nn.Parameter(torch.ones(40))
-    with NVMeOptimizer([*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True) as optimizer:  # one bucket, never complete
+    # one bucket, never complete
+    with NVMeOptimizer(
+        [*net.parameters(), unused], lr=0.1, paths=tmp_path, step_in_backward=True
+    ) as optimizer:
         loss_of(net, 0).backward()
         assert all(type(parameter.grad) is torch.Tensor for parameter in net.parameters())
         before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -102,7 +125,9 @@ def test_accumulation_under_no_sync(tmp_path):
     results = []
     for in_backward in (False, True):
         net = model()
-        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward
+        ) as optimizer:
             for step in range(3):
                 with optimizer.no_sync():
                     loss_of(net, 10 * step).backward()
@@ -149,8 +174,20 @@ def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog
     for in_backward in (False, True):
         net = model(torch.bfloat16)
         if in_backward:
-            monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]))
-        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=200_000, step_in_backward=in_backward) as optimizer:
+            monkeypatch.setattr(
+                nvme_offload.store.store,
+                "Engine",
+                functools.partial(
+                    Engine, _faults=[(at, 6, FaultKind.FAIL, 5) for at in (8, 30, 60)]
+                ),
+            )
+        with NVMeOptimizer(
+            net.parameters(),
+            lr=0.01,
+            paths=tmp_path,
+            host_memory=200_000,
+            step_in_backward=in_backward,
+        ) as optimizer:
             for step in range(6):
                 loss_of(net, step).backward()
                 while True:
@@ -165,9 +202,15 @@ def test_an_error_of_the_drive_is_left_to_the_step(tmp_path, monkeypatch, caplog
 
 
 def test_a_drive_that_stays_broken_is_told_by_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=[(8, 1 << 40, FaultKind.FAIL, 5)]))
+    monkeypatch.setattr(
+        nvme_offload.store.store,
+        "Engine",
+        functools.partial(Engine, _faults=[(8, 1 << 40, FaultKind.FAIL, 5)]),
+    )
     net = model(torch.bfloat16)
-    optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, host_memory=200_000, step_in_backward=True)
+    optimizer = NVMeOptimizer(
+        net.parameters(), paths=tmp_path, host_memory=200_000, step_in_backward=True
+    )
 
     def train():
         for step in range(3):
@@ -191,10 +234,15 @@ def test_an_error_in_the_midst_of_an_update_is_told_by_the_step(tmp_path):
                 raise RuntimeError("out of something")
 
     net = model()
-    with NVMeOptimizer(net.parameters(), Breaking, paths=tmp_path, step_in_backward=True) as optimizer:
+    with NVMeOptimizer(
+        net.parameters(), Breaking, paths=tmp_path, step_in_backward=True
+    ) as optimizer:
         Breaking.broken = True
         loss_of(net, 0).backward()
-        with pytest.raises(UsageError, match=r"failed in the midst of an update \(RuntimeError: out of something\).*load both from a checkpoint"):
+        with pytest.raises(
+            UsageError,
+            match=r"failed in the midst of an update \(RuntimeError: out of something\).*load both from a checkpoint",
+        ):
             optimizer.step()
 
 
@@ -210,7 +258,11 @@ def test_a_backward_that_fails_has_updated_some(tmp_path, caplog):
 
     net = model()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with NVMeOptimizer([{"params": layer.parameters()} for layer in (net[0], net[2], net[4])], paths=tmp_path, step_in_backward=True) as optimizer:
+    with NVMeOptimizer(
+        [{"params": layer.parameters()} for layer in (net[0], net[2], net[4])],
+        paths=tmp_path,
+        step_in_backward=True,
+    ) as optimizer:
         with optimizer.no_sync():
             loss_of(net, 0).backward()
         with pytest.raises(RuntimeError, match="no more"):
@@ -220,7 +272,14 @@ def test_a_backward_that_fails_has_updated_some(tmp_path, caplog):
         assert "a step is given up after 2 of 3 buckets" in caplog.text
         loss_of(net, 1).backward()
         optimizer.step()
-        assert [float(optimizer.state[parameter]["step"]) for parameter in net.parameters()] == [1, 1, 2, 2, 2, 2]
+        assert [float(optimizer.state[parameter]["step"]) for parameter in net.parameters()] == [
+            1,
+            1,
+            2,
+            2,
+            2,
+            2,
+        ]
 
 
 def test_what_it_may_be(tmp_path):
@@ -231,7 +290,11 @@ def test_what_it_may_be(tmp_path):
 def test_zero_grad_by_the_model_or_by_the_optimizer_goes_on(tmp_path):
     net = model()
     with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=True) as optimizer:
-        for clear in (net.zero_grad, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False)):
+        for clear in (
+            net.zero_grad,
+            optimizer.zero_grad,
+            lambda: optimizer.zero_grad(set_to_none=False),
+        ):
             loss_of(net, 0).backward()
             optimizer.step()
             clear()
@@ -246,14 +309,22 @@ def test_state_may_be_reset(tmp_path):
     results = []
     for in_backward in (False, True):
         net = model()
-        with NVMeOptimizer(net.parameters(), lr=0.01, paths=tmp_path, host_memory=200_000, step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            net.parameters(),
+            lr=0.01,
+            paths=tmp_path,
+            host_memory=200_000,
+            step_in_backward=in_backward,
+        ) as optimizer:
             for step in range(4):
                 if step == 2:
                     optimizer.state.clear()
                 loss_of(net, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert {float(optimizer.state[parameter]["step"]) for parameter in net.parameters()} == {2.0}
+            assert {
+                float(optimizer.state[parameter]["step"]) for parameter in net.parameters()
+            } == {2.0}
         results.append(list(net.parameters()))
     assert differing(*results) == []
 
@@ -263,11 +334,19 @@ def test_compiled_autograd(tmp_path):
     results = []
     for in_backward in (False, True):
         net = model()
-        with NVMeOptimizer(net.parameters(), paths=tmp_path, step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            net.parameters(), paths=tmp_path, step_in_backward=in_backward
+        ) as optimizer:
             for step in range(2):
-                with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")) if in_backward else contextlib.nullcontext():
+                with (
+                    torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+                    if in_backward
+                    else contextlib.nullcontext()
+                ):
                     loss_of(net, step).backward()
-                assert not in_backward or all(isinstance(parameter.grad, SpentGradient) for parameter in net.parameters())
+                assert not in_backward or all(
+                    isinstance(parameter.grad, SpentGradient) for parameter in net.parameters()
+                )
                 optimizer.step()
                 optimizer.zero_grad()
         results.append(list(net.parameters()))
@@ -279,7 +358,9 @@ def test_a_parameter_that_is_used_twice_is_updated_once(tmp_path):
     for in_backward in (False, True):
         torch.manual_seed(0)
         shared = torch.nn.Linear(30, 30)
-        with NVMeOptimizer(shared.parameters(), lr=0.1, paths=tmp_path, step_in_backward=in_backward) as optimizer:
+        with NVMeOptimizer(
+            shared.parameters(), lr=0.1, paths=tmp_path, step_in_backward=in_backward
+        ) as optimizer:
             for step in range(2):
                 shared(shared(torch.ones(2, 30) * step)).square().mean().backward()
                 optimizer.step()

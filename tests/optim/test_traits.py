@@ -1,4 +1,6 @@
-"""What is judged of an optimizer: whether its parameters, and their elements, may be updated apart."""
+"""What is judged of an optimizer: whether its parameters, and their elements, may be
+updated apart.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SHAPES = [(40, 30), (300, 100), (1500,), (64, 64)]
 
 
 class StableAdamW(torch.optim.Optimizer):
-    """Divides its rate by the root mean square of the update where that is above one. Source: arXiv:2304.13013."""
+    """Divides its rate by the root mean square of the update where that is above one. Source:
+    arXiv:2304.13013.
+    """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), eps=1e-8):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -33,18 +37,32 @@ class StableAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                    state.update(
+                        step=0,
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
                 state["step"] += 1
                 gradient = parameter.grad
                 state["exp_avg"].lerp_(gradient, (1 - first) / (1 - first ** state["step"]))
-                state["exp_avg_sq"].lerp_(gradient.square(), (1 - second) / (1 - second ** state["step"]))
-                rms = (gradient.square() / state["exp_avg_sq"].clamp(min=group["eps"] ** 2)).mean().sqrt()
+                state["exp_avg_sq"].lerp_(
+                    gradient.square(), (1 - second) / (1 - second ** state["step"])
+                )
+                rms = (
+                    (gradient.square() / state["exp_avg_sq"].clamp(min=group["eps"] ** 2))
+                    .mean()
+                    .sqrt()
+                )
                 rate = group["lr"] / max(1.0, float(rms))
-                parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-rate)
+                parameter.addcdiv_(
+                    state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-rate
+                )
 
 
 class Projected(torch.optim.SGD):
-    """Takes what lies along the weights out of gradients that are orthogonal to them, as AdamP and SGDP do. Source: arXiv:2006.08217."""
+    """Takes what lies along the weights out of gradients that are orthogonal to them, as AdamP and
+    SGDP do. Source: arXiv:2006.08217.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -53,14 +71,20 @@ class Projected(torch.optim.SGD):
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
                     continue
-                cosine = torch.nn.functional.cosine_similarity(parameter.flatten(), gradient.flatten(), dim=0).abs()
+                cosine = torch.nn.functional.cosine_similarity(
+                    parameter.flatten(), gradient.flatten(), dim=0
+                ).abs()
                 if cosine < 1e-3:
-                    gradient = gradient - parameter * ((parameter * gradient).sum() / parameter.square().sum())
+                    gradient = gradient - parameter * (
+                        (parameter * gradient).sum() / parameter.square().sum()
+                    )
                 parameter.sub_(gradient, alpha=group["lr"])
 
 
 class Distance(torch.optim.Optimizer):
-    """Finds its rate by the distance that all parameters have come, as Prodigy and D-Adaptation do. Source: arXiv:2306.06101."""
+    """Finds its rate by the distance that all parameters have come, as Prodigy and D-Adaptation do.
+    Source: arXiv:2306.06101.
+    """
 
     def __init__(self, params, lr=1.0, d0=1e-6):
         super().__init__(params, {"lr": lr, "d": d0, "above": 0.0})
@@ -70,12 +94,19 @@ class Distance(torch.optim.Optimizer):
         """One step."""
         first = self.param_groups[0]
         above, below = first["above"], 0.0
-        pairs = [(group, parameter) for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        pairs = [
+            (group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         for group, parameter in pairs:
             state = self.state[parameter]
             if not state:
                 state.update(p0=parameter.clone(), s=torch.zeros_like(parameter))
-            above += first["d"] * group["lr"] * float((parameter.grad * (state["p0"] - parameter)).sum())
+            above += (
+                first["d"] * group["lr"] * float((parameter.grad * (state["p0"] - parameter)).sum())
+            )
             state["s"].add_(parameter.grad, alpha=first["d"] * group["lr"])
             below += float(state["s"].abs().sum())
         distance = max(first["d"], above / below) if below else first["d"]
@@ -125,7 +156,9 @@ LOOKING = {
 
 
 def judged(make, dimensions=(1, 2)):
-    found = optimizer_traits.examine("it", lambda samples: make(list(samples)), dimensions, torch.float32, torch.device("cpu"))
+    found = optimizer_traits.examine(
+        "it", lambda samples: make(list(samples)), dimensions, torch.float32, torch.device("cpu")
+    )
     return found.separable, found.elementwise
 
 
@@ -140,9 +173,16 @@ def test_what_is_known_is_so(monkeypatch, name):
 
 
 def test_what_torch_has_is_known():
-    classes = {kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
-    classes -= {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}  # which are refused
-    assert {f"{kind.__module__}.{kind.__qualname__}" for kind in classes} <= optimizer_traits._KNOWN.keys()
+    classes = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    # which are refused
+    classes -= {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
+    assert {
+        f"{kind.__module__}.{kind.__qualname__}" for kind in classes
+    } <= optimizer_traits._KNOWN.keys()
 
 
 def test_a_subclass_is_not_what_it_was_made_of():
@@ -177,7 +217,9 @@ def test_the_bits_are_those_of_the_plain_one(tmp_path, name, dtype):
     torch.manual_seed(0)
     train(plain, Reference(plain, LOOKING[name]), steps=12)
     torch.manual_seed(0)
-    with smallest(lambda cap: NVMeOptimizer(ours, LOOKING[name], paths=tmp_path, host_memory=cap)) as optimizer:
+    with smallest(
+        lambda cap: NVMeOptimizer(ours, LOOKING[name], paths=tmp_path, host_memory=cap)
+    ) as optimizer:
         train(ours, optimizer, steps=12)
     assert differing(ours, plain) == []
 
@@ -194,7 +236,11 @@ def test_what_looks_at_all_parameters_has_all_its_groups_together(tmp_path, capl
     plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
 
     def groups(params):
-        return [{"params": params[:1], "lr": 0.5}, {"params": params[1:3]}, {"params": params[3:], "lr": 2.0}]
+        return [
+            {"params": params[:1], "lr": 0.5},
+            {"params": params[1:3]},
+            {"params": params[3:], "lr": 2.0},
+        ]
 
     reference = Distance(groups(plain))
     descend(plain, reference, steps=6)
@@ -203,7 +249,9 @@ def test_what_looks_at_all_parameters_has_all_its_groups_together(tmp_path, capl
         assert "Distance updates all parameters together (tried)" in caplog.text
         descend(ours, optimizer, steps=3)
         state = optimizer.state_dict()
-        assert [group["d"] for group in optimizer.param_groups] == [optimizer.param_groups[0]["d"]] * 3
+        assert [group["d"] for group in optimizer.param_groups] == [
+            optimizer.param_groups[0]["d"]
+        ] * 3
     copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ours]
     with NVMeOptimizer(groups(copies), Distance, paths=tmp_path) as optimizer:
         optimizer.load_state_dict(state)
@@ -214,9 +262,15 @@ def test_what_looks_at_all_parameters_has_all_its_groups_together(tmp_path, capl
 
 def test_what_looks_at_all_parameters_is_refused_where_it_cannot_be(tmp_path):
     params = parameters(shapes=SHAPES)
-    with pytest.raises(UsageError, match="Distance looks at all parameters at once, so that host_memory has to hold all of its states"):
+    with pytest.raises(
+        UsageError,
+        match="Distance looks at all parameters at once, so that host_memory has to hold all of its states",
+    ):
         NVMeOptimizer(params, Distance, paths=tmp_path, host_memory=200_000)
-    with pytest.raises(UnsupportedError, match="Distance looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype"):
+    with pytest.raises(
+        UnsupportedError,
+        match="Distance looks at all parameters at once: NVMeOptimizer takes it with parameters of one dtype",
+    ):
         NVMeOptimizer([*params, *parameters(torch.float64)], Distance, paths=tmp_path)
     frozen = parameters(shapes=[(5, 5)])[0].requires_grad_(False)
     with NVMeOptimizer([*params, frozen], Distance, paths=tmp_path) as optimizer:
@@ -230,7 +284,9 @@ def test_what_looks_at_all_parameters_is_refused_where_it_cannot_be(tmp_path):
 
 def test_what_the_user_declares_is_not_tried(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="nvme_offload")
-    with NVMeOptimizer(parameters(), functools.partial(Noisy, lr=0.1), elementwise=True, paths=tmp_path):
+    with NVMeOptimizer(
+        parameters(), functools.partial(Noisy, lr=0.1), elementwise=True, paths=tmp_path
+    ):
         assert "updates every element by itself (declared)" in caplog.text
 
 
@@ -245,7 +301,9 @@ def test_zero3_judges_as_well():
 
 
 class Chosen(torch.optim.SGD):
-    """Looks at whole parameters where an argument, which is no option, or an option of a group says so."""
+    """Looks at whole parameters where an argument, which is no option, or an option of a group says
+    so.
+    """
 
     def __init__(self, params, scales, *, whole=False):
         super().__init__(params, lr=0.1)
@@ -261,7 +319,12 @@ class Chosen(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     whole = self.whole or group["whole"]
-                    parameter.sub_(parameter.grad / (1 + float(parameter.grad.norm())) if whole else parameter.grad, alpha=group["lr"] * self.scales[0])
+                    parameter.sub_(
+                        parameter.grad / (1 + float(parameter.grad.norm()))
+                        if whole
+                        else parameter.grad,
+                        alpha=group["lr"] * self.scales[0],
+                    )
 
 
 class Holding(Chosen):
@@ -276,14 +339,19 @@ class Holding(Chosen):
         """One step."""
         for parameter in self.mine:
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad / (1 + float(parameter.grad.norm())), alpha=self.param_groups[0]["lr"])
+                parameter.sub_(
+                    parameter.grad / (1 + float(parameter.grad.norm())),
+                    alpha=self.param_groups[0]["lr"],
+                )
 
 
 def test_zero3_judges_with_the_users_own_arguments():
     flat = [torch.ones(3000), torch.ones(3000)]
     assert is_elementwise(Chosen(flat, [0.5]))
     assert not is_elementwise(Chosen(flat, [0.5], whole=True))
-    assert not is_elementwise(Chosen([{"params": flat[:1]}, {"params": flat[1:], "whole": True}], [0.5]))
+    assert not is_elementwise(
+        Chosen([{"params": flat[:1]}, {"params": flat[1:], "whole": True}], [0.5])
+    )
     assert not is_elementwise(Holding(flat))
     assert all(torch.equal(tensor, torch.ones(3000)) for tensor in flat)
 

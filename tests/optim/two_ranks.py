@@ -1,4 +1,6 @@
-"""What `ranks.py` and `ranks_in_backward.py` share: cases, of which two ranks tell what is not the same, and what they train."""
+"""What `ranks.py` and `ranks_in_backward.py` share: cases, of which two ranks tell what is not the
+same, and what they train.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,35 @@ def case(function: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
 
 
 def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -> NVMeOptimizer:
-    """With little more host memory than what is refused: on the CPU there is more beside a bucket."""
+    """With little more host memory than what is refused: on the CPU there is more beside a
+    bucket.
+    """
     params = list(params)
-    caps = {("cpu", False): 70_000, ("cpu", True): 100_000, ("cuda", False): 45_000, ("cuda", True): 60_000}
+    caps = {
+        ("cpu", False): 70_000,
+        ("cpu", True): 100_000,
+        ("cuda", False): 45_000,
+        ("cuda", True): 60_000,
+    }
     cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]
-    return NVMeOptimizer(params, optimizer_class, paths=DIRECTORY, host_memory=cap, lr=0.01, **kwargs)
+    return NVMeOptimizer(
+        params, optimizer_class, paths=DIRECTORY, host_memory=cap, lr=0.01, **kwargs
+    )
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """The same one at each call; its sizes are divided by nothing."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150), nn.ReLU(), nn.Linear(150, 7)).to(DEVICE, dtype)
+    return nn.Sequential(
+        nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150), nn.ReLU(), nn.Linear(150, 7)
+    ).to(DEVICE, dtype)
 
 
 def inputs(number: int, dtype: torch.dtype = torch.float32, rank: int = RANK) -> torch.Tensor:
     """What *rank* is to train on."""
-    return torch.randn(8, 33, generator=torch.Generator().manual_seed(100 * number + rank)).to(DEVICE, dtype)
+    return torch.randn(8, 33, generator=torch.Generator().manual_seed(100 * number + rank)).to(
+        DEVICE, dtype
+    )
 
 
 def local(value: Any) -> Any:
@@ -53,7 +68,9 @@ def local(value: Any) -> Any:
 
 
 def main() -> None:
-    """Rank 0 prints one line of JSON: by case, a list of what is not the same on any rank; it should be empty."""
+    """Rank 0 prints one line of JSON: by case, a list of what is not the same on any rank; it
+    should be empty.
+    """
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(RANK)
@@ -67,10 +84,14 @@ def main() -> None:
             found = [f"{type(error).__name__}: {error}"]
         everyone: list[Any] = [None, None]
         dist.all_gather_object(everyone, [str(item) for item in found])
-        told[name] = [f"rank {rank}: {item}" for rank, items in enumerate(everyone) for item in items]
+        told[name] = [
+            f"rank {rank}: {item}" for rank, items in enumerate(everyone) for item in items
+        ]
     if os.listdir(DIRECTORY):  # noqa: PTH208
         told["files"] = os.listdir(DIRECTORY)  # noqa: PTH208
     if RANK == 0:
         print(json.dumps(told), flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end (pytorch/pytorch#190489)
+    # a thread of gloo that still lets go of a gathered tensor aborts an interpreter at its end
+    # (pytorch/pytorch#190489)
+    os._exit(0)

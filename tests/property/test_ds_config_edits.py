@@ -1,4 +1,6 @@
-"""Config edits on documents in every style: the values arrive, everything else stays, a second edit changes nothing, and hjson agrees."""
+"""Config edits on documents in every style: the values arrive, everything else stays, a second edit
+changes nothing, and hjson agrees.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,31 @@ from nvme_offload.errors import UsageError
 
 KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
 FLAGS = ("single_submit", "overlap_events")
-needs_hjson = pytest.mark.skipif(importlib.util.find_spec("hjson") is None, reason="hjson is not installed; it comes with deepspeed")
+needs_hjson = pytest.mark.skipif(
+    importlib.util.find_spec("hjson") is None,
+    reason="hjson is not installed; it comes with deepspeed",
+)
 
 counts = st.integers(1, 1 << 30)
 settings = st.sets(st.sampled_from(KEYS), min_size=1).flatmap(
-    lambda keys: st.fixed_dictionaries({key: st.booleans() if key in FLAGS else counts for key in KEYS if key in keys})
+    lambda keys: st.fixed_dictionaries(
+        {key: st.booleans() if key in FLAGS else counts for key in KEYS if key in keys}
+    )
 )
 
-PLAIN = ["1", "-0.5", "2e8", "1048576.0", "true", "null", '"auto"', '"\\ud83d\\ude00 \\"}"', '"# no remark"', "[]", '[{"aio": 1}, 2]']
+PLAIN = [
+    "1",
+    "-0.5",
+    "2e8",
+    "1048576.0",
+    "true",
+    "null",
+    '"auto"',
+    '"\\ud83d\\ude00 \\"}"',
+    '"# no remark"',
+    "[]",
+    '[{"aio": 1}, 2]',
+]
 BARE = ["/local_nvme, # all of it", "8 MB", "true 8 MB"]  # strings that take the rest of their line
 OTHERS: dict[str, Any] = {
     "zero_optimization": {"stage": None, "aio": {"block_size": None}},
@@ -37,7 +56,9 @@ OTHERS: dict[str, Any] = {
 
 
 class Value(NamedTuple):
-    """The text of a value, and its key if it is one of `KEYS` in the aio section: what an edit may touch."""
+    """The text of a value, and its key if it is one of `KEYS` in the aio section: what an edit may
+    touch.
+    """
 
     text: str
     key: str = ""
@@ -65,18 +86,35 @@ class Writer:
         if self.plain or not self.seldom():
             return ""
         words = self.draw(st.sampled_from(["why", '"aio": {', "}", "'''", "a, b: 1"]))
-        return self.draw(st.sampled_from([f" /* {words} */", f" // {words}{self.newline}", f" # {words}{self.newline}"] if lines else [f" /* {words} */"]))
+        return self.draw(
+            st.sampled_from(
+                [f" /* {words} */", f" // {words}{self.newline}", f" # {words}{self.newline}"]
+                if lines
+                else [f" /* {words} */"]
+            )
+        )
 
     def key(self, key: str) -> str:
         quoted = [json.dumps(key), '"' + "".join(f"\\u{ord(letter):04x}" for letter in key) + '"']
         return self.draw(st.sampled_from(quoted if self.plain else [*quoted, f"'{key}'", key]))
 
     def value(self, lines: bool) -> Value:
-        others = [] if self.plain else ["'single \"'", *([*BARE, f"'''{self.newline}two{self.newline}  lines '''"] if lines else [])]
+        others = (
+            []
+            if self.plain
+            else [
+                "'single \"'",
+                *([*BARE, f"'''{self.newline}two{self.newline}  lines '''"] if lines else []),
+            ]
+        )
         return Value(self.draw(st.sampled_from([*PLAIN, *others])))
 
-    def object(self, members: list[tuple[str, Any]], indent: str, lines: bool, braces: bool = True) -> Pieces:
-        """The pieces of an object; a member's content is its pieces, a dict to be written as an object, or None for any value."""
+    def object(
+        self, members: list[tuple[str, Any]], indent: str, lines: bool, braces: bool = True
+    ) -> Pieces:
+        """The pieces of an object; a member's content is its pieces, a dict to be written as an
+        object, or None for any value.
+        """
         inner = indent + self.unit if braces else indent
         between = self.newline + inner if lines else self.draw(st.sampled_from(["", " "]))
         trailing = not self.plain and self.seldom()
@@ -92,32 +130,68 @@ class Writer:
                 comma = trailing if index == len(members) - 1 else self.commas or not lines
                 pieces.append(("," if comma else "") + self.remark(lines))
         if braces:
-            pieces.append((self.newline + indent if lines and members else self.draw(st.sampled_from(["", " "]))) + "}")
+            pieces.append(
+                (
+                    self.newline + indent
+                    if lines and members
+                    else self.draw(st.sampled_from(["", " "]))
+                )
+                + "}"
+            )
         return pieces
 
 
 @st.composite
 def documents(draw: st.DrawFn) -> Pieces:
-    """A config with some of `OTHERS`, and perhaps an aio section with some of `KEYS` and others, in any order and style."""
+    """A config with some of `OTHERS`, and perhaps an aio section with some of `KEYS` and others, in
+    any order and style.
+    """
     writer = Writer(draw)
     lines = draw(st.booleans())
-    members: list[tuple[str, Any]] = draw(st.lists(st.sampled_from(list(OTHERS.items())), unique_by=lambda member: member[0], max_size=4))
+    members: list[tuple[str, Any]] = draw(
+        st.lists(
+            st.sampled_from(list(OTHERS.items())), unique_by=lambda member: member[0], max_size=4
+        )
+    )
     kind = draw(st.sampled_from(["none", "null", "section", "section", "section"]))
     if kind == "section":
         section_lines = lines and draw(st.booleans())
-        texts = ["8", "8.0", "1e6", '"8"', '"true"', "true", "false", "null", "[8]", "{}", *(BARE if section_lines and not writer.plain else [])]
+        texts = [
+            "8",
+            "8.0",
+            "1e6",
+            '"8"',
+            '"true"',
+            "true",
+            "false",
+            "null",
+            "[8]",
+            "{}",
+            *(BARE if section_lines and not writer.plain else []),
+        ]
         keys = draw(st.lists(st.sampled_from([*KEYS, "thread_count", "use_gds"]), unique=True))
-        section = [(key, [Value(draw(st.sampled_from(texts)), key if key in KEYS else "")]) for key in keys]
-        members.insert(draw(st.integers(0, len(members))), ("aio", writer.object(section, writer.unit if lines else "", section_lines)))
+        section = [
+            (key, [Value(draw(st.sampled_from(texts)), key if key in KEYS else "")]) for key in keys
+        ]
+        members.insert(
+            draw(st.integers(0, len(members))),
+            ("aio", writer.object(section, writer.unit if lines else "", section_lines)),
+        )
     elif kind == "null":
         members.insert(draw(st.integers(0, len(members))), ("aio", [Value("null", "aio")]))
     braces = writer.plain or not members or draw(st.booleans())
-    return [draw(st.sampled_from(["", "\ufeff"])), *writer.object(members, "", lines, braces), draw(st.sampled_from(["", writer.newline]))]
+    return [
+        draw(st.sampled_from(["", "\ufeff"])),
+        *writer.object(members, "", lines, braces),
+        draw(st.sampled_from(["", writer.newline])),
+    ]
 
 
 def text_of(pieces: Pieces, values: Mapping[str, str] = MappingProxyType({})) -> str:
     """The text of *pieces*; *values* are written in place of those in the aio section."""
-    return "".join(piece if isinstance(piece, str) else values.get(piece.key, piece.text) for piece in pieces)
+    return "".join(
+        piece if isinstance(piece, str) else values.get(piece.key, piece.text) for piece in pieces
+    )
 
 
 def only_added(old: str, new: str) -> bool:
@@ -125,20 +199,29 @@ def only_added(old: str, new: str) -> bool:
 
     def inserted_once(old: str, new: str) -> bool:
         extra = len(new) - len(old)
-        return extra >= 0 and any(new[:at] == old[:at] and new[at + extra :] == old[at:] for at in range(len(old) + 1))
+        return extra >= 0 and any(
+            new[:at] == old[:at] and new[at + extra :] == old[at:] for at in range(len(old) + 1)
+        )
 
     commas = (at for at, letter in enumerate(new) if letter == ",")
-    return inserted_once(old, new) or any(new[:at] == old[:at] and inserted_once(old[at:], new[at + 1 :]) for at in commas)
+    return inserted_once(old, new) or any(
+        new[:at] == old[:at] and inserted_once(old[at:], new[at + 1 :]) for at in commas
+    )
 
 
 def without(config: dict[str, Any], keys: tuple[str, ...] = KEYS) -> dict[str, Any]:
     """*config* but for *keys* of its aio section, and for the section if nothing else is in it."""
     rest = {key: value for key, value in (config.get("aio") or {}).items() if key not in keys}
-    return {**{key: value for key, value in config.items() if key != "aio"}, **({"aio": rest} if rest else {})}
+    return {
+        **{key: value for key, value in config.items() if key != "aio"},
+        **({"aio": rest} if rest else {}),
+    }
 
 
 @given(documents(), settings)
-def test_the_values_arrive_and_everything_else_stays(pieces: Pieces, aio: dict[str, int | bool]) -> None:
+def test_the_values_arrive_and_everything_else_stays(
+    pieces: Pieces, aio: dict[str, int | bool]
+) -> None:
     text = text_of(pieces)
     edited = edit(text, aio)
     before, after = parse(text), parse(edited)
@@ -151,7 +234,13 @@ def test_the_values_arrive_and_everything_else_stays(pieces: Pieces, aio: dict[s
     replaced = text_of(pieces, {key: json.dumps(value) for key, value in aio.items()})
     there = before.get("aio") is not None
     missing = [key for key in aio if key not in (before.get("aio") or {})]
-    event("nothing missing" if there and not missing else "keys missing" if there else "section missing")
+    event(
+        "nothing missing"
+        if there and not missing
+        else "keys missing"
+        if there
+        else "section missing"
+    )
     if there and not missing:
         assert edited == replaced
     elif there or "aio" not in before:
@@ -184,7 +273,9 @@ def test_json_stays_json(pieces: Pieces, aio: dict[str, int | bool]) -> None:
 
 
 def read_by_hjson(text: str) -> dict[str, Any] | None:
-    """What DeepSpeed makes of *text*: hjson with its hook against duplicates (`dict_raise_error_on_duplicate_keys`), None when it refuses."""
+    """What DeepSpeed makes of *text*: hjson with its hook against duplicates
+    (`dict_raise_error_on_duplicate_keys`), None when it refuses.
+    """
     import hjson
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,7 +284,9 @@ def read_by_hjson(text: str) -> dict[str, Any] | None:
         return dict(pairs)
 
     try:
-        config = hjson.loads(text.replace("\r\n", "\n").replace("\r", "\n"), object_pairs_hook=refuse_duplicates)
+        config = hjson.loads(
+            text.replace("\r\n", "\n").replace("\r", "\n"), object_pairs_hook=refuse_duplicates
+        )
     except (ValueError, IndexError, OverflowError):
         return None
     return config if isinstance(config, dict) else None
@@ -201,7 +294,9 @@ def read_by_hjson(text: str) -> dict[str, Any] | None:
 
 @needs_hjson
 @given(documents(), settings)
-def test_hjson_reads_an_edited_document_as_it_is_read_here(pieces: Pieces, aio: dict[str, int | bool]) -> None:
+def test_hjson_reads_an_edited_document_as_it_is_read_here(
+    pieces: Pieces, aio: dict[str, int | bool]
+) -> None:
     edited = edit(text_of(pieces), aio)
     config = read_by_hjson(edited)
     assert config is not None
@@ -236,7 +331,28 @@ TOKENS = [
         "#",
         "# x\n",
     ),
-    *("a", "aio", "block_size", "true", "false", "null", "8", "-", "1.5", "1e3", ".5", "007", "\u0663", "x y", '"aio"', '"a": ', "b: ", "{}", '"x"', "\ufeff"),
+    *(
+        "a",
+        "aio",
+        "block_size",
+        "true",
+        "false",
+        "null",
+        "8",
+        "-",
+        "1.5",
+        "1e3",
+        ".5",
+        "007",
+        "\u0663",
+        "x y",
+        '"aio"',
+        '"a": ',
+        "b: ",
+        "{}",
+        '"x"',
+        "\ufeff",
+    ),
 ]
 
 
@@ -263,5 +379,7 @@ def test_any_text_is_read_or_refused_as_by_hjson(text: str, frame: str) -> None:
         after = read_by_hjson(edited)
         assert after is not None
         assert after["aio"].items() >= {"block_size": 4096, "single_submit": True}.items()
-        assert without(after, ("block_size", "single_submit")) == without(config, ("block_size", "single_submit"))
+        assert without(after, ("block_size", "single_submit")) == without(
+            config, ("block_size", "single_submit")
+        )
         assert edit(edited, {"block_size": 4096, "single_submit": True}) == edited

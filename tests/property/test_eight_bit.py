@@ -1,4 +1,6 @@
-"""Codes of 8 bits are the same by the extension and by torch's operations: each code, each exponent, and what they stand for, bit for bit."""
+"""Codes of 8 bits are the same by the extension and by torch's operations: each code, each
+exponent, and what they stand for, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, decode_by_torch, encode, encode_by_torch
+from nvme_offload.optimizer_states.eight_bit import (
+    BLOCK,
+    decode,
+    decode_by_torch,
+    encode,
+    encode_by_torch,
+)
 
-ROW = 1 << 16  # values that share a row of random numbers, and the part of a tensor that a thread works on
+# values that share a row of random numbers, and the part of a tensor that a thread works on
+ROW = 1 << 16
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, ROW - 1, ROW, ROW + 1, 4 * ROW, 5 * ROW + BLOCK + 3]
 signed_or_not = pytest.mark.parametrize("signed", [True, False])
 
@@ -32,7 +41,9 @@ def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
 def patterns(numel: int, seed: int = 0) -> torch.Tensor:
     """Any 32 bits."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(torch.int32)
+    return torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(
+        torch.int32
+    )
 
 
 def numbers(numel: int, octaves: int) -> torch.Tensor:
@@ -67,10 +78,27 @@ def test_any_patterns(signed, numel):
 
 
 @signed_or_not
-@pytest.mark.parametrize("special", [0, 1, 0x7FFFFF, 0x800000, 0x7EFFFFFF, 0x7F000000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FF00001, 0x7FFFFFFF])
+@pytest.mark.parametrize(
+    "special",
+    [
+        0,
+        1,
+        0x7FFFFF,
+        0x800000,
+        0x7EFFFFFF,
+        0x7F000000,
+        0x7F7FFFFF,
+        0x7F800000,
+        0x7F800001,
+        0x7FC00000,
+        0x7FF00001,
+        0x7FFFFFFF,
+    ],
+)
 @pytest.mark.parametrize("place", [0, 5, BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 2])
 def test_one_that_is_special_among_others(signed, special, place):
-    # Zeros, denormals, the largest numbers, infinities, and NaN of every kind, in whole blocks and in the last one.
+    # Zeros, denormals, the largest numbers, infinities, and NaN of every kind, in whole blocks and
+    # in the last one.
     for sign in (0, -(1 << 31)):
         values = numbers(3 * BLOCK + 3, 20).abs()
         values.view(torch.int32)[place] = special | sign
@@ -82,12 +110,16 @@ def test_one_that_is_special_among_others(signed, special, place):
 
 @signed_or_not
 def test_every_code_in_a_block_of_every_exponent(signed):
-    codes, exponents = torch.arange(256, dtype=torch.uint8).repeat(256), torch.arange(256, dtype=torch.uint8)
+    codes, exponents = (
+        torch.arange(256, dtype=torch.uint8).repeat(256),
+        torch.arange(256, dtype=torch.uint8),
+    )
     ours, reference = torch.empty(1 << 16), torch.empty(1 << 16)
     decode(codes, exponents, ours, signed=signed)
     decode_by_torch(codes, exponents, reference, signed=signed)
     assert torch.equal(ours.isnan(), reference.isnan())
-    number = ~ours.isnan()  # where both a code and its block are NaN, it is the processor's choice which of them comes out
+    # where both a code and its block are NaN, it is the processor's choice which of them comes out
+    number = ~ours.isnan()
     assert torch.equal(ours[number].view(torch.int32), reference[number].view(torch.int32))
 
 
@@ -98,6 +130,12 @@ def test_any_patterns_side_by_side(signed, bits, seed):
 
 
 @signed_or_not
-@given(st.lists(st.floats(width=32, allow_nan=False, min_value=0, max_value=2.0**126), min_size=1, max_size=600))
+@given(
+    st.lists(
+        st.floats(width=32, allow_nan=False, min_value=0, max_value=2.0**126),
+        min_size=1,
+        max_size=600,
+    )
+)
 def test_any_numbers_side_by_side(signed, values):
     check(torch.tensor(values, dtype=torch.float32), signed=signed)

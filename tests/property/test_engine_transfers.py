@@ -47,7 +47,10 @@ class Pending:
 
 
 EDGES = st.builds(
-    lambda unit, count, shift: max(0, unit * count + shift), st.sampled_from([512, PAGE, 16 << 10]), st.integers(0, 9), st.sampled_from([-1, 0, 1])
+    lambda unit, count, shift: max(0, unit * count + shift),
+    st.sampled_from([512, PAGE, 16 << 10]),
+    st.integers(0, 9),
+    st.sampled_from([-1, 0, 1]),
 )
 OPERATIONS = st.builds(
     Operation,
@@ -70,7 +73,11 @@ CONFIGS = st.fixed_dictionaries(
 
 
 def overlap(first: Operation, second: Operation) -> bool:
-    return first.file == second.file and first.offset < second.offset + second.size and second.offset < first.offset + first.size
+    return (
+        first.file == second.file
+        and first.offset < second.offset + second.size
+        and second.offset < first.offset + first.size
+    )
 
 
 class Run:
@@ -97,12 +104,20 @@ class Run:
 
     def start(self, operation: Operation) -> None:
         model = self.models[operation.file]
-        if not operation.write:  # reads end where the file does, and that is known only once the writes beyond it are through
+        # reads end where the file does, and that is known only once the writes beyond it are
+        # through
+        if not operation.write:
             if operation.offset + operation.size > LENGTH:
-                self.settle(lambda one: one.operation.write and one.operation.file == operation.file)
+                self.settle(
+                    lambda one: one.operation.write and one.operation.file == operation.file
+                )
             end = min(operation.offset + operation.size, len(model))
             operation = dataclasses.replace(operation, size=max(0, end - operation.offset))
-        self.settle(lambda one: (one.operation.write or operation.write) and overlap(one.operation, operation))
+        self.settle(
+            lambda one: (
+                (one.operation.write or operation.write) and overlap(one.operation, operation)
+            )
+        )
 
         end = operation.offset + operation.size
         around = self.generator.integers(0, 256, operation.size + 2 * PAGE, dtype=np.uint8)
@@ -115,7 +130,9 @@ class Run:
                 model[operation.offset : end] = buffer.tobytes()
             ticket = self.engine.write(buffer, self.files[operation.file], operation.offset)
         else:
-            expected[begin : begin + operation.size] = np.frombuffer(bytes(model[operation.offset : end]), np.uint8)
+            expected[begin : begin + operation.size] = np.frombuffer(
+                bytes(model[operation.offset : end]), np.uint8
+            )
             ticket = self.engine.read(buffer, self.files[operation.file], operation.offset)
         self.pending.append(Pending(ticket, operation, around, expected))
         if operation.wait:
@@ -129,8 +146,11 @@ class Run:
         assert (stats.read.in_flight, stats.write.in_flight) == (0, 0)
 
 
-# The directory is the same for all the sequences; each begins with its files written anew. So many for each backend on each filesystem.
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The directory is the same for all the sequences; each begins with its files written anew. So many
+# for each backend on each filesystem.
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(config=CONFIGS, operations=st.lists(OPERATIONS, max_size=24), seed=st.integers(0, 2**32 - 1))
 @example(  # two writes that meet within a page, and a read beside them
     config={"block_size": PAGE},
@@ -143,7 +163,11 @@ class Run:
 )
 @pytest.mark.every_filesystem
 def test_files_hold_what_the_model_holds(
-    configure: Callable[..., AioConfig], directory: Path, config: dict[str, object], operations: list[Operation], seed: int
+    configure: Callable[..., AioConfig],
+    directory: Path,
+    config: dict[str, object],
+    operations: list[Operation],
+    seed: int,
 ) -> None:
     paths = [directory / str(place) for place in range(FILES)]
     with Engine(configure(**config)) as engine:

@@ -27,7 +27,10 @@ def holes(owners: list[int | None]) -> list[tuple[int, int]]:
     return runs
 
 
-@given(start=st.integers(0, 48), steps=st.lists(st.one_of(ALLOCATE, ALLOCATE, FREE, FREE, GROW), max_size=60))
+@given(
+    start=st.integers(0, 48),
+    steps=st.lists(st.one_of(ALLOCATE, ALLOCATE, FREE, FREE, GROW), max_size=60),
+)
 def test_every_answer_is_the_models(start: int, steps: list[tuple[str, int]]) -> None:
     extents = Extents(start * GRANULE, GRANULE)
     owners: list[int | None] = [None] * start
@@ -55,7 +58,10 @@ def test_every_answer_is_the_models(start: int, steps: list[tuple[str, int]]) ->
         assert extents.nbytes == len(owners) * GRANULE
         assert extents.free_bytes == owners.count(None) * GRANULE
         assert extents.used_bytes == extents.nbytes - extents.free_bytes
-        assert extents.largest_free_bytes == max([length for length, _ in holes(owners)], default=0) * GRANULE
+        assert (
+            extents.largest_free_bytes
+            == max([length for length, _ in holes(owners)], default=0) * GRANULE
+        )
     for offset in live:
         extents.free(offset)
     assert extents.largest_free_bytes == extents.free_bytes == len(owners) * GRANULE

@@ -1,4 +1,6 @@
-"""The pool against a model: whoever holds what in whatever order, each tensor keeps its own contents and every byte comes back."""
+"""The pool against a model: whoever holds what in whatever order, each tensor keeps its own
+contents and every byte comes back.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ Filled = tuple[torch.Tensor, int]  # and the number that every element of it is
 def pages_of(tensor: torch.Tensor) -> set[int]:
     """Numbers of the pages that the storage of *tensor* has any part of."""
     storage = tensor.untyped_storage()
-    return set(range(storage.data_ptr() // PAGE, -(-(storage.data_ptr() + storage.nbytes()) // PAGE))) if storage.nbytes() else set()
+    return (
+        set(range(storage.data_ptr() // PAGE, -(-(storage.data_ptr() + storage.nbytes()) // PAGE)))
+        if storage.nbytes()
+        else set()
+    )
 
 
 def taken_pages(held: list[Filled]) -> set[int]:
@@ -49,7 +55,9 @@ def largest_hole_bytes(taken: set[int], first: int) -> int:
 
 @settings(deadline=None)
 @given(steps=st.lists(st.one_of(EMPTY, EMPTY, VIEW, DROP, DROP), max_size=50))
-def test_tensors_keep_their_contents_and_the_pool_its_books(steps: list[tuple[str, int, object]]) -> None:
+def test_tensors_keep_their_contents_and_the_pool_its_books(
+    steps: list[tuple[str, int, object]],
+) -> None:
     with PinnedPool(PAGES * PAGE, pin=False) as pool:
         first = pool.empty(1, torch.uint8).data_ptr() // PAGE
         held: list[Filled] = []
@@ -83,7 +91,9 @@ def test_tensors_keep_their_contents_and_the_pool_its_books(steps: list[tuple[st
 
 
 @settings(deadline=None, max_examples=20)
-@given(jobs=st.lists(st.lists(st.integers(1, PAGES), min_size=1, max_size=12), min_size=2, max_size=5))
+@given(
+    jobs=st.lists(st.lists(st.integers(1, PAGES), min_size=1, max_size=12), min_size=2, max_size=5)
+)
 def test_threads_that_wait_for_one_another_all_get_their_room(jobs: list[list[int]]) -> None:
     together = threading.Barrier(len(jobs))
 
@@ -118,5 +128,7 @@ def test_one_who_keeps_a_part_does_not_stop_the_others(holders: int) -> None:
 
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(work, range(4))) == [None] * 4
-        assert [bool((tensor == 200 + number).all()) for number, tensor in enumerate(kept)] == [True] * holders
+        assert [bool((tensor == 200 + number).all()) for number, tensor in enumerate(kept)] == [
+            True
+        ] * holders
         assert pool.used_bytes == holders * PAGE

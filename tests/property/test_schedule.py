@@ -1,4 +1,6 @@
-"""The schedule, with transfers that a test ends by hand in any order: what users hold is theirs, nothing is lost, and one at a time always fits."""
+"""The schedule, with transfers that a test ends by hand in any order: what users hold is theirs,
+nothing is lost, and one at a time always fits.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ class Held:
 
 
 class Machine:
-    """Memory and drive of a schedule as versions of values; transfers end when they are told to, well or not."""
+    """Memory and drive of a schedule as versions of values; transfers end when they are told to,
+    well or not.
+    """
 
     def __init__(self, schedule: Schedule, random_source: random.Random) -> None:
         self.schedule = schedule
         self.random = random_source
         self.flying: list[Transfer] = []
-        self.memory: dict[int, tuple[str, int]] = {}  # page -> whose, and its version; pages that nobody has been given are left as they are
+        # page -> whose, and its version; pages that nobody has been given are left as they are
+        self.memory: dict[int, tuple[str, int]] = {}
         self.drive: dict[str, int] = {}
         self.truth: dict[str, int] = {}
         self.held: dict[str, Held] = {}
@@ -87,7 +92,8 @@ class Machine:
 
     def touch(self, transfer: Transfer) -> None:
         if not transfer.writes and self.runs(transfer):
-            for page in self.pages(transfer.offset, transfer.nbytes):  # neither the old bytes nor the new ones
+            # neither the old bytes nor the new ones
+            for page in self.pages(transfer.offset, transfer.nbytes):
                 self.memory[page] = ("", 0)
 
     def end(self, transfer: Transfer, well: bool = True) -> None:
@@ -104,7 +110,9 @@ class Machine:
         else:
             self.reads += 1
             if well:
-                self.fill(transfer.name, transfer.offset, transfer.nbytes, self.drive[transfer.name])
+                self.fill(
+                    transfer.name, transfer.offset, transfer.nbytes, self.drive[transfer.name]
+                )
         self.schedule.finished(transfer, well)
         for other in list(self.flying):
             if other.void:  # it waited for what has failed
@@ -130,10 +138,16 @@ class Machine:
             if self.schedule.obstacle() is not None:  # once more
                 self.start()
                 continue
-            awaited = [transfer for transfer in self.schedule.waits_for(name) if self.runs(transfer)]
+            awaited = [
+                transfer for transfer in self.schedule.waits_for(name) if self.runs(transfer)
+            ]
             assert awaited, "nothing under way would end the wait"
             assert all(transfer in self.flying for transfer in awaited)
-            self.end(self.random.choice([*awaited, *(transfer for transfer in self.flying if self.runs(transfer))]))
+            self.end(
+                self.random.choice(
+                    [*awaited, *(transfer for transfer in self.flying if self.runs(transfer))]
+                )
+            )
             self.start()
         offset, _ = self.schedule.take(name)
         nbytes = self.schedule.size(name)
@@ -202,7 +216,13 @@ STEPS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(steps=STEPS, pages=st.integers(5, 16), lookahead=st.none() | st.integers(0, 16 * PAGE), most=st.integers(1, 4), source=st.randoms(use_true_random=False))
+@given(
+    steps=STEPS,
+    pages=st.integers(5, 16),
+    lookahead=st.none() | st.integers(0, 16 * PAGE),
+    most=st.integers(1, 4),
+    source=st.randoms(use_true_random=False),
+)
 def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, most, source):
     machine = Machine(Schedule(pages * PAGE, lookahead), source)
     for step, name, detail in steps:
@@ -246,12 +266,19 @@ def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, m
     while machine.flying:
         machine.end_any()
     for name in list(machine.truth):  # a copy that memory does not have is the newest
-        if not any(owner == name and version == machine.truth[name] for owner, version in machine.memory.values()):
+        if not any(
+            owner == name and version == machine.truth[name]
+            for owner, version in machine.memory.values()
+        ):
             assert machine.drive[name] == machine.truth[name]
 
 
-def cycle(names: list[str], memory: int, lookahead: int, periods: int = 12, changed: bool = True) -> list[tuple[int, int]]:
-    """Reads and writes in each period of a cyclic use of *names*, values of one page, in *memory* pages."""
+def cycle(
+    names: list[str], memory: int, lookahead: int, periods: int = 12, changed: bool = True
+) -> list[tuple[int, int]]:
+    """Reads and writes in each period of a cyclic use of *names*, values of one page, in *memory*
+    pages.
+    """
     machine = Machine(Schedule(memory * PAGE, lookahead * PAGE), random.Random(0))
     for name in dict.fromkeys(names):
         machine.create(name, PAGE)
@@ -274,7 +301,8 @@ def test_in_a_cycle_nothing_is_read_but_what_does_not_fit_and_what_is_read_ahead
     memory = data.draw(st.integers(2, count + 2))
     lookahead = data.draw(st.integers(0, max(memory // 2, 1)))
     periods = 12
-    counts = cycle([f"n{number}" for number in range(count)], memory, lookahead, periods)[3:]  # one to learn, and one to change places
+    # one to learn, and one to change places
+    counts = cycle([f"n{number}" for number in range(count)], memory, lookahead, periods)[3:]
     if memory >= count:
         assert counts == [(0, 0)] * len(counts)
     else:
@@ -296,11 +324,14 @@ def test_a_value_far_larger_than_all_others_does_not_cost_their_room() -> None:
         for name in sizes:
             machine.need(name)
             machine.release(name, changed=True)
-    assert machine.reads - before <= 100 - 70 + 3  # what does not fit, and the room for one in use and two that are read
+    # what does not fit, and the room for one in use and two that are read
+    assert machine.reads - before <= 100 - 70 + 3
 
 
 class Timed:
-    """A schedule's user who computes, and a drive that shares its speed among all transfers, on one clock."""
+    """A schedule's user who computes, and a drive that shares its speed among all transfers, on one
+    clock.
+    """
 
     def __init__(self, schedule: Schedule, pages_a_second: float) -> None:
         self.schedule = schedule
@@ -312,7 +343,9 @@ class Timed:
     def start(self) -> None:
         while transfers := self.schedule.plan():
             self.queued += transfers
-        for transfer in [transfer for transfer in self.queued if all(blocker.ended for blocker in transfer.after)]:
+        for transfer in [
+            transfer for transfer in self.queued if all(blocker.ended for blocker in transfer.after)
+        ]:
             self.queued.remove(transfer)
             self.flying.append((transfer, [float(transfer.nbytes)]))
 
@@ -331,7 +364,11 @@ class Timed:
             for transfer in [transfer for transfer, left in self.flying if left[0] < 1]:
                 self.schedule.finished(transfer, True)
             self.flying = [(transfer, left) for transfer, left in self.flying if left[0] >= 1]
-            for transfer in [transfer for transfer in self.queued if all(blocker.ended for blocker in transfer.after)]:
+            for transfer in [
+                transfer
+                for transfer in self.queued
+                if all(blocker.ended for blocker in transfer.after)
+            ]:
                 self.queued.remove(transfer)  # without anybody calling
                 self.flying.append((transfer, [float(transfer.nbytes)]))
         self.now = end
@@ -347,10 +384,14 @@ class Timed:
         self.start()
 
 
-@pytest.mark.parametrize(("fits", "changed"), [(0.75, True), (0.5, True), (0.25, True), (0.75, False), (0.5, False)])
+@pytest.mark.parametrize(
+    ("fits", "changed"), [(0.75, True), (0.5, True), (0.25, True), (0.75, False), (0.5, False)]
+)
 @pytest.mark.parametrize("computing", [0.5, 1.0, 2.0])
 def test_the_drive_works_all_the_time_or_the_user_does(fits, computing, changed):
-    """A period takes hardly longer than the longer of what computing takes and what the drive takes for what does not fit, over which it is spread."""
+    """A period takes hardly longer than the longer of what computing takes and what the drive takes
+    for what does not fit, over which it is spread.
+    """
     count, size = 80, 8
     memory = int(fits * count) * size
     moved = (count * size - memory + 2 * size) * (2 if changed else 1)  # with what is read ahead
@@ -383,7 +424,9 @@ def test_unchanged_values_are_written_once():
 
 @pytest.mark.parametrize("changed", [True, False])
 def test_who_gives_the_drive_the_time_never_waits(changed):
-    """Room is made and filled ahead of need: whatever was started is over before the next call, and then all is there."""
+    """Room is made and filled ahead of need: whatever was started is over before the next call, and
+    then all is there.
+    """
     machine = Machine(Schedule(4 * PAGE, PAGE), random.Random(0))
     for name in "abcdefg":
         machine.create(name, PAGE)
@@ -442,7 +485,8 @@ def test_several_that_are_created_share_the_room_of_one_that_leaves():
         while machine.flying:
             machine.end_any()
         counts.append((machine.reads, machine.writes))
-    # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes places with two more.
+    # 32 pages, of which 24 fit: two large ones leave and come back, and what was read ahead changes
+    # places with two more.
     assert counts[-1][0] - counts[-2][0] <= 4
     assert counts[-1][1] - counts[-2][1] <= 4
 
@@ -451,13 +495,25 @@ SIZES = st.lists(st.integers(1, 40_000), min_size=1, max_size=12)
 
 
 @settings(deadline=None, max_examples=40)
-@given(sizes=SIZES, drawn=st.data(), accumulation=st.integers(1, 2), source=st.randoms(use_true_random=False))
+@given(
+    sizes=SIZES,
+    drawn=st.data(),
+    accumulation=st.integers(1, 2),
+    source=st.randoms(use_true_random=False),
+)
 def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumulation, source):
-    """ZeRO-3 with all on the drive: parameters of *sizes* elements, made before anything else, in sub-groups as they are cut for the budget."""
+    """ZeRO-3 with all on the drive: parameters of *sizes* elements, made before anything else, in
+    sub-groups as they are cut for the budget.
+    """
     footprint = Footprint(states=12, gradient=2, beside=4, parameter=2)
     least = footprint.least_bytes(max(sizes))
     nbytes = drawn.draw(st.just(least) | st.integers(least, 3 * least))
-    groups = cut([Parameter(number, size) for number, size in enumerate(sizes)], footprint.wanted_elements(nbytes), footprint.most_elements(nbytes), 1)
+    groups = cut(
+        [Parameter(number, size) for number, size in enumerate(sizes)],
+        footprint.wanted_elements(nbytes),
+        footprint.most_elements(nbytes),
+        1,
+    )
     numels = [sum(param.size for param in group) for group in groups]
     machine = Machine(Schedule(nbytes), source)
 
@@ -544,7 +600,10 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
         schedule.create(name, nbytes)
         schedule.plan()
         schedule.take(name)
-    with pytest.raises(OutOfHostMemoryError, match="no room for 'scratch', 8 KiB, in a budget of 16 KiB: 12 KiB are in use by 'parameters'") as raised:
+    with pytest.raises(
+        OutOfHostMemoryError,
+        match="no room for 'scratch', 8 KiB, in a budget of 16 KiB: 12 KiB are in use by 'parameters'",
+    ) as raised:
         schedule.create("scratch", 2 * PAGE)
     assert f"at least {5 * PAGE} bytes" in str(raised.value)
     assert schedule.names() == ["parameters", "gradients"]
@@ -567,14 +626,18 @@ def blocks_are_a_partition(schedule: Schedule) -> None:
             taken += block.owner.size * block.owner.known
         position, block = block.end, block.following
     assert position == schedule.nbytes
-    assert on_offer == arena.open_bytes == sum(end - start for start, (end, _) in arena._runs.items())
+    assert (
+        on_offer == arena.open_bytes == sum(end - start for start, (end, _) in arena._runs.items())
+    )
     assert taken == schedule.used_bytes
 
 
 @settings(deadline=None, max_examples=40)
 @given(source=st.randoms(use_true_random=False))
 def test_periods_with_deviations_and_failures_lose_nothing(source):
-    """Periods that are repeated, and cut short, shuffled, and run twice; values of all sizes, created, changed and dropped; transfers that fail."""
+    """Periods that are repeated, and cut short, shuffled, and run twice; values of all sizes,
+    created, changed and dropped; transfers that fail.
+    """
     pages = source.choice([source.randint(3, 12), source.randint(20, 120)])
     lookahead = source.choice([None, 0, PAGE, source.randint(0, pages) * PAGE])
     machine = Machine(Schedule(pages * PAGE, lookahead), source)
@@ -582,7 +645,10 @@ def test_periods_with_deviations_and_failures_lose_nothing(source):
     names = [f"v{number}" for number in range(source.randint(3, 40))]
     sizes = {name: source.randint(1, largest) * PAGE - source.choice([0, 1]) for name in names}
     failing, ending = source.choice([0, 0.1, 0.3]), source.choice([0, 0.2, 0.7])
-    learned = [(source.choice(names), source.choice(["use", "use", "change", "create", "drop"])) for _ in range(source.randint(2, 50))]
+    learned = [
+        (source.choice(names), source.choice(["use", "use", "change", "create", "drop"]))
+        for _ in range(source.randint(2, 50))
+    ]
 
     def do(name: str, what: str) -> None:
         if what == "create" or name not in machine.truth:
@@ -624,8 +690,12 @@ def test_periods_with_deviations_and_failures_lose_nothing(source):
 @pytest.mark.parametrize("order", list(scheduling.ORDERS))
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
-    """Values, places and blocks that are looked at in a period that was learned; nothing is moved more often than of a few values."""
-    few, many = (scheduling.plan(scheduling.ORDERS[order], count, 256 << 10, share) for count in (256, 4096))
+    """Values, places and blocks that are looked at in a period that was learned; nothing is moved
+    more often than of a few values.
+    """
+    few, many = (
+        scheduling.plan(scheduling.ORDERS[order], count, 256 << 10, share) for count in (256, 4096)
+    )
     assert few.operations < 8
     assert many.operations <= 1.2 * few.operations
     assert many.bytes_moved / many.uses <= 1.1 * few.bytes_moved / few.uses
@@ -648,7 +718,9 @@ def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
 
 
 def test_every_event_is_a_row_or_cannot_happen():
-    """The states of a value: what memory holds is given away only where the drive has it too, or is being given it."""
+    """The states of a value: what memory holds is given away only where the drive has it too, or is
+    being given it.
+    """
     assert [len(row) for row in TABLE] == [len(Event)] * len(State)
     losing = {state for state in State if TABLE[state][Event.LOST] is not None}
     assert losing == {State.RESERVED, State.READING, State.CLEAN, State.WRITING}

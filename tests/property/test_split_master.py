@@ -1,4 +1,6 @@
-"""The split master is lossless. `python tests/property/test_split_master.py` looks at all 2**32 patterns; the tests at those that decide."""
+"""The split master is lossless. `python tests/property/test_split_master.py` looks at all 2**32
+patterns; the tests at those that decide.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,32 @@ from hypothesis import strategies as st
 from nvme_offload.optimizer_states.split import join, join_by_torch, split, split_by_torch
 
 INFINITY = 0x7F800000
-LOWS = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]  # nothing, just above it, just below, at and just above a tie, just below the next
-HIGHS = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFE, 0x7FFF]
+# nothing, just above it, just below, at and just above a tie, just below the next
+LOWS = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+HIGHS = [
+    0x0000,
+    0x0001,
+    0x007F,
+    0x0080,
+    0x3F7F,
+    0x3F80,
+    0x3F81,
+    0x7F7E,
+    0x7F7F,
+    0x7F80,
+    0x7F81,
+    0x7FBF,
+    0x7FC0,
+    0x7FFE,
+    0x7FFF,
+]
 HIGHS += [0x8000 | high for high in HIGHS]
 
 
 def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The working weights of the masters of these patterns, and the patterns that come back; the same by the extension and by torch's operations."""
+    """The working weights of the masters of these patterns, and the patterns that come back; the
+    same by the extension and by torch's operations.
+    """
     found = []
     for there, home in ((split, join), (split_by_torch, join_by_torch)):
         working = torch.empty(bits.numel(), dtype=torch.bfloat16)
@@ -34,10 +55,13 @@ def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(bits: torch.Tensor) -> None:
-    """Every pattern comes back, and its working weight is the nearest bfloat16, of two the one away from zero."""
+    """Every pattern comes back, and its working weight is the nearest bfloat16, of two the one away
+    from zero.
+    """
     working, back = there_and_back(bits)
     magnitude = bits & 0x7FFFFFFF
-    homeless = (magnitude > INFINITY) & (magnitude < INFINITY + 0x10000)  # NaN by their lower half alone
+    # NaN by their lower half alone
+    homeless = (magnitude > INFINITY) & (magnitude < INFINITY + 0x10000)
     assert torch.equal(back, torch.where(homeless, bits | 0x400000, bits))
     master = bits.view(torch.float32)
     assert torch.equal(working.isnan(), master.isnan())
@@ -46,7 +70,9 @@ def check(bits: torch.Tensor) -> None:
     number = magnitude <= INFINITY
     assert torch.equal(pattern[number], (upper + (lower >= 0x8000))[number])
     untied = number & (lower != 0x8000)
-    assert torch.equal(working[untied].view(torch.int16), master[untied].bfloat16().view(torch.int16))
+    assert torch.equal(
+        working[untied].view(torch.int16), master[untied].bfloat16().view(torch.int16)
+    )
 
 
 def as_bits(patterns: torch.Tensor) -> torch.Tensor:
@@ -66,7 +92,9 @@ def test_any_patterns_side_by_side(patterns):
     check(as_bits(torch.tensor(patterns)))
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50)
+)
 def test_numbers_come_back_as_numbers(numbers):
     check(torch.tensor(numbers, dtype=torch.float32).view(torch.int32))
 
@@ -83,7 +111,8 @@ def test_working_weights_that_were_changed_are_joined_alike(low):
 
 
 def test_ties_go_away_from_zero_and_come_back():
-    # Between 1 and the next bfloat16, and between that and its next: to even, both would round to the one in the middle.
+    # Between 1 and the next bfloat16, and between that and its next: to even, both would round to
+    # the one in the middle.
     tied = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
     working, back = there_and_back(tied.view(torch.int32))
     assert working.tolist() == [1 + 2**-7, 1 + 2 * 2**-7, -1 - 2**-7]
@@ -91,7 +120,9 @@ def test_ties_go_away_from_zero_and_come_back():
 
 
 def test_what_overflows_comes_back():
-    largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, torch.inf, -torch.inf])
+    largest = torch.tensor(
+        [torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, torch.inf, -torch.inf]
+    )
     working, back = there_and_back(largest.view(torch.int32))
     assert working.tolist() == [torch.inf, -torch.inf, torch.inf, -torch.inf]
     assert torch.equal(back.view(torch.float32), largest)

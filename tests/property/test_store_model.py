@@ -1,4 +1,6 @@
-"""The store against a dict: puts, gets, deletes, snapshots and restores of odd sizes in any order, over one to three drives."""
+"""The store against a dict: puts, gets, deletes, snapshots and restores of odd sizes in any order,
+over one to three drives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -21,7 +30,12 @@ from nvme_offload.store.store import StoreTicket, TensorStore
 PAGE = 4096
 SECONDS = 60
 NAMES = st.sampled_from(["a", "b", "c", "d", "e/f", ""])
-SIZES = st.one_of(st.integers(0, 10), st.integers(0, 5 * PAGE), st.sampled_from([PAGE, 8 * PAGE, 8 * PAGE + 1]), st.integers(0, 80 * PAGE))
+SIZES = st.one_of(
+    st.integers(0, 10),
+    st.integers(0, 5 * PAGE),
+    st.sampled_from([PAGE, 8 * PAGE, 8 * PAGE + 1]),
+    st.integers(0, 80 * PAGE),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +58,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved: dict[str, bytes] | None = None
         self.under_way: list[tuple[StoreTicket, npt.NDArray[np.uint8], bytes]] = []
 
-    @initialize(weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3), checksum=st.booleans())
+    @initialize(
+        weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=3), checksum=st.booleans()
+    )
     def make(self, weights: list[float], checksum: bool) -> None:
         paths = [self.directory / str(number) for number in range(len(weights))]
         for path in paths:
@@ -99,17 +115,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Wait for all, and see that each got its bytes and that nothing has room that it does not need."""
+        """Wait for all, and see that each got its bytes and that nothing has room that it does not
+        need.
+        """
         for ticket, out, expected in self.under_way:
             assert ticket.wait(SECONDS) == len(expected)
             assert out.tobytes() == expected
         self.under_way.clear()
-        assert self.store.used_bytes == sum(-(-len(value) // PAGE) * PAGE for value in self.model.values())
+        assert self.store.used_bytes == sum(
+            -(-len(value) // PAGE) * PAGE for value in self.model.values()
+        )
 
     @invariant()
     def names_and_sizes(self) -> None:
         if hasattr(self, "store"):
-            assert {name: self.store.nbytes(name) for name in self.store.names()} == {name: len(value) for name, value in self.model.items()}
+            assert {name: self.store.nbytes(name) for name in self.store.names()} == {
+                name: len(value) for name, value in self.model.items()
+            }
 
     def teardown(self) -> None:
         try:
@@ -124,4 +146,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_a_store_is_a_dict() -> None:
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=30, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=30, stateful_step_count=30, deadline=None)
+    )

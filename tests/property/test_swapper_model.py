@@ -1,4 +1,6 @@
-"""The swapper against a dict of bytes: whatever is created, used, changed, let go and forgotten, in whatever budget, and whatever fails."""
+"""The swapper against a dict of bytes: whatever is created, used, changed, let go and forgotten, in
+whatever budget, and whatever fails.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import CancelledError, IOFailure, NoSpaceError, OffloadError, UsageError
@@ -25,20 +33,32 @@ from nvme_offload.swap.swapper import TensorSwapper
 
 PAGE = 4096
 NAMES = st.sampled_from("abcdefgh")
-SIZES = st.one_of(st.sampled_from([0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE]), st.integers(0, 5 * PAGE))
+SIZES = st.one_of(
+    st.sampled_from([0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE]), st.integers(0, 5 * PAGE)
+)
 # Of the transfers between memory and drive, from which on, how many, and how.
 FAULTS = st.lists(
     st.tuples(
         st.integers(1, 120),
         st.integers(1, 6),
-        st.sampled_from([(FaultKind.FAIL, errno.EIO), (FaultKind.FAIL, errno.ENOSPC), (FaultKind.CUT, 1000), (FaultKind.DELAY, 3), (FaultKind.DELAY, 9)]),
+        st.sampled_from(
+            [
+                (FaultKind.FAIL, errno.EIO),
+                (FaultKind.FAIL, errno.ENOSPC),
+                (FaultKind.CUT, 1000),
+                (FaultKind.DELAY, 3),
+                (FaultKind.DELAY, 9),
+            ]
+        ),
     ),
     max_size=4,
 )
 
 
 class LateTicket:
-    """A transfer that is carried out when it is waited for, or when chance says that it is done: as late as a drive may be."""
+    """A transfer that is carried out when it is waited for, or when chance says that it is done: as
+    late as a drive may be.
+    """
 
     def __init__(self, transfer: Callable[[], StoreTicket], chance: random.Random) -> None:
         self.transfer = transfer
@@ -56,7 +76,14 @@ class LateTicket:
     def started(self) -> StoreTicket:
         self.start()
         if self.ticket is None:
-            raise CancelledError("a transfer that it was to follow failed", operation="read", path="", offset=0, nbytes=0, done=0)
+            raise CancelledError(
+                "a transfer that it was to follow failed",
+                operation="read",
+                path="",
+                offset=0,
+                nbytes=0,
+                done=0,
+            )
         return self.ticket
 
     def done(self) -> bool:
@@ -83,7 +110,10 @@ class LateStore:
 
     def get(self, name: str, out: torch.Tensor, *, after: Sequence[LateTicket] = ()) -> LateTicket:
         blockers = list(after)
-        return LateTicket(lambda: self.store.get(name, out, after=[blocker.started() for blocker in blockers]), self.chance)
+        return LateTicket(
+            lambda: self.store.get(name, out, after=[blocker.started() for blocker in blockers]),
+            self.chance,
+        )
 
     def delete(self, name: str) -> None:
         self.store.delete(name)
@@ -104,7 +134,13 @@ class SwapperMachine(RuleBasedStateMachine):
         self.held: dict[str, tuple[torch.Tensor, bytes]] = {}
         self.generator = np.random.default_rng(3)
 
-    @initialize(pages=st.integers(5, 14), lookahead=st.none() | st.integers(0, 10 * PAGE), late=st.booleans(), faults=FAULTS, most=st.integers(1, 4))
+    @initialize(
+        pages=st.integers(5, 14),
+        lookahead=st.none() | st.integers(0, 10 * PAGE),
+        late=st.booleans(),
+        faults=FAULTS,
+        most=st.integers(1, 4),
+    )
     def make(self, pages, lookahead, late, faults, most):
         config = AioConfig(block_size=2 * PAGE, queue_depth=3, backend="posix", direct="auto")
         script = [(first, count, *fault) for first, count, fault in faults] if self.faulty else []
@@ -112,7 +148,9 @@ class SwapperMachine(RuleBasedStateMachine):
         self.engine = Engine(config, _faults=script)
         self.store = TensorStore(self.directory.name, engine=self.engine)
         self.pool = PinnedPool(pages * PAGE, pin=False, reserve=24 * PAGE)
-        self.swapper = TensorSwapper(LateStore(self.store) if late else self.store, self.pool, lookahead_bytes=lookahead)
+        self.swapper = TensorSwapper(
+            LateStore(self.store) if late else self.store, self.pool, lookahead_bytes=lookahead
+        )
         self.most = most
         for name in "abcdefgh":  # more than fits, to begin with
             self.swap_out(name, 2 * PAGE)
@@ -121,14 +159,18 @@ class SwapperMachine(RuleBasedStateMachine):
         return self.generator.integers(0, 256, count, dtype=np.uint8).tobytes()
 
     def write(self, name: str, count: int | None = None) -> None:
-        """New bytes into all the room of *name*, in use, of which the first *count* will be kept."""
+        """New bytes into all the room of *name*, in use, of which the first *count* will be
+        kept.
+        """
         tensor, _ = self.held[name]
         data = self.bytes_of(self.room[name])
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else tensor)
         self.held[name] = tensor, data[:count]
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Whether *call* went well; where it may, it fails with a drive's error, or for want of room beside what is in use."""
+        """Whether *call* went well; where it may, it fails with a drive's error, or for want of
+        room beside what is in use.
+        """
         failure = None
         try:
             call()
@@ -180,13 +222,21 @@ class SwapperMachine(RuleBasedStateMachine):
     def swap_out(self, name, nbytes):
         self.make_way(name)
         data = self.bytes_of(nbytes)
-        if self.attempt(lambda: self.swapper.swap_out(name, torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))):
+        if self.attempt(
+            lambda: self.swapper.swap_out(
+                name,
+                torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0),
+            )
+        ):
             self.model[name], self.room[name] = data, nbytes
         elif name not in self.swapper:
             self.model.pop(name, None)
             self.room.pop(name, None)
 
-    @rule(names=st.lists(NAMES, min_size=1, max_size=8), change=st.sampled_from(["never", "always", "some"]))
+    @rule(
+        names=st.lists(NAMES, min_size=1, max_size=8),
+        change=st.sampled_from(["never", "always", "some"]),
+    )
     def use(self, names, change):
         """Some training: each in turn."""
         for name in names:
@@ -304,6 +354,16 @@ class FaultySwapperMachine(SwapperMachine):
     faulty = True
 
 
-@pytest.mark.parametrize("machine", [SwapperMachine, FaultySwapperMachine], ids=["sound", "failing"])
+@pytest.mark.parametrize(
+    "machine", [SwapperMachine, FaultySwapperMachine], ids=["sound", "failing"]
+)
 def test_the_swapper_is_a_dict_of_bytes(machine: type[SwapperMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -14,7 +14,19 @@ from typing import Any
 
 import pytest
 
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Beside, Best, Health, Latency, Profile, Setting, StripePath, Sustained, Trial
+from nvme_offload.hardware.profile import (
+    DEEPSPEED_DEFAULTS,
+    PHASES,
+    Beside,
+    Best,
+    Health,
+    Latency,
+    Profile,
+    Setting,
+    StripePath,
+    Sustained,
+    Trial,
+)
 
 CHOSEN = Setting(block_size=1 << 20, queue_depth=16, thread_count=2)
 FASTEST = Setting(block_size=2 << 20, queue_depth=16, thread_count=4)
@@ -35,7 +47,13 @@ def relative(setting: Setting, phase: str) -> float:
 
 def best(setting: Setting, phase: str) -> Best:
     ratio = relative(setting, phase)
-    return Best(**dataclasses.asdict(setting), gb_per_s=CONTROL_SPEED[phase] * ratio, relative=ratio, relative_low=ratio * 0.96, relative_high=ratio * 1.05)
+    return Best(
+        **dataclasses.asdict(setting),
+        gb_per_s=CONTROL_SPEED[phase] * ratio,
+        relative=ratio,
+        relative_low=ratio * 0.96,
+        relative_high=ratio * 1.05,
+    )
 
 
 @functools.cache
@@ -43,7 +61,15 @@ def _trials() -> list[Trial]:
     chance = random.Random(7)
     trials: list[Trial] = []
 
-    def run(setting: Setting, phase: str, stage: str, seconds: float, control: bool = False, samples: bool = False, flaw: str = "") -> None:
+    def run(
+        setting: Setting,
+        phase: str,
+        stage: str,
+        seconds: float,
+        control: bool = False,
+        samples: bool = False,
+        flaw: str = "",
+    ) -> None:
         started = sum(trial.seconds + 0.02 for trial in trials)
         drift = 1 + 0.05 * math.sin(started / 9)
         ratio = relative(setting, phase) * chance.gauss(1, 0.015)
@@ -64,12 +90,21 @@ def _trials() -> list[Trial]:
                 control=control,
                 relative=1.0 if control else ratio,
                 started_seconds=started,
-                samples=tuple((moment, int(speed * (moment + late) * 1e9)) for moment, late in zip(moments, wobble, strict=True)),
+                samples=tuple(
+                    (moment, int(speed * (moment + late) * 1e9))
+                    for moment, late in zip(moments, wobble, strict=True)
+                ),
                 flaw=flaw,
             )
         )
 
-    grid = [Setting(1 << block, 1 << depth, threads) for block in range(17, 24, 2) for depth in range(0, 7, 2) for threads in (1, 4) if block + depth < 28]
+    grid = [
+        Setting(1 << block, 1 << depth, threads)
+        for block in range(17, 24, 2)
+        for depth in range(0, 7, 2)
+        for threads in (1, 4)
+        if block + depth < 28
+    ]
     for index, setting in enumerate(grid):
         if index % 5 == 0:
             for phase in PHASES:
@@ -116,28 +151,72 @@ def profile(**changes: Any) -> Profile:
         created="2001-02-03T04:05:06+00:00",
         command="nvme-sweep /local_nvme",
         drive=DRIVE,
-        workload={"file_bytes": {"read": 1 << 30, "write": 3 << 29}, "request_bytes": 64 << 20, "ranks": 1, "direct": True, "verified": True, "seconds": 60},
-        engine={"name": "native", "backend": "libaio", "kernel": "6.8.0-made-up", "versions": {"nvme_offload": "0.0.0", "python": "3.11.9"}},
+        workload={
+            "file_bytes": {"read": 1 << 30, "write": 3 << 29},
+            "request_bytes": 64 << 20,
+            "ranks": 1,
+            "direct": True,
+            "verified": True,
+            "seconds": 60,
+        },
+        engine={
+            "name": "native",
+            "backend": "libaio",
+            "kernel": "6.8.0-made-up",
+            "versions": {"nvme_offload": "0.0.0", "python": "3.11.9"},
+        },
         trials=tuple(_trials()),
         best={phase: best(FASTEST if phase != "write" else CHOSEN, phase) for phase in PHASES},
         chosen=CHOSEN,
         performance={phase: best(CHOSEN, phase) for phase in PHASES},
-        reasons=("Of 120 settings tried, 5 went to the finals; 3 of those cannot be told from the best, and this is the cheapest of them.",),
+        reasons=(
+            "Of 120 settings tried, 5 went to the finals; 3 of those cannot be told from the best, and this is the cheapest of them.",
+        ),
         steady=True,
-        warnings=("/local_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`.",),
+        warnings=(
+            "/local_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`.",
+        ),
     )
     return dataclasses.replace(whole, **changes)
 
 
 def brief(**changes: Any) -> Profile:
     """A whole profile with few trials, which is quickly drawn."""
-    few = [trial for trial in _trials() if trial.stage == "final" and trial.setting in (CHOSEN, FASTEST, DEEPSPEED_DEFAULTS)]
+    few = [
+        trial
+        for trial in _trials()
+        if trial.stage == "final" and trial.setting in (CHOSEN, FASTEST, DEEPSPEED_DEFAULTS)
+    ]
     return profile(trials=tuple(few), **changes)
 
 
 def with_fio() -> Profile:
-    beside = [Beside("fio", "fio-3.36", phase, 1.02 * best(CHOSEN, phase).gb_per_s, best(CHOSEN, phase).gb_per_s, 1.02, 0.99, 1.05) for phase in PHASES]
-    beside += [Beside("io_uring", "", phase, best(CHOSEN, phase).gb_per_s, best(CHOSEN, phase).gb_per_s, 1.0, 0.97, 1.03) for phase in PHASES]
+    beside = [
+        Beside(
+            "fio",
+            "fio-3.36",
+            phase,
+            1.02 * best(CHOSEN, phase).gb_per_s,
+            best(CHOSEN, phase).gb_per_s,
+            1.02,
+            0.99,
+            1.05,
+        )
+        for phase in PHASES
+    ]
+    beside += [
+        Beside(
+            "io_uring",
+            "",
+            phase,
+            best(CHOSEN, phase).gb_per_s,
+            best(CHOSEN, phase).gb_per_s,
+            1.0,
+            0.97,
+            1.03,
+        )
+        for phase in PHASES
+    ]
     return brief(beside=tuple(beside))
 
 
@@ -146,7 +225,15 @@ def with_latencies() -> Profile:
     shares = {"read": 1.0, "write": 1.2, "mixed": 2.0}
     return brief(
         latencies=tuple(
-            Latency(phase, setting, 3000, middle * shares[phase], 1.3 * middle * shares[phase], 2.1 * middle * shares[phase], 40.0)
+            Latency(
+                phase,
+                setting,
+                3000,
+                middle * shares[phase],
+                1.3 * middle * shares[phase],
+                2.1 * middle * shares[phase],
+                40.0,
+            )
             for phase in PHASES
             for setting, middle in settings.items()
         )
@@ -158,7 +245,15 @@ def with_sustained(cache_ends: bool = True) -> Profile:
     for second in range(1, 61):
         done += int((4.5 if done < 90e9 or not cache_ends else 0.5) * 1e9)
         samples.append((float(second), done))
-    run = Sustained(done, 60.0, tuple(samples), 4.5, 0.5 if cache_ends else 4.5, cache_ends, 90_000_000_000 if cache_ends else None)
+    run = Sustained(
+        done,
+        60.0,
+        tuple(samples),
+        4.5,
+        0.5 if cache_ends else 4.5,
+        cache_ends,
+        90_000_000_000 if cache_ends else None,
+    )
     return brief(sustained=run)
 
 
@@ -167,7 +262,15 @@ def with_stripe() -> Profile:
     half = {phase: speed / 2 for phase, speed in speeds.items()}
     return brief(
         stripe=(
-            StripePath("/local_nvme", "/dev/nvme0n1p1", "Made-Up Drive 2TB", CHOSEN, speeds, {phase: 0.98 * speed for phase, speed in speeds.items()}, 0.6667),
+            StripePath(
+                "/local_nvme",
+                "/dev/nvme0n1p1",
+                "Made-Up Drive 2TB",
+                CHOSEN,
+                speeds,
+                {phase: 0.98 * speed for phase, speed in speeds.items()},
+                0.6667,
+            ),
             StripePath("/mnt/second", "/dev/nvme1n1", "", FASTEST, half, half, 0.3333),
         )
     )
@@ -175,7 +278,12 @@ def with_stripe() -> Profile:
 
 def with_health(wear: float = 0.05) -> Profile:
     before = Health("nvme-cli", 41.0, wear, 60_000_000_000_000, 0)
-    return brief(health_before=before, health_after=dataclasses.replace(before, temperature_celsius=67.0, throttled_seconds=12, critical="too hot"))
+    return brief(
+        health_before=before,
+        health_after=dataclasses.replace(
+            before, temperature_celsius=67.0, throttled_seconds=12, critical="too hot"
+        ),
+    )
 
 
 def by_ranks(ranks: int) -> Profile:
@@ -183,13 +291,26 @@ def by_ranks(ranks: int) -> Profile:
 
 
 def by_deepspeed() -> Profile:
-    return brief(engine={"name": "deepspeed", "backend": "libaio", "deepspeed": "0.19.8", "kernel": "6.8.0-made-up"})
+    return brief(
+        engine={
+            "name": "deepspeed",
+            "backend": "libaio",
+            "deepspeed": "0.19.8",
+            "kernel": "6.8.0-made-up",
+        }
+    )
 
 
 def minimal() -> Profile:
     """Ten seconds: one setting beside the control, hardly any trials, no samples."""
-    few = [dataclasses.replace(trial, samples=()) for trial in _trials() if trial.stage == "final" and trial.setting in (CHOSEN, DEEPSPEED_DEFAULTS)][:12]
-    return profile(trials=tuple(few), best={phase: best(CHOSEN, phase) for phase in PHASES}, steady=False)
+    few = [
+        dataclasses.replace(trial, samples=())
+        for trial in _trials()
+        if trial.stage == "final" and trial.setting in (CHOSEN, DEEPSPEED_DEFAULTS)
+    ][:12]
+    return profile(
+        trials=tuple(few), best={phase: best(CHOSEN, phase) for phase in PHASES}, steady=False
+    )
 
 
 def stalling(standing_still: bool = False) -> Profile:
@@ -199,12 +320,25 @@ def stalling(standing_still: bool = False) -> Profile:
         flat = tuple((seconds, 0 if seconds < 0.5 else count) for seconds, count in trial.samples)
         trial = dataclasses.replace(trial, samples=flat)
         if index % 3 == 0 or standing_still:
-            nothing = {"bytes": 0, "gb_per_s": 0.0, "read_gb_per_s": 0.0, "write_gb_per_s": 0.0, "relative": 0.0}
-            trial = dataclasses.replace(trial, **nothing, samples=tuple((seconds, 0) for seconds, _ in flat))
+            nothing = {
+                "bytes": 0,
+                "gb_per_s": 0.0,
+                "read_gb_per_s": 0.0,
+                "write_gb_per_s": 0.0,
+                "relative": 0.0,
+            }
+            trial = dataclasses.replace(
+                trial, **nothing, samples=tuple((seconds, 0) for seconds, _ in flat)
+            )
         trials.append(trial)
     reached = {phase: best(CHOSEN, phase) for phase in PHASES}
     if standing_still:
-        reached = {phase: dataclasses.replace(each, gb_per_s=0.0, relative=0.0, relative_low=0.0, relative_high=0.0) for phase, each in reached.items()}
+        reached = {
+            phase: dataclasses.replace(
+                each, gb_per_s=0.0, relative=0.0, relative_low=0.0, relative_high=0.0
+            )
+            for phase, each in reached.items()
+        }
     latencies = tuple(Latency(phase, CHOSEN, 0, 0.0, 0.0, 0.0, 0.0) for phase in PHASES)
     return profile(trials=tuple(trials), performance=reached, best=reached, latencies=latencies)
 
@@ -215,7 +349,12 @@ def only(keep: Callable[[Trial], bool], **changes: Any) -> Profile:
 
 
 def everything() -> Profile:
-    parts = {"beside": with_fio(), "latencies": with_latencies(), "sustained": with_sustained(), "stripe": with_stripe()}
+    parts = {
+        "beside": with_fio(),
+        "latencies": with_latencies(),
+        "sustained": with_sustained(),
+        "stripe": with_stripe(),
+    }
     worn = with_health()
     found = {name: getattr(part, name) for name, part in parts.items()}
     return profile(**found, health_before=worn.health_before, health_after=worn.health_after)
@@ -237,18 +376,24 @@ SHAPES: dict[str, Callable[[], Profile]] = {
     "stalling": stalling,
     "standing still": lambda: stalling(standing_still=True),
     "no trials": lambda: profile(trials=(), best={}, performance={}, warnings=(), reasons=()),
-    "aborted": lambda: only(lambda t: t.stage == "screen" and t.started_seconds < 2, best={}, performance={}),
+    "aborted": lambda: only(
+        lambda t: t.stage == "screen" and t.started_seconds < 2, best={}, performance={}
+    ),
     "one stage": lambda: only(lambda t: t.stage == "final"),
     "one thread count": lambda: only(lambda t: t.thread_count == 1),
     "one phase": lambda: only(lambda t: t.phase == "read" and t.stage != "final"),
     "only the control": lambda: only(lambda t: t.control and t.stage == "screen"),
     "one trial": lambda: profile(trials=tuple(_trials()[:1])),
-    "bare": lambda: profile(workload={}, engine={}, drive={"path": "/x", "model": "", "filesystem": "nfs", "device": ""}),
+    "bare": lambda: profile(
+        workload={}, engine={}, drive={"path": "/x", "model": "", "filesystem": "nfs", "device": ""}
+    ),
 }
 
 
 class Page(HTMLParser):
-    """A page taken apart: every element with its attributes, its text, and whether its tags close in order."""
+    """A page taken apart: every element with its attributes, its text, and whether its tags close
+    in order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -11,7 +11,16 @@ from nvme_offload.report import charts, summary
 from nvme_offload.report.charts import canvas, grid, noise, over_time, speeds
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-ALWAYS = ["comparison", "heat-map", "by-bytes-in-flight", "by-threads", "trade-off", "ranking", "trials", "within-trials"]
+ALWAYS = [
+    "comparison",
+    "heat-map",
+    "by-bytes-in-flight",
+    "by-threads",
+    "trade-off",
+    "ranking",
+    "trials",
+    "within-trials",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +36,22 @@ def drawn(made_up) -> dict[str, canvas.Chart]:
         ("latencies", [*ALWAYS, "latency"]),
         ("no trials", []),
         ("aborted", ["heat-map", "by-bytes-in-flight", "by-threads", "trials"]),
-        ("one thread count", ["comparison", "heat-map", "by-bytes-in-flight", "ranking", "trials", "within-trials"]),
-        ("ten seconds, not steady", ["comparison", "heat-map", "by-bytes-in-flight", "by-threads", "trade-off", "ranking", "trials"]),
+        (
+            "one thread count",
+            ["comparison", "heat-map", "by-bytes-in-flight", "ranking", "trials", "within-trials"],
+        ),
+        (
+            "ten seconds, not steady",
+            [
+                "comparison",
+                "heat-map",
+                "by-bytes-in-flight",
+                "by-threads",
+                "trade-off",
+                "ranking",
+                "trials",
+            ],
+        ),
         ("one phase", ["comparison", "heat-map", "by-bytes-in-flight", "by-threads", "trials"]),
     ],
 )
@@ -60,7 +83,9 @@ def test_charts_use_the_colours_and_the_font_of_the_page(made_up):
 def test_text_of_a_chart_is_inside_it(drawn):
     for chart in drawn.values():
         svg = chart.svg()
-        width, height = (float(value) for value in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
+        width, height = (
+            float(value) for value in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()
+        )
         assert width == canvas.WIDTH
         for x, y in re.findall(r'<text [^>]*?x="([-\d.]+)" y="([-\d.]+)"', svg):
             assert 0 <= float(x) <= width, chart.name
@@ -84,18 +109,41 @@ def test_the_heat_map_has_a_number_for_each_pair_measured(made_up):
     profile = made_up.profile()
     reached = summary.medians(profile.trials, "mixed")
     pairs = {(setting.block_size, setting.queue_depth) for setting in reached}
-    best = [max(median.relative for setting, median in reached.items() if (setting.block_size, setting.queue_depth) == pair) for pair in pairs]
+    best = [
+        max(
+            median.relative
+            for setting, median in reached.items()
+            if (setting.block_size, setting.queue_depth) == pair
+        )
+        for pair in pairs
+    ]
     chart = grid.heat_map(profile)
-    assert sorted(re.findall(r">(\d\.\d\d)<", chart.svg())) == sorted(f"{value:.2f}" for value in best)
+    assert sorted(re.findall(r">(\d\.\d\d)<", chart.svg())) == sorted(
+        f"{value:.2f}" for value in best
+    )
     assert sorted(row[-1] for row in chart.rows) == sorted(f"{value:.2f}{TIMES}" for value in best)
     assert f"{max(best):.2f}{TIMES} DeepSpeed's defaults" in chart.finding
 
 
 def test_flawed_trials_count_nowhere(made_up):
     honest = made_up.profile()
-    wild = dataclasses.replace(honest.trials[-1], flaw="impossible", gb_per_s=900.0, relative=300.0, control=False, thread_count=64)
+    wild = dataclasses.replace(
+        honest.trials[-1],
+        flaw="impossible",
+        gb_per_s=900.0,
+        relative=300.0,
+        control=False,
+        thread_count=64,
+    )
     profile = made_up.profile(trials=(*honest.trials, wild))
-    for draw in (grid.heat_map, grid.by_threads, grid.by_bytes_in_flight, noise.ranking, over_time.within_trials, speeds.trade_off):
+    for draw in (
+        grid.heat_map,
+        grid.by_threads,
+        grid.by_bytes_in_flight,
+        noise.ranking,
+        over_time.within_trials,
+        speeds.trade_off,
+    ):
         assert draw(profile).rows == draw(honest).rows, draw.__name__
     before, after = noise.trials(honest), noise.trials(profile)
     # Counted as left out, in the last column, and nowhere drawn.
@@ -125,12 +173,21 @@ def test_the_noise_is_that_of_the_trials(made_up):
     profile = made_up.profile()
     chart = noise.ranking(profile)
     for setting in {trial.setting for trial in summary.decisive(profile) if not trial.control}:
-        values = [trial.relative for trial in summary.decisive(profile) if trial.setting == setting and trial.phase == "mixed"]
-        shown = [f"{value:.2f}{TIMES}" for value in (min(values), statistics.median(values), max(values))]
+        values = [
+            trial.relative
+            for trial in summary.decisive(profile)
+            if trial.setting == setting and trial.phase == "mixed"
+        ]
+        shown = [
+            f"{value:.2f}{TIMES}" for value in (min(values), statistics.median(values), max(values))
+        ]
         assert sum(list(row[2:]) == shown for row in chart.rows) == 1
     control = [row for row in noise.trials(profile).rows if row[0] == "read"]
     runs = [speed for _, speed in summary.control_runs(profile, "read")]
-    assert control[0][1:5] == (str(len(runs)), *(f"{value:#.3g}" for value in (min(runs), statistics.median(runs), max(runs))))
+    assert control[0][1:5] == (
+        str(len(runs)),
+        *(f"{value:#.3g}" for value in (min(runs), statistics.median(runs), max(runs))),
+    )
 
 
 def test_latencies_are_those_of_the_profile(made_up):
@@ -138,7 +195,10 @@ def test_latencies_are_those_of_the_profile(made_up):
     rows = speeds.latencies(profile).rows
     assert len(rows) == len(profile.latencies)
     for found in profile.latencies:
-        shown = tuple(f"{value:#.3g}".rstrip(".") for value in (found.p50_ms, found.p95_ms, found.p99_ms, found.max_ms))
+        shown = tuple(
+            f"{value:#.3g}".rstrip(".")
+            for value in (found.p50_ms, found.p95_ms, found.p99_ms, found.max_ms)
+        )
         assert any(row[2:] == (str(found.blocks), *shown) for row in rows)
 
 
@@ -148,13 +208,20 @@ def test_the_cache_ends_where_it_was_found(made_up):
     assert rows["Cache ends after"].replace("\xa0", " ") == "90 GB"
     assert rows["First round, GB/s"] == f"{run.first_gb_per_s:#.3g}"
     assert rows["Last five rounds, GB/s"] == f"{run.steady_gb_per_s:#.3g}"
-    assert dict(over_time.sustained(made_up.shapes["sustained, no end"]()).rows)["Cache ends after"] == "not seen"
+    assert (
+        dict(over_time.sustained(made_up.shapes["sustained, no end"]()).rows)["Cache ends after"]
+        == "not seen"
+    )
 
 
 def test_directions_under_the_mixed_load_are_medians_of_the_last_stage(made_up):
     profile = made_up.profile()
     read, write = summary.both_directions(profile)[made_up.chosen]
-    trials = [trial for trial in profile.trials if trial.setting == made_up.chosen and trial.phase == "mixed" and trial.stage == "final"]
+    trials = [
+        trial
+        for trial in profile.trials
+        if trial.setting == made_up.chosen and trial.phase == "mixed" and trial.stage == "final"
+    ]
     assert read == statistics.median(trial.read_gb_per_s for trial in trials)
     assert write == statistics.median(trial.write_gb_per_s for trial in trials)
     assert set(PHASES) == set(profile.performance)

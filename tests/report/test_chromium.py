@@ -46,19 +46,39 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+    found = next(
+        filter(
+            None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))
+        ),
+        None,
+    )
     if found is None:
         pytest.skip("no Chromium here: the page is looked at by no browser")
     return found
 
 
 def look(chromium: str, source: str, directory: Path, width: int, dark: bool) -> dict:
-    (directory / "report.html").write_text(source.replace("<head>", "<head>" + PROBE, 1), encoding="utf-8")
+    (directory / "report.html").write_text(
+        source.replace("<head>", "<head>" + PROBE, 1), encoding="utf-8"
+    )
     frame = directory / "frame.html"
     frame.write_text(FRAME % width, encoding="utf-8")
     command = [
-        *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--no-first-run", "--disable-extensions"),
-        *(f"--user-data-dir={directory / 'profile'}", f"--window-size={width + 200},2200", *(["--blink-settings=preferredColorScheme=0"] if dark else [])),
+        *(
+            chromium,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--enable-logging=stderr",
+            "--no-first-run",
+            "--disable-extensions",
+        ),
+        *(
+            f"--user-data-dir={directory / 'profile'}",
+            f"--window-size={width + 200},2200",
+            *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+        ),
         *("--virtual-time-budget=2000", "--dump-dom", frame.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -72,7 +92,11 @@ def rgb(colour: str) -> str:
     return "rgb({}, {}, {})".format(*(int(colour[at : at + 2], 16) for at in (1, 3, 5)))
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, False), (390, True)], ids=["wide", "phone", "phone, dark"])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [(1280, False), (390, False), (390, True)],
+    ids=["wide", "phone", "phone, dark"],
+)
 def test_nothing_sticks_out_and_nothing_complains(made_up, chromium, tmp_path, width, dark):
     page = made_up.page_of("everything")
     seen = look(chromium, page.source, tmp_path, width, dark)

@@ -18,7 +18,10 @@ def plain(cells) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(made_up, tmp_path_factory):
-    return write(made_up.shapes["ten seconds, not steady"](), tmp_path_factory.mktemp("report") / "new" / "directory")
+    return write(
+        made_up.shapes["ten seconds, not steady"](),
+        tmp_path_factory.mktemp("report") / "new" / "directory",
+    )
 
 
 def test_the_files_are_there_and_say_the_same(made_up, written):
@@ -28,7 +31,9 @@ def test_the_files_are_there_and_say_the_same(made_up, written):
     assert sorted(path for path in directory.rglob("*") if path.is_file()) == sorted(written)
     text = written[1].read_text(encoding="utf-8")
     assert all(f"(charts/{path.name})" in text for path in written[3:])
-    assert written[0].read_text(encoding="utf-8") == made_up.page_of("ten seconds, not steady").source
+    assert (
+        written[0].read_text(encoding="utf-8") == made_up.page_of("ten seconds, not steady").source
+    )
 
 
 def test_the_table_of_trials_reads_back_equal(made_up, written):
@@ -43,16 +48,28 @@ def test_the_markdown_has_the_figures(made_up):
     text = made_up.markdown_of("one path")
     for phase, name in (("read", "read"), ("write", "write"), ("mixed", "both at once")):
         best = made_up.best(made_up.chosen, phase)
-        row = (name, f"{best.gb_per_s:#.3g}", f"{made_up.control_speed[phase]:#.3g}", f"{best.relative:.2f}{TIMES}", wording.interval(best))
+        row = (
+            name,
+            f"{best.gb_per_s:#.3g}",
+            f"{made_up.control_speed[phase]:#.3g}",
+            f"{best.relative:.2f}{TIMES}",
+            wording.interval(best),
+        )
         assert f"| {' | '.join(row)} |" in text.replace("\xa0", " ")
-    assert "**Warning:** /local\\_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`." in text
+    assert (
+        "**Warning:** /local\\_nvme is mounted with discard: deleting a file stalls other transfers. Run `mount -o remount,nodiscard /local_nvme`."
+        in text
+    )
 
 
 def test_a_step_takes_as_long_as_its_tightest_bound():
     speeds = {"read": 4.0, "write": 1.0, "mixed": 3.0}
     # Writing alone: 16 bytes at 1 GB/s, more than 32 at 3.
     assert traffic.floor(traffic.GRADIENTS, 1e9, speeds) == (16.0, "write")
-    assert traffic.floor(traffic.GRADIENTS, 1e9, {**speeds, "write": 4.0}) == (pytest.approx(32 / 3), "mixed")
+    assert traffic.floor(traffic.GRADIENTS, 1e9, {**speeds, "write": 4.0}) == (
+        pytest.approx(32 / 3),
+        "mixed",
+    )
     assert traffic.floor(traffic.STATES, 1e9, {**speeds, "write": 4.0}) == (8.0, "mixed")
     # Parameters: 2 bytes more are written, and 4 read before the step.
     assert traffic.floor(traffic.PARAMETERS, 1e9, speeds) == (18.0 + 4 / 4.0, "write")
@@ -62,10 +79,22 @@ def test_steps_are_for_one_and_eight_gpus(made_up):
     steps = training.steps(made_up.profile())
     seconds = 7e9 * 32 / (made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9)
     before = 7e9 * 32 / (made_up.control_speed["mixed"] * 1e9)
-    assert [(step.parameters, step.gpus, step.drives) for step in steps[:3]] == [(7e9, 1, 1), (7e9, 8, 1), (7e9, 8, 8)]
-    assert [(step.rank_bytes, step.drive_bytes) for step in steps[:3]] == [(224e9, 224e9), (28e9, 224e9), (28e9, 28e9)]
-    assert [step.seconds for step in steps[:3]] == [pytest.approx(value) for value in (seconds, seconds, seconds / 8)]
-    assert [step.default_seconds for step in steps[:3]] == [pytest.approx(value) for value in (before, before, before / 8)]
+    assert [(step.parameters, step.gpus, step.drives) for step in steps[:3]] == [
+        (7e9, 1, 1),
+        (7e9, 8, 1),
+        (7e9, 8, 8),
+    ]
+    assert [(step.rank_bytes, step.drive_bytes) for step in steps[:3]] == [
+        (224e9, 224e9),
+        (28e9, 224e9),
+        (28e9, 28e9),
+    ]
+    assert [step.seconds for step in steps[:3]] == [
+        pytest.approx(value) for value in (seconds, seconds, seconds / 8)
+    ]
+    assert [step.default_seconds for step in steps[:3]] == [
+        pytest.approx(value) for value in (before, before, before / 8)
+    ]
     assert [step.parameters for step in steps[::3]] == [7e9, 13e9, 70e9]
 
 
@@ -73,7 +102,9 @@ def test_the_page_has_the_steps(made_up):
     page = made_up.page_of("one path")
     steps = training.steps(made_up.profile())
     for step, row in zip(steps, tables.steps(made_up.profile()).rows, strict=True):
-        assert plain(row[1:3]) == plain([wording.duration(step.seconds), wording.duration(step.default_seconds)])
+        assert plain(row[1:3]) == plain(
+            [wording.duration(step.seconds), wording.duration(step.default_seconds)]
+        )
         assert " ".join(" ".join(row).split()) in page.words
     assert "estimated" in page.words
     assert "Every parameter costs 16 bytes read and 16 written" in page.words
@@ -84,16 +115,25 @@ def test_several_paths_share_a_step(made_up):
     together = {phase: sum(path.together[phase] for path in profile.stripe) for phase in PHASES}
     assert traffic.stripe_speeds(profile) == together
     rows = {plain(row)[0]: plain(row) for row in tables.steps(profile).rows}
-    assert rows["7 B, 8 GPUs, these 2 paths"][1] == wording.duration(7e9 * 32 / together["mixed"] / 1e9).replace("\xa0", " ")
-    assert plain(tables.stripe(profile).rows[-1])[-3:] == [f"{together[phase]:#.3g}" for phase in PHASES]
+    assert rows["7 B, 8 GPUs, these 2 paths"][1] == wording.duration(
+        7e9 * 32 / together["mixed"] / 1e9
+    ).replace("\xa0", " ")
+    assert plain(tables.stripe(profile).rows[-1])[-3:] == [
+        f"{together[phase]:#.3g}" for phase in PHASES
+    ]
 
 
 def test_wear_is_bytes_over_bytes(made_up):
-    assert [(each.written_bytes, round(each.steps, 1)) for each in training.wear()] == [(112e9, 892.9), (208e9, 480.8), (1120e9, 89.3)]
+    assert [(each.written_bytes, round(each.steps, 1)) for each in training.wear()] == [
+        (112e9, 892.9),
+        (208e9, 480.8),
+        (1120e9, 89.3),
+    ]
     worn = made_up.shapes["worn"]()
     assert traffic.rated_bytes(worn) == pytest.approx(1.2e15)
     assert [row[-1] for row in tables.wear(worn).rows] == ["10,714", "5,769", "1,071"]
-    assert traffic.rated_bytes(made_up.shapes["hardly worn"]()) is None  # whole per cents say nothing there
+    # whole per cents say nothing there
+    assert traffic.rated_bytes(made_up.shapes["hardly worn"]()) is None
     assert traffic.rated_bytes(made_up.profile()) is None
     mixed = made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9
     assert training.life_seconds(made_up.profile()) == pytest.approx(2 * 100e12 / mixed)
@@ -103,7 +143,14 @@ def test_the_share_of_the_limit(made_up):
     rows = [plain(row) for row in tables.limits(made_up.shapes["fio and io_uring"]()).rows]
     link = 7.876923076
     read = made_up.best(made_up.chosen, "read").gb_per_s
-    assert rows[0] == ["read", f"{read:#.3g}", f"{1.02 * read:#.3g}", "98 %", "95\N{EN DASH}101 %", f"{100 * read / link:.0f} %"]
+    assert rows[0] == [
+        "read",
+        f"{read:#.3g}",
+        f"{1.02 * read:#.3g}",
+        "98 %",
+        "95\N{EN DASH}101 %",
+        f"{100 * read / link:.0f} %",
+    ]
     # Under the mixed load each direction has half of the bytes, here, and lanes of its own.
     assert rows[2][-1] == f"{50 * made_up.best(made_up.chosen, 'mixed').gb_per_s / link:.0f} %"
     assert [row[0] for row in rows] == ["read", "write", "both at once"]
@@ -129,21 +176,39 @@ def test_health_before_and_after(made_up):
 
 
 def test_throughput_is_the_slope_between_samples():
-    assert summary.slopes(((1.0, 2 * 10**9), (2.0, 3 * 10**9), (4.0, 11 * 10**9))) == [(0.5, 2.0), (1.5, 1.0), (3.0, 4.0)]
+    assert summary.slopes(((1.0, 2 * 10**9), (2.0, 3 * 10**9), (4.0, 11 * 10**9))) == [
+        (0.5, 2.0),
+        (1.5, 1.0),
+        (3.0, 4.0),
+    ]
     assert summary.slopes(()) == []
     many = tuple((index / 1024, index << 20) for index in range(1, 1025))
-    assert summary.slopes(many, most_points=8) == [((2 * index + 1) / 16, 2**30 / 1e9) for index in range(8)]
+    assert summary.slopes(many, most_points=8) == [
+        ((2 * index + 1) / 16, 2**30 / 1e9) for index in range(8)
+    ]
 
 
 def test_finalists_keep_the_chosen_and_the_control(made_up):
     few = summary.finalists(made_up.profile(), most=1)
-    assert [finalist.setting for finalist in few] == [made_up.fastest, made_up.chosen, DEEPSPEED_DEFAULTS]
+    assert [finalist.setting for finalist in few] == [
+        made_up.fastest,
+        made_up.chosen,
+        DEEPSPEED_DEFAULTS,
+    ]
     assert few[1].phases["read"].trials == 4
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.1, "0.1 s"), (55.06, "55.1 s"), (99.4, "99.4 s"), (100, "1 min 40 s"), (3599, "59 min 59 s"), (7260, "2 h 1 min"), (864000, "10 days")],
+    [
+        (0.1, "0.1 s"),
+        (55.06, "55.1 s"),
+        (99.4, "99.4 s"),
+        (100, "1 min 40 s"),
+        (3599, "59 min 59 s"),
+        (7260, "2 h 1 min"),
+        (864000, "10 days"),
+    ],
 )
 def test_durations_in_words(seconds, text):
     assert wording.duration(seconds).replace("\xa0", " ") == text
@@ -181,16 +246,35 @@ def test_a_profile_that_was_written_and_read_gives_the_same_page(made_up):
 def two(made_up):
     changed = made_up.shapes["worn"]()
     performance = {phase: made_up.best(made_up.fastest, phase) for phase in PHASES}
-    changed = dataclasses.replace(changed, chosen=made_up.fastest, performance=performance, engine={**changed.engine, "kernel": "6.9.0-made-up"})
+    changed = dataclasses.replace(
+        changed,
+        chosen=made_up.fastest,
+        performance=performance,
+        engine={**changed.engine, "kernel": "6.9.0-made-up"},
+    )
     return compare(made_up.profile(), changed, ("before", "after"))
 
 
 def test_two_profiles_are_compared_by_speed_setting_and_step(made_up, two):
-    by_name = {table.name: {plain(row)[0]: plain(row) for row in table.rows} for table in two.tables}
-    before, after = (made_up.best(setting, "mixed").gb_per_s for setting in (made_up.chosen, made_up.fastest))
-    speeds = [plain(row) for row in next(table for table in two.tables if table.name == "speeds").rows]
-    assert ["both at once", "chosen", f"{before:#.3g}", f"{after:#.3g}", f"{after / before:.2f}{TIMES}"] in [row[:5] for row in speeds]
-    assert ["both at once", "defaults", "2.20", "2.20", f"1.00{TIMES}"] in [row[:5] for row in speeds]
+    by_name = {
+        table.name: {plain(row)[0]: plain(row) for row in table.rows} for table in two.tables
+    }
+    before, after = (
+        made_up.best(setting, "mixed").gb_per_s for setting in (made_up.chosen, made_up.fastest)
+    )
+    speeds = [
+        plain(row) for row in next(table for table in two.tables if table.name == "speeds").rows
+    ]
+    assert [
+        "both at once",
+        "chosen",
+        f"{before:#.3g}",
+        f"{after:#.3g}",
+        f"{after / before:.2f}{TIMES}",
+    ] in [row[:5] for row in speeds]
+    assert ["both at once", "defaults", "2.20", "2.20", f"1.00{TIMES}"] in [
+        row[:5] for row in speeds
+    ]
     assert by_name["settings"]["Block size"] == ["Block size", "1 MiB", "2 MiB"]
     assert by_name["settings"]["Thread count"] == ["Thread count", "2", "4"]
     assert by_name["steps"]["7 B"][-1] == f"{after / before:.2f}{TIMES}"

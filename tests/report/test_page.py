@@ -55,7 +55,12 @@ def test_the_page_is_well_formed(made_up, shape):
     page = made_up.page_of(shape)  # takes it apart: tags close in order, no attribute stands twice
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    targets = [attributes[name] for _, attributes in page.elements for name in ("href", "aria-labelledby") if name in attributes]
+    targets = [
+        attributes[name]
+        for _, attributes in page.elements
+        for name in ("href", "aria-labelledby")
+        if name in attributes
+    ]
     inner = {target.removeprefix("#") for target in targets} - BESIDE_THE_PAGE
     assert inner <= set(ids)
     assert set(re.findall(r"url\(#([^)]+)\)", page.source)) <= set(ids)
@@ -69,10 +74,15 @@ def test_the_page_is_well_formed(made_up, shape):
 def test_a_screen_reader_finds_its_way(made_up, shape):
     page = made_up.page_of(shape)
     assert page.all("html") == [{"lang": "en"}]
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all(
+        "meta"
+    )
     for landmark in ("header", "main", "nav", "footer"):
         assert len(page.all(landmark)) == 1, landmark
-    assert all(section.get("aria-labelledby") or section.get("aria-label") for section in page.all("section"))
+    assert all(
+        section.get("aria-labelledby") or section.get("aria-label")
+        for section in page.all("section")
+    )
     drawings = page.all("svg")
     assert len(drawings) == len(page.all("figure"))
     assert all(drawing["role"] == "img" and len(drawing["aria-label"]) > 40 for drawing in drawings)
@@ -85,16 +95,31 @@ def test_no_request_leaves_the_page(made_up, shape):
     page = made_up.page_of(shape)
     for tag, attributes in page.elements:
         for name, value in attributes.items():
-            if name in ("src", "href", "xlink:href", "action", "srcset", "poster", "data", "background"):
+            if name in (
+                "src",
+                "href",
+                "xlink:href",
+                "action",
+                "srcset",
+                "poster",
+                "data",
+                "background",
+            ):
                 assert value.startswith("#") or value in BESIDE_THE_PAGE, f"<{tag} {name}={value}>"
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page.source))
     assert not re.search(r"https?:|//[a-z]|@import|@font-face|fetch\(|XMLHttpRequest", page.source)
-    assert not {"link", "iframe", "object", "embed", "img", "base", "form"} & {tag for tag, _ in page.elements}
+    assert not {"link", "iframe", "object", "embed", "img", "base", "form"} & {
+        tag for tag, _ in page.elements
+    }
 
 
 def test_the_policy_lets_one_script_through_and_nothing_else(made_up):
     page = made_up.page_of("one path")
-    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        meta["content"]
+        for meta in page.all("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    )
     script = re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
     assert len(script) == 1
     digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
@@ -123,11 +148,19 @@ def test_the_answer_comes_first(made_up):
     assert "Use 1 MiB blocks, queue depth 16, 2 threads" in words
     mixed = made_up.best(made_up.chosen, "mixed")
     sure = f"(90 % interval {mixed.relative_low:.2f}{DASH}{mixed.relative_high:.2f}{TIMES})"
-    assert f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at reading and writing at once" in words
+    assert (
+        f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at reading and writing at once"
+        in words
+    )
     for phase in PHASES:
         best = made_up.best(made_up.chosen, phase)
-        assert f"{best.gb_per_s:#.3g} GB/s {best.relative:.2f}{TIMES} the defaults ({made_up.control_speed[phase]:#.3g} GB/s)" in words
-        assert f"90 % interval {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES}" in words
+        assert (
+            f"{best.gb_per_s:#.3g} GB/s {best.relative:.2f}{TIMES} the defaults ({made_up.control_speed[phase]:#.3g} GB/s)"
+            in words
+        )
+        assert (
+            f"90 % interval {best.relative_low:.2f}{DASH}{best.relative_high:.2f}{TIMES}" in words
+        )
     assert "The drive was steady while it was judged" in words
     assert "mounted with discard" in words
 
@@ -135,17 +168,34 @@ def test_the_answer_comes_first(made_up):
 def test_everything_to_repeat_it_is_there(made_up):
     words = made_up.page_of("one path").words
     assert "nvme-sweep /local_nvme" in words
-    assert "File read 1 GiB, write 1.5 GiB Request 64 MiB Ranks 1 Direct yes Verified yes Seconds 60 s" in words
-    assert "Engine native Backend libaio Kernel 6.8.0-made-up Versions nvme_offload 0.0.0, python 3.11.9" in words
+    assert (
+        "File read 1 GiB, write 1.5 GiB Request 64 MiB Ranks 1 Direct yes Verified yes Seconds 60 s"
+        in words
+    )
+    assert (
+        "Engine native Backend libaio Kernel 6.8.0-made-up Versions nvme_offload 0.0.0, python 3.11.9"
+        in words
+    )
     assert "Firmware 4B2QJXD7" in words
     for text in (made_up.page_of("one path").source, made_up.markdown_of("one path")):
         assert "S3CR3T" not in text, "a serial number is nobody else's business"
 
 
 def test_the_block_to_copy_is_what_deepspeed_reads(made_up):
-    expected = {"aio": {"block_size": 1 << 20, "queue_depth": 16, "intra_op_parallelism": 2, "single_submit": False, "overlap_events": True}}
+    expected = {
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "intra_op_parallelism": 2,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    }
     text = "".join(made_up.page_of("one path").text)
-    assert json.loads(text[text.index('{\n  "aio"') : text.index("\n}", text.index('{\n  "aio"')) + 2]) == expected
+    assert (
+        json.loads(text[text.index('{\n  "aio"') : text.index("\n}", text.index('{\n  "aio"')) + 2])
+        == expected
+    )
     whole = text[text.index("{\n", text.index("A complete config")) :]
     assert json.loads(whole[: whole.index("\n}") + 2])["aio"] == expected["aio"]
     block = re.search(r"```json\n(.*?)```", made_up.markdown_of("one path"), re.DOTALL)
@@ -159,7 +209,10 @@ def test_the_code_to_copy_gives_the_setting(made_up):
         call = re.search(r"AioConfig\((.*?)\)", text, re.DOTALL)
         assert call is not None
         assert eval(f"dict({call[1]})") == dataclasses.asdict(made_up.chosen)
-    for block in ("".join(page.text)[match.end() :] for match in re.finditer("from |import ", "".join(page.text))):
+    for block in (
+        "".join(page.text)[match.end() :]
+        for match in re.finditer("from |import ", "".join(page.text))
+    ):
         assert block
     assert 'DeepSpeedStrategy(config="ds_config.json")' in page.words
     assert 'deepspeed="ds_config.json"' in page.words
@@ -184,7 +237,10 @@ def test_blocks_can_be_read_and_selected_without_scripts(made_up):
         ("fio and io_uring", "cannot tell io_uring from libaio"),
         ("latencies", "read 4.00 and 8.40; write 4.80 and 10.1; both at once 8.00 and 16.8"),
         ("sustained, a cache that ends", "After 90 GB the drive fell from 4.50 to 0.500 GB/s"),
-        ("sustained, a cache that ends", "One step of a 7 B model writes 112 GB, more than the drive's cache holds: count on 0.500 GB/s"),
+        (
+            "sustained, a cache that ends",
+            "One step of a 7 B model writes 112 GB, more than the drive's cache holds: count on 0.500 GB/s",
+        ),
         ("sustained, no end", "no end of a cache was seen"),
         ("several paths", "/mnt/second /dev/nvme1n1 2 MiB"),
         ("worn", "5 % of its rated life is used after 60 TB written, which makes 1.2 PB in all"),
@@ -209,7 +265,15 @@ def test_what_was_measured_is_said(made_up, shape, said):
 
 
 def test_a_gain_that_cannot_be_told_is_not_claimed(made_up):
-    doubtful = {phase: dataclasses.replace(made_up.best(made_up.chosen, phase), relative=1.01, relative_low=0.98, relative_high=1.04) for phase in PHASES}
+    doubtful = {
+        phase: dataclasses.replace(
+            made_up.best(made_up.chosen, phase),
+            relative=1.01,
+            relative_low=0.98,
+            relative_high=1.04,
+        )
+        for phase in PHASES
+    }
     profile = made_up.brief(performance=doubtful)
     page = made_up.page(html(profile))
     for words in (page.words, markdown(profile)):
@@ -229,7 +293,12 @@ def test_a_slower_backend_is_said_to_be_so(made_up):
 @pytest.mark.parametrize("backend", ["libaio", "io_uring"])
 def test_the_defaults_chosen_are_named_so(made_up, backend):
     defaults = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=backend)
-    same = {phase: dataclasses.replace(made_up.best(DEEPSPEED_DEFAULTS, phase), relative_low=1.0, relative_high=1.0) for phase in PHASES}
+    same = {
+        phase: dataclasses.replace(
+            made_up.best(DEEPSPEED_DEFAULTS, phase), relative_low=1.0, relative_high=1.0
+        )
+        for phase in PHASES
+    }
     words = made_up.page(html(made_up.brief(chosen=defaults, performance=same))).words
     assert "nothing that was tried is better" in words
     assert "times as fast" not in words
@@ -240,7 +309,13 @@ HOSTILE = "<script>alert(1)</script> \"' | *x* `y` [z](//evil) & </style>\u202e"
 
 def test_text_from_outside_stays_text(made_up):
     whole = made_up.shapes["everything"]()
-    drive = {**whole.drive, "model": HOSTILE, "path": f"/it's a {HOSTILE}", "firmware": HOSTILE, "mount_options": [HOSTILE]}
+    drive = {
+        **whole.drive,
+        "model": HOSTILE,
+        "path": f"/it's a {HOSTILE}",
+        "firmware": HOSTILE,
+        "mount_options": [HOSTILE],
+    }
     profile = dataclasses.replace(
         whole,
         drive=drive,
@@ -250,7 +325,9 @@ def test_text_from_outside_stays_text(made_up):
         engine={HOSTILE: HOSTILE, "name": HOSTILE},
         workload={"ranks": 1, "x": {HOSTILE: HOSTILE}},
         beside=tuple(dataclasses.replace(other, version=HOSTILE) for other in whole.beside),
-        stripe=tuple(dataclasses.replace(path, path=HOSTILE, model=HOSTILE) for path in whole.stripe),
+        stripe=tuple(
+            dataclasses.replace(path, path=HOSTILE, model=HOSTILE) for path in whole.stripe
+        ),
         health_after=dataclasses.replace(whole.health_after, critical=HOSTILE, source=HOSTILE),
         trials=tuple(dataclasses.replace(trial, stage=HOSTILE) for trial in whole.trials),
     )
@@ -271,14 +348,18 @@ def contrast(one: str, other: str) -> float:
 
     def luminance(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK, palette.PRINT], ids=["light", "dark", "print"])
+@pytest.mark.parametrize(
+    "colours", [palette.LIGHT, palette.DARK, palette.PRINT], ids=["light", "dark", "print"]
+)
 def test_text_stands_out(colours):
     for ground in ("paper", "panel", "code"):
         for text in ("ink", "soft", "read", "write", "mixed", "slower", "good", "care"):
@@ -287,7 +368,10 @@ def test_text_stands_out(colours):
 
 
 def test_the_same_profile_gives_the_same_page(made_up):
-    assert html(made_up.shapes["ten seconds, not steady"]()) == made_up.page_of("ten seconds, not steady").source
+    assert (
+        html(made_up.shapes["ten seconds, not steady"]())
+        == made_up.page_of("ten seconds, not steady").source
+    )
 
 
 def test_templates_hold_no_colours():

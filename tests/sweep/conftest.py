@@ -15,7 +15,9 @@ from nvme_offload.io.engine import Engine
 
 @pytest.fixture(autouse=True, scope="module")
 def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A user without GPUs, profiles or interrupted sweeps, and without a launcher, on every machine."""
+    """A user without GPUs, profiles or interrupted sweeps, and without a launcher, on every
+    machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
@@ -26,8 +28,12 @@ def _nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def disk(tmp_path_factory: pytest.TempPathFactory, filesystems: Callable[[str], Path]) -> Iterator[Path]:
-    """An empty directory with direct I/O: on a filesystem of its own where one can be mounted, so that no other sweep holds its lock."""
+def disk(
+    tmp_path_factory: pytest.TempPathFactory, filesystems: Callable[[str], Path]
+) -> Iterator[Path]:
+    """An empty directory with direct I/O: on a filesystem of its own where one can be mounted, so
+    that no other sweep holds its lock.
+    """
     try:
         place = filesystems("ext4")
     except pytest.skip.Exception:

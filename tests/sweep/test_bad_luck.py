@@ -20,7 +20,9 @@ SHORT = ["--seconds", "1", "--size", "128MiB"]
 
 
 def run(*arguments: str | Path, command: list[str] = SWEEP) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
 
 
 @contextlib.contextmanager
@@ -34,7 +36,9 @@ def read_only(directory: Path) -> Iterator[None]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_a_read_only_mount_is_refused_for_the_drive_and_for_the_report(disk: Path, mounted: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_read_only_mount_is_refused_for_the_drive_and_for_the_report(
+    disk: Path, mounted: Callable[[str], Path], tmp_path: Path
+) -> None:
     place = mounted("ext4") / "read-only"
     place.mkdir()
     with read_only(place):
@@ -55,18 +59,25 @@ def test_a_limit_on_what_may_be_written_is_told_of(disk: Path, tmp_path: Path) -
     command = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *SWEEP]
     result = run(disk, "--report-dir", tmp_path, *SHORT, command=command)
     assert (result.returncode, result.stdout) == (2, "")
-    assert "is too small: 128 MiB cannot be allocated there (a quota, a limit?); --size takes less" in result.stderr.splitlines()[-1]
+    assert (
+        "is too small: 128 MiB cannot be allocated there (a quota, a limit?); --size takes less"
+        in result.stderr.splitlines()[-1]
+    )
     assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
 
 
 def test_a_closed_standard_output_is_no_failure(disk: Path, tmp_path: Path) -> None:
-    result = run(disk, "--report-dir", tmp_path, *SHORT, command=["bash", "-c", 'exec "$@" >&-', "-", *SWEEP])
+    result = run(
+        disk, "--report-dir", tmp_path, *SHORT, command=["bash", "-c", 'exec "$@" >&-', "-", *SWEEP]
+    )
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: Path) -> None:
-    """A name that a report would get leads elsewhere: the report takes another name, and what the link leads to stays."""
+    """A name that a report would get leads elsewhere: the report takes another name, and what the
+    link leads to stays.
+    """
     first = run(disk, "--report-dir", tmp_path, *SHORT)
     assert first.returncode == 0, first.stderr
     (report,) = tmp_path.iterdir()
@@ -87,7 +98,9 @@ def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, 
         pytest.skip("fio is not installed")
     script = "import sys\nfrom nvme_offload.sweep import cli, tune\ntune.LATENCY_SECONDS = tune.BESIDE_SECONDS = 1\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path), *SHORT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stderr is not None
             if not any(line.startswith(topic) for line in process.stderr):
@@ -97,7 +110,10 @@ def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, 
         finally:
             process.kill()
     assert (process.returncode, out) == (143, "")
-    assert rest.splitlines()[-1] == "nvme-sweep: stopped by SIGTERM; nothing was left on the drive; --resume goes on from here"
+    assert (
+        rest.splitlines()[-1]
+        == "nvme-sweep: stopped by SIGTERM; nothing was left on the drive; --resume goes on from here"
+    )
     assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
 
 
@@ -113,8 +129,12 @@ def test_a_sustained_write_is_in_the_profile_and_leaves_nothing(disk: Path, tmp_
 
 
 def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME")
+    }
     for arguments in (["--help"], ["show", "--help"], ["compare", "--help"], ["check", "--help"]):
-        result = subprocess.run([*SWEEP, *arguments], capture_output=True, text=True, timeout=60, env=environment)
+        result = subprocess.run(
+            [*SWEEP, *arguments], capture_output=True, text=True, timeout=60, env=environment
+        )
         assert result.returncode == 0
         assert result.stdout.startswith("Usage: nvme-sweep")

@@ -31,15 +31,25 @@ def _undisturbed() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(*arguments: str | Path, command: list[str] = SWEEP, **others: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, command: list[str] = SWEEP, **others: str
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **others}
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
 
 
 @contextlib.contextmanager
 def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     command = [*SWEEP, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_undisturbed) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_undisturbed
+    ) as process:
         try:
             yield process
         finally:
@@ -58,73 +68,129 @@ def wait_for(process: subprocess.Popen[str], topic: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def swept(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subprocess.CompletedProcess[str]]:
-    """A short sweep with two configs: where its reports went, where the configs are, and what it said."""
+def swept(
+    disk: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, subprocess.CompletedProcess[str]]:
+    """A short sweep with two configs: where its reports went, where the configs are, and what it
+    said.
+    """
     place = tmp_path_factory.mktemp("swept")
     (place / "ds.json").write_text(PLAIN_CONFIG)
     (place / "old.json").write_text('{"aio": {"block_size": 4096, "thread_count": 3}}')
-    result = run(disk, "--config", place / "ds.json", "--config", place / "old.json", "--report-dir", place / "reports", "--seconds", "2")
+    result = run(
+        disk,
+        "--config",
+        place / "ds.json",
+        "--config",
+        place / "old.json",
+        "--report-dir",
+        place / "reports",
+        "--seconds",
+        "2",
+    )
     return place / "reports", place, result
 
 
-def test_a_sweep_succeeds_and_leaves_nothing_in_the_directory(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+def test_a_sweep_succeeds_and_leaves_nothing_in_the_directory(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
+) -> None:
     _, _, result = swept
     assert result.returncode == 0, result.stderr
     assert list(disk.iterdir()) == []
 
 
-def test_its_profile_is_whole(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+def test_its_profile_is_whole(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
+) -> None:
     reports, _, _ = swept
     (report,) = reports.iterdir()
     assert re.fullmatch(r"[a-z0-9-]+-\d{4}-\d\d-\d\d", report.name)
-    assert {path.name for path in report.iterdir()} >= {"profile.json", "trials.csv", "report.md", "report.html", "ds_config.json"}
+    assert {path.name for path in report.iterdir()} >= {
+        "profile.json",
+        "trials.csv",
+        "report.md",
+        "report.html",
+        "ds_config.json",
+    }
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(report.stat().st_mode) == 0o777 & ~umask
     profile = Profile.load(report / "profile.json")
     assert profile.drive["path"] == str(disk)
-    assert all(isinstance(profile.drive[key], str) for key in ("path", "model", "filesystem", "device"))
+    assert all(
+        isinstance(profile.drive[key], str) for key in ("path", "model", "filesystem", "device")
+    )
     assert profile.command.startswith("nvme-sweep ")
     assert profile.engine["direct"] is True
-    assert set(profile.best) == set(profile.performance) == {trial.phase for trial in profile.trials} == set(PHASES)
+    assert (
+        set(profile.best)
+        == set(profile.performance)
+        == {trial.phase for trial in profile.trials}
+        == set(PHASES)
+    )
     for trial in profile.trials:
         assert trial.gb_per_s == pytest.approx(trial.bytes / trial.seconds / 1e9)
         assert trial.gb_per_s == pytest.approx(trial.read_gb_per_s + trial.write_gb_per_s)
         assert trial.samples[-1] == (trial.seconds, trial.bytes)
-        assert (trial.read_gb_per_s > 0, trial.write_gb_per_s > 0) == (trial.phase != "write", trial.phase != "read")
+        assert (trial.read_gb_per_s > 0, trial.write_gb_per_s > 0) == (
+            trial.phase != "write",
+            trial.phase != "read",
+        )
     with (report / "trials.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(profile.trials)
-    assert json.loads((report / "ds_config.json").read_text())["aio"]["block_size"] == profile.chosen.block_size
+    assert (
+        json.loads((report / "ds_config.json").read_text())["aio"]["block_size"]
+        == profile.chosen.block_size
+    )
 
 
-def test_it_sets_the_configs_and_says_what_changed(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+def test_it_sets_the_configs_and_says_what_changed(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+) -> None:
     reports, place, result = swept
     (report,) = reports.iterdir()
     chosen = Profile.load(report / "profile.json").chosen
     for name in ("ds.json", "old.json"):
         aio = read_aio(place / name)
-        assert (aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"]) == (chosen.block_size, chosen.queue_depth, chosen.thread_count)
+        assert (aio["block_size"], aio["queue_depth"], aio["intra_op_parallelism"]) == (
+            chosen.block_size,
+            chosen.queue_depth,
+            chosen.thread_count,
+        )
     assert (place / "ds.json").read_text().startswith(PLAIN_CONFIG.removesuffix("\n}\n"))
     lines = result.stdout.splitlines()
     assert f"{place / 'ds.json'}: set block_size {chosen.block_size}, " in "\n".join(lines)
-    assert f"{place / 'old.json'}: set block_size {chosen.block_size} (was 4096), " in "\n".join(lines)
+    assert f"{place / 'old.json'}: set block_size {chosen.block_size} (was 4096), " in "\n".join(
+        lines
+    )
     assert "DeepSpeed does not read thread_count" in lines[-1]
 
 
-def test_it_prints_the_choice_with_its_gain(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+def test_it_prints_the_choice_with_its_gain(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+) -> None:
     reports, _, result = swept
     (report,) = reports.iterdir()
     profile = Profile.load(report / "profile.json")
     assert f"block_size {profile.chosen.block_size} (" in result.stdout
-    assert f"queue_depth {profile.chosen.queue_depth}, thread_count {profile.chosen.thread_count}" in result.stdout
+    assert (
+        f"queue_depth {profile.chosen.queue_depth}, thread_count {profile.chosen.thread_count}"
+        in result.stdout
+    )
     for phase in PHASES:
-        assert re.search(rf"^  {phase} +{profile.performance[phase].gb_per_s:.2f} +[+-]\d+ %", result.stdout, re.MULTILINE)
+        assert re.search(
+            rf"^  {phase} +{profile.performance[phase].gb_per_s:.2f} +[+-]\d+ %",
+            result.stdout,
+            re.MULTILINE,
+        )
     for sentence in (*profile.reasons, *profile.warnings):
         assert sentence in result.stdout
     assert f"Report: {report / 'report.html'}" in result.stdout
 
 
-def test_piped_progress_is_plain_lines_and_few(swept: tuple[Path, Path, subprocess.CompletedProcess[str]]) -> None:
+def test_piped_progress_is_plain_lines_and_few(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]],
+) -> None:
     _, _, result = swept
     lines = result.stderr.splitlines()
     assert lines[0].startswith("filling: ")
@@ -133,12 +199,22 @@ def test_piped_progress_is_plain_lines_and_few(swept: tuple[Path, Path, subproce
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_second_report_does_not_replace_the_first_nor_need_torch(swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path) -> None:
+def test_a_second_report_does_not_replace_the_first_nor_need_torch(
+    swept: tuple[Path, Path, subprocess.CompletedProcess[str]], disk: Path
+) -> None:
     reports, _, _ = swept
     (first,) = reports.iterdir()
     before = (first / "profile.json").read_bytes()
     script = "import sys\nsys.modules['torch'] = None\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
-    result = run(disk, "--report-dir", reports, "--seconds", "1", "--json", command=[sys.executable, "-c", script])
+    result = run(
+        disk,
+        "--report-dir",
+        reports,
+        "--seconds",
+        "1",
+        "--json",
+        command=[sys.executable, "-c", script],
+    )
     assert result.returncode == 0, result.stderr
     second = first.with_name(f"{first.name}-2")
     assert (first / "profile.json").read_bytes() == before
@@ -159,10 +235,14 @@ def test_a_second_report_does_not_replace_the_first_nor_need_torch(swept: tuple[
         ("screen", signal.SIGHUP, 129),
     ],
 )
-def test_a_signal_ends_it_with_one_line_and_nothing_left(disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_it_with_one_line_and_nothing_left(
+    disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int
+) -> None:
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
-    with started(disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config) as process:
+    with started(
+        disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config
+    ) as process:
         wait_for(process, topic)
         process.send_signal(number)
         out, rest = process.communicate(timeout=10)
@@ -196,7 +276,9 @@ def test_progress_on_a_terminal_is_one_line_until_ctrl_c(disk: Path, tmp_path: P
     command = [*SWEEP, str(disk), "--report-dir", str(tmp_path), "--seconds", "2"]
     environment = {**os.environ, "COLUMNS": "60"}
     shown = bytearray()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment, preexec_fn=_undisturbed) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment, preexec_fn=_undisturbed
+    ) as process:
         os.close(theirs)
         with contextlib.suppress(OSError):  # no process has the terminal any more
             while data := os.read(ours, 4096):
@@ -209,7 +291,10 @@ def test_progress_on_a_terminal_is_one_line_until_ctrl_c(disk: Path, tmp_path: P
     assert empty == ""
     assert len(lines) >= 11
     assert all(len(line) < 60 and "\n" not in line for line in lines)
-    assert last == "nvme-sweep: stopped by SIGINT; nothing was left on the drive; --resume goes on from here\r\n"
+    assert (
+        last
+        == "nvme-sweep: stopped by SIGINT; nothing was left on the drive; --resume goes on from here\r\n"
+    )
 
 
 DAMAGE = """
@@ -232,14 +317,28 @@ trial.Engine = faulty
 
 @pytest.mark.parametrize(
     ("patch", "beginning", "message"),
-    [(DAMAGE, "nvme-sweep: read of 4 KiB at ", "not what was written"), (EIO, "nvme-sweep: read of 16 MiB at ", os.strerror(errno.EIO))],
+    [
+        (DAMAGE, "nvme-sweep: read of 4 KiB at ", "not what was written"),
+        (EIO, "nvme-sweep: read of 16 MiB at ", os.strerror(errno.EIO)),
+    ],
     ids=["damage", "EIO"],
 )
-def test_a_broken_drive_fails_with_one_line_and_changes_nothing(disk: Path, tmp_path: Path, patch: str, beginning: str, message: str) -> None:
+def test_a_broken_drive_fails_with_one_line_and_changes_nothing(
+    disk: Path, tmp_path: Path, patch: str, beginning: str, message: str
+) -> None:
     script = f"import sys\nfrom nvme_offload.sweep import cli, trial\n{patch}\nsys.exit(cli.main())"
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
-    result = run(disk, "--report-dir", tmp_path / "reports", "--seconds", "1", "--config", config, command=[sys.executable, "-c", script])
+    result = run(
+        disk,
+        "--report-dir",
+        tmp_path / "reports",
+        "--seconds",
+        "1",
+        "--config",
+        config,
+        command=[sys.executable, "-c", script],
+    )
     assert (result.returncode, result.stdout) == (1, "")
     *progress, last = result.stderr.splitlines()
     assert all(line.startswith(("filling: ", "screen: ")) for line in progress)
@@ -300,7 +399,9 @@ def test_refusals_are_one_line_and_change_nothing(disk: Path, tmp_path: Path) ->
     assert config.read_text() == PLAIN_CONFIG
 
 
-def test_a_config_that_cannot_be_written_is_refused_before_the_sweep(disk: Path, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_written_is_refused_before_the_sweep(
+    disk: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "ds.json"
     config.write_text(PLAIN_CONFIG)
     config.chmod(0o444)
@@ -310,7 +411,9 @@ def test_a_config_that_cannot_be_written_is_refused_before_the_sweep(disk: Path,
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(mounted: Callable[[str], Path], tmp_path: Path) -> None:
+def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(
+    mounted: Callable[[str], Path], tmp_path: Path
+) -> None:
     memory = mounted("tmpfs")
     refused = run(memory, "--report-dir", tmp_path)
     assert refused.returncode == 2
@@ -318,7 +421,15 @@ def test_memory_is_refused_unless_forced_and_a_reader_may_go_away(mounted: Calla
     assert "--force" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-    forced = run(memory, "--report-dir", tmp_path, "--force", "--seconds", "1", command=["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "-", *SWEEP])
+    forced = run(
+        memory,
+        "--report-dir",
+        tmp_path,
+        "--force",
+        "--seconds",
+        "1",
+        command=["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "-", *SWEEP],
+    )
     assert (forced.returncode, forced.stdout) == (0, ""), forced.stderr
     (report,) = tmp_path.iterdir()
     profile = Profile.load(report / "profile.json")
@@ -337,7 +448,8 @@ def test_a_full_drive_is_refused(mounted: Callable[[str], Path], tmp_path: Path)
 def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
-    # The interpreter may live where another user cannot look, so the process changes user after its imports.
+    # The interpreter may live where another user cannot look, so the process changes user after its
+    # imports.
     script = "import os, sys\nfrom nvme_offload.sweep import cli, trial\nos.setgid(65534); os.setuid(65534)\nsys.exit(cli.main())"
     result = run(disk, "--report-dir", tmp_path, command=[sys.executable, "-c", script])
     assert result.returncode == 2
@@ -351,13 +463,24 @@ def test_another_users_directory_is_refused(disk: Path, tmp_path: Path) -> None:
 def test_help_names_what_there_is_and_loads_little() -> None:
     result = run("--help")
     assert result.returncode == 0
-    for option in ("--config", "--report-dir", "--seconds", "--size", "--engine", "--backend", "--ranks", "--sustained", "--resume", "--json", "--force"):
+    for option in (
+        "--config",
+        "--report-dir",
+        "--seconds",
+        "--size",
+        "--engine",
+        "--backend",
+        "--ranks",
+        "--sustained",
+        "--resume",
+        "--json",
+        "--force",
+    ):
         assert f"  {option} " in result.stdout
     assert "|".join(BACKENDS) in result.stdout
     for other in ("show [PATH] ", "compare A B ", "check PATH --config FILE "):
         assert f"  nvme-sweep {other} " in result.stdout
     assert "130 after Ctrl-C, 143 after SIGTERM" in " ".join(result.stdout.split())
-    heavy = (
-        "import sys\nfrom nvme_offload.sweep import cli\nprint(sorted({'torch', 'numpy', 'pandas', 'matplotlib', 'deepspeed', 'jinja2'} & set(sys.modules)))"
-    )
+    heavy = "import sys\nfrom nvme_offload.sweep import cli\n"
+    heavy += "print(sorted({'torch', 'numpy', 'pandas', 'matplotlib', 'deepspeed', 'jinja2'} & set(sys.modules)))"
     assert run(command=[sys.executable, "-c", heavy]).stdout == "[]\n"

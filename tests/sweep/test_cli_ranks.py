@@ -1,4 +1,6 @@
-"""`nvme-sweep --ranks`: the command says how many there were, and none outlives it, however it ends."""
+"""`nvme-sweep --ranks`: the command says how many there were, and none outlives it, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,28 @@ def end_of(process_ids: list[int]) -> Iterator[bool]:
 
 
 def arguments(disk: Path, reports: Path, seconds: int = 60) -> list[str]:
-    return [str(disk), "--report-dir", str(reports), "--size", "256MiB", "--ranks", "2", "--seconds", str(seconds)]
+    return [
+        str(disk),
+        "--report-dir",
+        str(reports),
+        "--size",
+        "256MiB",
+        "--ranks",
+        "2",
+        "--seconds",
+        str(seconds),
+    ]
 
 
 @contextlib.contextmanager
-def sweeping(disk: Path, reports: Path, topic: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def sweeping(
+    disk: Path, reports: Path, topic: str
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A sweep in a process group of its own, once its progress is at *topic*; and its ranks."""
     command = [*SWEEP, *arguments(disk, reports)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_in_front) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_in_front
+    ) as process:
         try:
             assert process.stderr is not None
             assert any(line.startswith(topic) for line in process.stderr)
@@ -62,7 +78,9 @@ def sweeping(disk: Path, reports: Path, topic: str) -> Iterator[tuple[subprocess
 
 
 def _in_front() -> None:
-    """As a terminal's job: a group of its own, and Ctrl-C ends it, which a shell's background jobs ignore."""
+    """As a terminal's job: a group of its own, and Ctrl-C ends it, which a shell's background jobs
+    ignore.
+    """
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -87,19 +105,31 @@ def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("topic", "number", "code"),
-    [("filling", signal.SIGTERM, 143), ("screen", signal.SIGINT, 130), ("screen", signal.SIGKILL, -9)],
+    [
+        ("filling", signal.SIGTERM, 143),
+        ("screen", signal.SIGINT, 130),
+        ("screen", signal.SIGKILL, -9),
+    ],
 )
-def test_ranks_end_with_their_parent(disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int) -> None:
+def test_ranks_end_with_their_parent(
+    disk: Path, tmp_path: Path, topic: str, number: signal.Signals, code: int
+) -> None:
     with sweeping(disk, tmp_path, topic) as (process, children):
         if number == signal.SIGINT:  # what a terminal does
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        out, rest = process.communicate(timeout=10)  # comes to an end when no process has these pipes any more
+        # comes to an end when no process has these pipes any more
+        out, rest = process.communicate(timeout=10)
     assert (process.returncode, out) == (code, "")
-    lines = [line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))]
-    said = [line.removesuffix("; --resume goes on from here") for line in lines]  # where it has run a trial by then
-    assert said == ([f"nvme-sweep: stopped by {number.name}; nothing was left on the drive"] if code > 0 else [])
+    lines = [
+        line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))
+    ]
+    # where it has run a trial by then
+    said = [line.removesuffix("; --resume goes on from here") for line in lines]
+    assert said == (
+        [f"nvme-sweep: stopped by {number.name}; nothing was left on the drive"] if code > 0 else []
+    )
     assert all(end_of(children))
     assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
 
@@ -110,7 +140,9 @@ def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_pat
         out, rest = process.communicate(timeout=10)
     assert (process.returncode, out) == (1, "")
     last = [line for line in rest.splitlines() if not line.startswith("screen")]
-    assert last == ["nvme-sweep: rank 1 of 2 was ended by SIGKILL: is there the memory for so many?"]
+    assert last == [
+        "nvme-sweep: rank 1 of 2 was ended by SIGKILL: is there the memory for so many?"
+    ]
     assert all(end_of(children))
     assert list(disk.iterdir()) == list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""What a sweep writes is whole or not there, whenever the sweep is killed, and nothing else is left."""
+"""What a sweep writes is whole or not there, whenever the sweep is killed, and nothing else is
+left.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,36 @@ results.write_report(profile, "drive", Path(sys.argv[1]), Progress(sys.stderr))
 """
 
 
-def test_a_report_is_whole_or_not_there(tmp_path: Path, kill_points: Callable[[Path], tuple[dict[str, str], Path]]) -> None:
+def test_a_report_is_whole_or_not_there(
+    tmp_path: Path, kill_points: Callable[[Path], tuple[dict[str, str], Path]]
+) -> None:
     place = tmp_path / "reports"
     place.mkdir()
-    (place / ".other-2026-01-02.0123abcd.partial" / "charts").mkdir(parents=True)  # of a sweep of another drive that was killed
+    # of a sweep of another drive that was killed
+    (place / ".other-2026-01-02.0123abcd.partial" / "charts").mkdir(parents=True)
     (place / ".mine.partial").mkdir()
     environment, images = kill_points(place)
-    subprocess.run([sys.executable, "-c", SCRIPT, str(place)], cwd=ROOT, env={**os.environ, **environment}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(place)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=True,
+    )
     mine, report = sorted(place.iterdir())
     assert mine.name == ".mine.partial"
-    whole = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    whole = {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in place.rglob("*")
+        if path.is_file()
+    }
     assert f"{report.name}/report.html" in whole
     seen = []
     for image in sorted(entry for entry in images.iterdir() if entry.is_dir()):
-        shown = [path for path in image.rglob("*") if path.is_file() and not path.relative_to(image).parts[0].startswith(".")]
+        shown = [
+            path
+            for path in image.rglob("*")
+            if path.is_file() and not path.relative_to(image).parts[0].startswith(".")
+        ]
         seen.append({str(path.relative_to(image)): path.read_bytes() for path in shown})
         assert seen[-1] in ({}, whole)
         assert whole == seen[-1] or not (image / report.name).exists()
@@ -46,7 +64,8 @@ def test_a_report_is_whole_or_not_there(tmp_path: Path, kill_points: Callable[[P
     assert whole in seen  # the last syncs are of what is shown
 
 
-# Each write in a process of its own, which a SIGTERM comes to before the call with its number, until there is no such call.
+# Each write in a process of its own, which a SIGTERM comes to before the call with its number,
+# until there is no such call.
 STOPPED = f"""
 import ctypes, json, os, shutil, signal, sys, threading
 from pathlib import Path
@@ -111,16 +130,34 @@ for number in range(0, 10_000, step):
 
 @pytest.mark.parametrize("listener", ["main", "thread"])
 @pytest.mark.parametrize(
-    ("what", "step"), [("config", 1), ("hard link", 1), ("shelf", 1), pytest.param("report", 12, marks=pytest.mark.slow)], ids=lambda value: str(value)
+    ("what", "step"),
+    [
+        ("config", 1),
+        ("hard link", 1),
+        ("shelf", 1),
+        pytest.param("report", 12, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(value),
 )
 def test_a_sweep_that_is_stopped_leaves_nothing_aside(
-    tmp_path: Path, kill_points: Callable[[Path], tuple[dict[str, str], Path]], what: str, step: int, listener: str
+    tmp_path: Path,
+    kill_points: Callable[[Path], tuple[dict[str, str], Path]],
+    what: str,
+    step: int,
+    listener: str,
 ) -> None:
     place = tmp_path / "place"
     place.mkdir()
     environment, _ = kill_points(place)
     command = [sys.executable, "-W", "ignore", "-c", STOPPED, what, str(place), listener, str(step)]
-    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, stdout=subprocess.PIPE, text=True)
+    ran = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     ends = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [status for status, _, _ in ends] == [143] * (len(ends) - 1) + [0]
     assert len(ends) > 5

@@ -1,4 +1,6 @@
-"""DeepSpeed's op under a trial: batches, errors, and what is verified. Where the op is built, the op itself; a handle that does as told otherwise."""
+"""DeepSpeed's op under a trial: batches, errors, and what is verified. Where the op is built, the
+op itself; a handle that does as told otherwise.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from nvme_offload.sweep.deepspeed_op import DeepSpeedEngine
 
 
 class Handle:
-    """Does what the op does with files, when it is waited for; *lost* of its requests are not done."""
+    """Does what the op does with files, when it is waited for; *lost* of its requests are
+    not done.
+    """
 
     def __init__(self, lost: int = 0, refuse: bool = False) -> None:
         self.pending: list[tuple[Any, str, int]] = []
@@ -56,7 +60,9 @@ def file(tmp_path: Path) -> Any:
     return File()
 
 
-def engine(reading: Handle, file: Any, tmp_path: Path, writing: Handle | None = None) -> DeepSpeedEngine:
+def engine(
+    reading: Handle, file: Any, tmp_path: Path, writing: Handle | None = None
+) -> DeepSpeedEngine:
     return DeepSpeedEngine(reading, writing or Handle(), Torch, {file: str(tmp_path / "file")})
 
 
@@ -64,7 +70,11 @@ def test_a_request_is_done_when_its_batch_is(file: Any, tmp_path: Path) -> None:
     reading, writing = Handle(), Handle()
     made = engine(reading, file, tmp_path, writing)
     buffers = [np.zeros(4096, np.uint8) for _ in range(3)]
-    tickets = [made.read(buffers[0].data, file, 0), made.read(buffers[1].data, file, 4096 + 7), made.write(buffers[2].data, file, 0)]
+    tickets = [
+        made.read(buffers[0].data, file, 0),
+        made.read(buffers[1].data, file, 4096 + 7),
+        made.write(buffers[2].data, file, 0),
+    ]
     assert not any(ticket.done() for ticket in tickets)
     assert (made.stats().read.bytes, made.stats().write.bytes) == (0, 0)
     assert tickets[1].wait(0.1) == 4096
@@ -76,14 +86,20 @@ def test_a_request_is_done_when_its_batch_is(file: Any, tmp_path: Path) -> None:
     assert (reading.waits, writing.waits) == (1, 1)
 
 
-def test_what_the_op_did_not_do_is_an_error_and_everything_is_waited_for(file: Any, tmp_path: Path) -> None:
+def test_what_the_op_did_not_do_is_an_error_and_everything_is_waited_for(
+    file: Any, tmp_path: Path
+) -> None:
     writing = Handle()
     made = engine(Handle(lost=1), file, tmp_path, writing)
     ticket = made.read(np.zeros(4096, np.uint8).data, file, 0)
     made.write(np.zeros(4096, np.uint8).data, file, 0)
     with pytest.raises(IOFailure, match="did 0 of 1 requests") as caught:
         ticket.wait()
-    assert (caught.value.operation, caught.value.path, caught.value.nbytes) == ("read", "/made/up", 4096)
+    assert (caught.value.operation, caught.value.path, caught.value.nbytes) == (
+        "read",
+        "/made/up",
+        4096,
+    )
     made.settle()
     assert writing.pending == []
 
@@ -95,7 +111,16 @@ def test_what_the_op_refuses_is_an_error(file: Any, tmp_path: Path) -> None:
 
 def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None:
     script = "import sys\nsys.modules['deepspeed'] = None\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
-    command = [sys.executable, "-c", script, str(disk), "--engine", "deepspeed", "--report-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        str(disk),
+        "--engine",
+        "deepspeed",
+        "--report-dir",
+        str(tmp_path),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     *_, last = result.stderr.splitlines()
@@ -104,9 +129,24 @@ def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None
 
 
 def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nvme_offload.sweep", str(disk), "--engine", "deepspeed", "--report-dir", str(tmp_path)]
-    # A process that is killed while torch compiles leaves a lock, at which all others would wait for ever.
-    result = subprocess.run([*command, "--seconds", "1", "--size", "128MiB"], capture_output=True, text=True, timeout=550)
+    command = [
+        sys.executable,
+        "-m",
+        "nvme_offload.sweep",
+        str(disk),
+        "--engine",
+        "deepspeed",
+        "--report-dir",
+        str(tmp_path),
+    ]
+    # A process that is killed while torch compiles leaves a lock, at which all others would wait
+    # for ever.
+    result = subprocess.run(
+        [*command, "--seconds", "1", "--size", "128MiB"],
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
     assert result.returncode == 0, result.stderr
     assert "DeepSpeed's own op" in result.stdout.splitlines()[0]
     assert list(disk.iterdir()) == []

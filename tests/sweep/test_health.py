@@ -1,4 +1,6 @@
-"""What drives say of their health, in the JSON of nvme-cli and smartctl, and what follows from it. No drive at hand says anything."""
+"""What drives say of their health, in the JSON of nvme-cli and smartctl, and what follows from it.
+No drive at hand says anything.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,31 @@ SMARTCTL = {
 
 
 def test_nvme_cli_is_understood() -> None:
-    expected = Health("nvme-cli", temperature_celsius=45, wear=0.04, written_bytes=30_720_000_000_000, throttled_seconds=15)
+    expected = Health(
+        "nvme-cli",
+        temperature_celsius=45,
+        wear=0.04,
+        written_bytes=30_720_000_000_000,
+        throttled_seconds=15,
+    )
     assert health.nvme_cli(NVME_CLI) == expected
-    newer = {**NVME_CLI, "critical_warning": {"value": 9, "available_spare": 1}, "data_units_written": "60000000"}
-    assert health.nvme_cli(newer) == dataclasses.replace(expected, critical="its spare area is low; it is read-only")
+    newer = {
+        **NVME_CLI,
+        "critical_warning": {"value": 9, "available_spare": 1},
+        "data_units_written": "60000000",
+    }
+    assert health.nvme_cli(newer) == dataclasses.replace(
+        expected, critical="its spare area is low; it is read-only"
+    )
 
 
 def test_smartctl_is_understood_of_nvme_and_of_others() -> None:
-    assert health.smartctl(SMARTCTL) == Health("smartctl", 51, 0.9, 512_000_000, 240, "its temperature is out of range")
-    assert health.smartctl({"temperature": {"current": 33}, "smart_status": {"passed": False}}) == Health("smartctl", 33, critical="its own test has failed")
+    assert health.smartctl(SMARTCTL) == Health(
+        "smartctl", 51, 0.9, 512_000_000, 240, "its temperature is out of range"
+    )
+    assert health.smartctl(
+        {"temperature": {"current": 33}, "smart_status": {"passed": False}}
+    ) == Health("smartctl", 33, critical="its own test has failed")
     assert health.smartctl({"smartctl": {"exit_status": 2}}) is None
 
 
@@ -56,23 +74,49 @@ def tool(directory: Path, name: str, output: Any, status: int = 0) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(("tools", "source"), [(("nvme", "smartctl"), "nvme-cli"), (("smartctl",), "smartctl"), ((), "sysfs")])
-def test_the_tool_that_is_there_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...], source: str) -> None:
+@pytest.mark.parametrize(
+    ("tools", "source"),
+    [(("nvme", "smartctl"), "nvme-cli"), (("smartctl",), "smartctl"), ((), "sysfs")],
+)
+def test_the_tool_that_is_there_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: tuple[str, ...], source: str
+) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin" if tools else str(tmp_path))
     for name in tools:
-        tool(tmp_path, name, NVME_CLI if name == "nvme" else SMARTCTL, status=4 if name == "smartctl" else 0)
-    drive = dataclasses.replace(describe(tmp_path), physical_devices=("/dev/nvme0n1", "/dev/nvme1n1"), temperature_celsius=30.0)
+        tool(
+            tmp_path,
+            name,
+            NVME_CLI if name == "nvme" else SMARTCTL,
+            status=4 if name == "smartctl" else 0,
+        )
+    drive = dataclasses.replace(
+        describe(tmp_path),
+        physical_devices=("/dev/nvme0n1", "/dev/nvme1n1"),
+        temperature_celsius=30.0,
+    )
     found = health.ask(drive)
     assert found is not None
-    assert (found.source, found.temperature_celsius) == (source, {"nvme-cli": 45, "smartctl": 51, "sysfs": 30}[source])
+    assert (found.source, found.temperature_celsius) == (
+        source,
+        {"nvme-cli": 45, "smartctl": 51, "sysfs": 30}[source],
+    )
 
 
-def test_a_tool_that_may_not_ask_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_may_not_ask_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     (tmp_path / "nvme").write_text("#!/bin/sh\necho Permission denied >&2\nexit 1\n")
     (tmp_path / "nvme").chmod(0o755)
-    tool(tmp_path, "smartctl", {"smartctl": {"messages": [{"string": "Permission denied"}]}}, status=2)
-    drive = dataclasses.replace(describe(tmp_path), physical_devices=("/dev/nvme0n1",), temperature_celsius=None)
+    tool(
+        tmp_path,
+        "smartctl",
+        {"smartctl": {"messages": [{"string": "Permission denied"}]}},
+        status=2,
+    )
+    drive = dataclasses.replace(
+        describe(tmp_path), physical_devices=("/dev/nvme0n1",), temperature_celsius=None
+    )
     assert health.ask(drive) is None
 
 
@@ -81,14 +125,24 @@ def test_a_tool_that_may_not_ask_is_no_error(tmp_path: Path, monkeypatch: pytest
     [
         (Health("sysfs", 40), Health("sysfs", 70), []),
         (None, None, []),
-        (Health("nvme-cli", throttled_seconds=5), Health("nvme-cli", 81.0, throttled_seconds=17), ["for 12 s of the sweep, for its heat at 81"]),
+        (
+            Health("nvme-cli", throttled_seconds=5),
+            Health("nvme-cli", 81.0, throttled_seconds=17),
+            ["for 12 s of the sweep, for its heat at 81"],
+        ),
         (None, Health("smartctl", wear=0.85), ["used 85% of its rated life"]),
-        (None, Health("smartctl", wear=0.04, written_bytes=24 * 10**12), ["576 TB, 5,143 optimizer steps of a 7B model, which write 112 GB each"]),
+        (
+            None,
+            Health("smartctl", wear=0.04, written_bytes=24 * 10**12),
+            ["576 TB, 5,143 optimizer steps of a 7B model, which write 112 GB each"],
+        ),
         (None, Health("smartctl", wear=0.01, written_bytes=24 * 10**12), []),
         (None, Health("smartctl", critical="it is read-only"), ["warns that it is read-only"]),
     ],
 )
-def test_warnings_are_of_heat_and_wear(before: Health | None, after: Health | None, said: list[str]) -> None:
+def test_warnings_are_of_heat_and_wear(
+    before: Health | None, after: Health | None, said: list[str]
+) -> None:
     found = health.warnings(before, after)
     assert len(found) == len(said)
     assert all(part in sentence for part, sentence in zip(said, found, strict=True))

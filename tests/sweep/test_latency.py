@@ -1,4 +1,6 @@
-"""The time that blocks take: as many are timed as were moved, and they add up to what the queues held."""
+"""The time that blocks take: as many are timed as were moved, and they add up to what the queues
+held.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def rig(disk: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_no_more_blocks_are_under_way_than_there_may_be(rig: Rig, phase: str) -> None:
-    """The times of what used one buffer after another do not overlap, so together they are at most the time that passed, for each of sixteen."""
+    """The times of what used one buffer after another do not overlap, so together they are at most
+    the time that passed, for each of sixteen.
+    """
     began = time.monotonic()
     taken = rig.block_seconds(SETTING, phase, 0.2)
     assert all(seconds > 0 for seconds in taken)

@@ -38,7 +38,9 @@ def test_plain_lines_come_with_a_new_topic_or_after_a_while(now: list[float]) ->
     assert stream.getvalue().splitlines() == ["screen: at 0", "screen: at 5", "final: at 8", "done"]
 
 
-def test_a_terminal_gets_one_line_that_changes(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_that_changes(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     stream = Terminal()
     shown = Progress(stream)

@@ -1,4 +1,6 @@
-"""That a config took effect is proven by who reads it back, and a config that says something else is found out."""
+"""That a config took effect is proven by who reads it back, and a config that says something else
+is found out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nvme_offload.sweep.proof import prove, read_by_deepspeed, setting_of
 CHOSEN = Setting(2 << 20, 16, 4, single_submit=True, overlap_events=False)
 HUGGING_FACE = '{\n  "train_batch_size": "auto", // by the launcher\n  "optimizer": {"params": {"lr": "auto"}},\n}\n'
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 
 
 @needs_deepspeed
@@ -28,8 +32,13 @@ def test_deepspeed_reads_back_what_was_written(tmp_path: Path) -> None:
     ds_config.apply(config, CHOSEN)
     found = read_by_deepspeed(config)
     assert found is not None
-    assert {key: found[key] for key in ds_config.aio_section(CHOSEN)} == ds_config.aio_section(CHOSEN)
-    assert prove(config, CHOSEN) == ("read back by DeepSpeed's own parser, and an engine was made of it", True)
+    assert {key: found[key] for key in ds_config.aio_section(CHOSEN)} == ds_config.aio_section(
+        CHOSEN
+    )
+    assert prove(config, CHOSEN) == (
+        "read back by DeepSpeed's own parser, and an engine was made of it",
+        True,
+    )
 
 
 def test_without_deepspeed_this_packages_parser_reads_it(tmp_path: Path) -> None:
@@ -41,7 +50,9 @@ def test_without_deepspeed_this_packages_parser_reads_it(tmp_path: Path) -> None
         "from pathlib import Path\nfrom nvme_offload.hardware.profile import Setting\nfrom nvme_offload.sweep.proof import prove\n"
         "print(prove(Path(sys.argv[1]), Setting(2 << 20, 16, 4, True, False)))\nprint(prove(Path(sys.argv[1]), Setting(2 << 20, 8, 4, True, False)))"
     )
-    said = subprocess.run([sys.executable, "-c", script, str(config)], capture_output=True, text=True, check=True).stdout.splitlines()
+    said = subprocess.run(
+        [sys.executable, "-c", script, str(config)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert said[0].startswith("(\"read back by this package's parser")
     assert said[0].endswith("True)")
     assert "reads queue_depth 16: set the aio section by hand" in said[1]
@@ -50,7 +61,9 @@ def test_without_deepspeed_this_packages_parser_reads_it(tmp_path: Path) -> None
 
 def test_what_a_section_leaves_out_is_deepspeeds_default() -> None:
     assert setting_of({}) == DEEPSPEED_DEFAULTS
-    assert setting_of({"queue_depth": 4, "thread_count": 8, "use_gds": False}) == Setting(1 << 20, 4, 1)
+    assert setting_of({"queue_depth": 4, "thread_count": 8, "use_gds": False}) == Setting(
+        1 << 20, 4, 1
+    )
     with pytest.raises(UsageError, match="queue_depth"):
         setting_of({"queue_depth": "auto"})
 

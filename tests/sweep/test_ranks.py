@@ -1,4 +1,6 @@
-"""Several processes on one drive: they measure in one window, and an error of one is the error of all."""
+"""Several processes on one drive: they measure in one window, and an error of one is the error of
+all.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def start_with(patch: str) -> str:
 
 
 def children_of(process_id: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+    return [
+        int(child)
+        for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,9 @@ def two(disk: Path) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_all_ranks_count_in_one_window_and_are_added_up(two: Ranks, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_count_in_one_window_and_are_added_up(
+    two: Ranks, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pumped: list[tuple[float, float, list[list[Point]]]] = []
 
     def seen(name: str, *arguments: Any, order: Any = two._order, **options: Any) -> Any:
@@ -110,8 +117,13 @@ def test_a_rank_that_dies_is_an_error_and_takes_the_others_along(disk: Path) -> 
     assert [process.poll() for process in processes] == [-signal.SIGKILL] * 2
 
 
-@pytest.mark.parametrize(("patch", "kind", "message"), [(EIO, IOFailure, os.strerror(errno.EIO)), (DAMAGE, CorruptionError, "not what was written")])
-def test_an_error_in_a_rank_is_raised_here(disk: Path, monkeypatch: pytest.MonkeyPatch, patch: str, kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("patch", "kind", "message"),
+    [(EIO, IOFailure, os.strerror(errno.EIO)), (DAMAGE, CorruptionError, "not what was written")],
+)
+def test_an_error_in_a_rank_is_raised_here(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, patch: str, kind: type[Exception], message: str
+) -> None:
     monkeypatch.setattr(ranks, "_START", start_with(patch))
     with Ranks(2, disk, FILE_BYTES) as made:
         processes = list(made._ranks.values())
@@ -132,15 +144,21 @@ def test_what_each_rank_has_fits_what_it_moves(count: int) -> None:
     assert DEEPSPEED_DEFAULTS in settings
     deepest = count * max(setting.bytes_in_flight for setting in settings)
     assert (64 << 20) < deepest <= 128 << 20
-    # A ring each way, what it is compared with, what it is read back into; 24 MiB for the interpreter and its libraries (20 measured).
+    # A ring each way, what it is compared with, what it is read back into; 24 MiB for the
+    # interpreter and its libraries (20 measured).
     assert 2 * deepest + count * (4 * request_bytes(count) + (24 << 20)) < 10**9
 
 
 def test_ranks_share_the_processors_and_what_a_slow_drive_needs() -> None:
     assert {setting.thread_count for setting in space.grid("libaio", 8, 10e9, ranks=4)} == {1, 2, 4}
     assert {setting.thread_count for setting in space.grid("libaio", 2, 10e9, ranks=16)} == {1}
-    assert max(setting.bytes_in_flight for setting in space.grid("libaio", 8, 800e6, ranks=2)) == 32 << 20
-    assert max(setting.bytes_in_flight for setting in space.grid("libaio", 8, 1e6, ranks=4)) == 8 << 20
+    assert (
+        max(setting.bytes_in_flight for setting in space.grid("libaio", 8, 800e6, ranks=2))
+        == 32 << 20
+    )
+    assert (
+        max(setting.bytes_in_flight for setting in space.grid("libaio", 8, 1e6, ranks=4)) == 8 << 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +175,14 @@ def test_ranks_share_the_processors_and_what_a_slow_drive_needs() -> None:
         (8, 8, "1,-1,2", 1),  # CUDA ignores what follows an invalid one
     ],
 )
-def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, devices: int, visible: str | None, expected: int) -> None:
+def test_gpus_are_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: int,
+    devices: int,
+    visible: str | None,
+    expected: int,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -19,11 +19,14 @@ from nvme_offload.sweep.verdict import STEP_BYTES, Ask, Result, Verdict, decide
 
 @dataclasses.dataclass
 class SimulatedDrive:
-    """Its speed rises with the bytes in flight, by half at *half_bytes*, and with the block size; what else it does is in the other fields.
+    """Its speed rises with the bytes in flight, by half at *half_bytes*, and with the block size;
+    what else it does is in the other fields.
 
-    noise: of a run of 0.2 s, as a share. drift: the factor by which the speed swings within 53 s. jumps: spread of changes that last some seconds.
-    dips: the share of runs in which it all but stops. cliff_bytes: after so many written, writes go at a third, as behind an SLC cache.
-    deep_loss: lost for each doubling over 16 MiB in flight. thread_gain: won for each doubling of threads.
+    noise: of a run of 0.2 s, as a share. drift: the factor by which the speed swings within 53 s.
+    jumps: spread of changes that last some seconds. dips: the share of runs in which it all but
+    stops. cliff_bytes: after so many written, writes go at a third, as behind an SLC cache.
+    deep_loss: lost for each doubling over 16 MiB in flight. thread_gain: won for each doubling of
+    threads.
     """
 
     seed: int = 0
@@ -49,7 +52,13 @@ class SimulatedDrive:
 
     def speed(self, setting: Setting, phase: str) -> float:
         depth = setting.bytes_in_flight
-        speed = self.peak * depth / (depth + self.half_bytes) * setting.block_size / (setting.block_size + self.block_bytes)
+        speed = (
+            self.peak
+            * depth
+            / (depth + self.half_bytes)
+            * setting.block_size
+            / (setting.block_size + self.block_bytes)
+        )
         speed *= 1 - self.deep_loss * max(0.0, math.log2(depth / (16 << 20)))
         speed *= 1 + self.thread_gain * math.log2(setting.thread_count)
         return speed * {"read": 1.3, "write": 1.1, "mixed": 1.0}[phase]
@@ -59,10 +68,16 @@ class SimulatedDrive:
         self.now += self.overhead_seconds / 2
         if self.jumps:
             kept = math.exp(-(self.now - self.level_at) / 3)
-            self.level = kept * self.level + math.sqrt(1 - kept**2) * self.random.gauss(0, self.jumps)
+            self.level = kept * self.level + math.sqrt(1 - kept**2) * self.random.gauss(
+                0, self.jumps
+            )
             self.level_at = self.now
-        speed = self.speed(ask.setting, ask.phase) * self.drift ** (0.5 - 0.5 * math.cos(self.now / 17))
-        speed *= math.exp(self.level + self.random.gauss(0, self.noise * math.sqrt(0.2 / ask.seconds)))
+        speed = self.speed(ask.setting, ask.phase) * self.drift ** (
+            0.5 - 0.5 * math.cos(self.now / 17)
+        )
+        speed *= math.exp(
+            self.level + self.random.gauss(0, self.noise * math.sqrt(0.2 / ask.seconds))
+        )
         if self.random.random() < self.dips:
             speed *= 0.3
         if ask.phase != "read" and self.written > self.cliff_bytes:
@@ -114,7 +129,11 @@ def test_choice_is_nearly_the_best(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shallow", "deep", "threads"])
 def test_ten_seconds_give_an_answer(kind: str) -> None:
-    regrets = sorted(simulated.regret(decide(simulated.sweep(9).evidence).chosen) for seed in range(10) for simulated in [SimulatedDrive(seed, **KINDS[kind])])
+    regrets = sorted(
+        simulated.regret(decide(simulated.sweep(9).evidence).chosen)
+        for seed in range(10)
+        for simulated in [SimulatedDrive(seed, **KINDS[kind])]
+    )
     assert regrets[8] <= 0.12, regrets
 
 
@@ -154,7 +173,9 @@ def test_intervals_hold_the_truth() -> None:
         simulated = SimulatedDrive(seed, half_bytes=8 << 20, drift=2.0)
         best = decide(simulated.sweep().evidence).best["mixed"]
         assert best.relative_low < best.relative < best.relative_high
-        truth = simulated.speed(best.setting, "mixed") / simulated.speed(DEEPSPEED_DEFAULTS, "mixed")
+        truth = simulated.speed(best.setting, "mixed") / simulated.speed(
+            DEEPSPEED_DEFAULTS, "mixed"
+        )
         held += best.relative_low <= truth <= best.relative_high
     assert held >= 32  # 90 %, less what being picked as the best flatters it
 
@@ -174,16 +195,26 @@ def test_the_control_is_never_far() -> None:
 def test_trials_between_jumps_of_the_control_are_repeated() -> None:
     simulated = SimulatedDrive(noise=0.0)
     speed = simulated.speed
-    simulated.speed = lambda setting, phase: speed(setting, phase) * (0.4 if simulated.now > 6 else 1)  # type: ignore[method-assign]
+    simulated.speed = lambda setting, phase: (
+        speed(setting, phase) * (0.4 if simulated.now > 6 else 1)
+    )  # type: ignore[method-assign]
     search = simulated.sweep()
     drifted = [seen.ask for seen in search.evidence.observations if seen.flaw == "drifted"]
     assert drifted
     assert not any(ask.control for ask in drifted)
     for ask in drifted:
-        again = [seen for seen in search.evidence.observations if seen.ask.setting == ask.setting and seen.ask.phase == ask.phase and not seen.flaw]
+        again = [
+            seen
+            for seen in search.evidence.observations
+            if seen.ask.setting == ask.setting and seen.ask.phase == ask.phase and not seen.flaw
+        ]
         assert again
         for trial in search.evidence.trials():
-            if trial.setting == ask.setting and trial.stage == ask.stage and not (trial.control or trial.flaw):
+            if (
+                trial.setting == ask.setting
+                and trial.stage == ask.stage
+                and not (trial.control or trial.flaw)
+            ):
                 truth = speed(trial.setting, trial.phase) / speed(DEEPSPEED_DEFAULTS, trial.phase)
                 assert trial.relative == pytest.approx(truth, rel=0.01)
     assert [trial.flaw for trial in search.evidence.trials()].count("drifted") == len(drifted)
@@ -198,7 +229,9 @@ def test_what_the_link_cannot_carry_is_left_out() -> None:
     verdict = decide(search.evidence)
     assert impostor in {ask.setting for ask in simulated.asked}
     assert impostor not in {verdict.chosen, *(best.setting for best in verdict.best.values())}
-    assert {trial.flaw for trial in search.evidence.trials() if trial.setting == impostor} == {"impossible"}
+    assert {trial.flaw for trial in search.evidence.trials() if trial.setting == impostor} == {
+        "impossible"
+    }
     assert any("faster than the drive's link" in warning for warning in verdict.warnings)
 
 
@@ -240,7 +273,9 @@ def test_reasons_name_the_faster_and_dearer_setting() -> None:
     dips=st.floats(0, 0.2),
     seed=st.integers(0, 1000),
 )
-def test_any_drive_gets_a_whole_answer_in_time(seconds: float, peak: float, overhead: float, noise: float, dips: float, seed: int) -> None:
+def test_any_drive_gets_a_whole_answer_in_time(
+    seconds: float, peak: float, overhead: float, noise: float, dips: float, seed: int
+) -> None:
     simulated = SimulatedDrive(seed, peak=peak, overhead_seconds=overhead, noise=noise, dips=dips)
     search = simulated.sweep(seconds)
     verdict = decide(search.evidence)
@@ -249,6 +284,7 @@ def test_any_drive_gets_a_whole_answer_in_time(seconds: float, peak: float, over
     for phase in PHASES:
         assert verdict.performance[phase].setting == verdict.chosen
         assert verdict.best[phase].relative >= verdict.performance[phase].relative
-    # A round of the finals may begin just before the end, and even a second of budget gets two of them.
+    # A round of the finals may begin just before the end, and even a second of budget gets two of
+    # them.
     assert simulated.now <= 1.1 * seconds + 45 * (0.2 + overhead)
     assert search.seconds_left() == pytest.approx(max(0.0, seconds - simulated.now))

@@ -1,4 +1,6 @@
-"""Several paths: each is swept, all are used at once, and the weights are shares of what they then give."""
+"""Several paths: each is swept, all are used at once, and the weights are shares of what they then
+give.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,48 @@ SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
 
 
 @pytest.mark.slow
-def test_two_paths_are_swept_and_used_together(mounted: Callable[[str], Path], tmp_path: Path) -> None:
+def test_two_paths_are_swept_and_used_together(
+    mounted: Callable[[str], Path], tmp_path: Path
+) -> None:
     paths = [str(mounted("ext4")), str(mounted("ext4-4k"))]
     config = tmp_path / "ds.json"
     config.write_text("{}")
     before = [sorted(Path(path).iterdir()) for path in paths]
-    command = [*SWEEP, *paths, "--report-dir", str(tmp_path / "reports"), "--seconds", "1", "--size", "128MiB", "--config", str(config)]
+    command = [
+        *SWEEP,
+        *paths,
+        "--report-dir",
+        str(tmp_path / "reports"),
+        "--seconds",
+        "1",
+        "--size",
+        "128MiB",
+        "--config",
+        str(config),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    profiles = sorted((Profile.load(report / "profile.json") for report in (tmp_path / "reports").iterdir()), key=lambda one: paths.index(one.drive["path"]))
+    profiles = sorted(
+        (Profile.load(report / "profile.json") for report in (tmp_path / "reports").iterdir()),
+        key=lambda one: paths.index(one.drive["path"]),
+    )
     assert [profile.drive["path"] for profile in profiles] == paths
     assert profiles[0].stripe == profiles[1].stripe
     stripe = profiles[0].stripe
-    assert [(one.path, one.setting) for one in stripe] == [(profile.drive["path"], profile.chosen) for profile in profiles]
+    assert [(one.path, one.setting) for one in stripe] == [
+        (profile.drive["path"], profile.chosen) for profile in profiles
+    ]
     assert sum(one.weight for one in stripe) == pytest.approx(1)
     for one in stripe:
-        assert one.weight == pytest.approx(one.together["mixed"] / sum(other.together["mixed"] for other in stripe))
+        assert one.weight == pytest.approx(
+            one.together["mixed"] / sum(other.together["mixed"] for other in stripe)
+        )
         assert set(one.alone) == set(one.together) == set(PHASES)
         assert all(speed > 0 for speed in (*one.alone.values(), *one.together.values()))
-        assert f"  {one.path}: read {one.together['read']:.2f} ({one.alone['read']:.2f})" in result.stdout
+        assert (
+            f"  {one.path}: read {one.together['read']:.2f} ({one.alone['read']:.2f})"
+            in result.stdout
+        )
     assert [sorted(Path(path).iterdir()) for path in paths] == before
 
 
@@ -46,6 +71,11 @@ def test_paths_on_one_drive_are_refused(mounted: Callable[[str], Path], tmp_path
     with pytest.raises(Refusal, match="are on the same drive"):
         several.require_apart([one, describe(mounted("ext4") / "lost+found")])
     several.require_apart([one, describe(mounted("ext4-4k"))])
-    partitions = [dataclasses.replace(one, layers=("partition",), mount_point=f"/{index}", physical_devices=("/dev/nvme0n1",)) for index in range(2)]
+    partitions = [
+        dataclasses.replace(
+            one, layers=("partition",), mount_point=f"/{index}", physical_devices=("/dev/nvme0n1",)
+        )
+        for index in range(2)
+    ]
     with pytest.raises(Refusal, match=r"the same drive \(/dev/nvme0n1\)"):
         several.require_apart(partitions)

@@ -21,7 +21,9 @@ def test_grid_covers_every_combination_within_the_bytes_in_flight() -> None:
     assert Setting(2 << 20, 32, 4) not in settings
 
 
-@pytest.mark.parametrize(("cpu_count", "threads"), [(1, {1, 2}), (2, {1, 2, 4}), (64, {1, 2, 4, 8})])
+@pytest.mark.parametrize(
+    ("cpu_count", "threads"), [(1, {1, 2}), (2, {1, 2, 4}), (64, {1, 2, 4, 8})]
+)
 def test_threads_follow_the_cores(cpu_count: int, threads: set[int]) -> None:
     assert {setting.thread_count for setting in space.grid("libaio", cpu_count, FAST)} == threads
 
@@ -29,7 +31,13 @@ def test_threads_follow_the_cores(cpu_count: int, threads: set[int]) -> None:
 def test_a_slow_drive_gets_no_queue_that_takes_it_longer_than_a_tenth_of_a_second() -> None:
     assert max(setting.bytes_in_flight for setting in space.grid("libaio", 2, 400e6)) == 32 << 20
     assert max(setting.bytes_in_flight for setting in space.grid("libaio", 2, 1e6)) == 16 << 20
-    assert max(setting.bytes_in_flight for setting in space.grid("libaio", 2, FAST, most_bytes_in_flight=64 << 20)) == 64 << 20
+    assert (
+        max(
+            setting.bytes_in_flight
+            for setting in space.grid("libaio", 2, FAST, most_bytes_in_flight=64 << 20)
+        )
+        == 64 << 20
+    )
 
 
 def test_posix_has_one_block_a_thread() -> None:
@@ -42,7 +50,9 @@ def test_coarse_has_the_defaults_and_the_deepest() -> None:
     settings = space.grid("libaio", 2, 1e9)
     found = space.coarse(settings)
     assert Setting(1 << 20, 8, 1) in found
-    assert max(setting.bytes_in_flight for setting in found) == max(setting.bytes_in_flight for setting in settings)
+    assert max(setting.bytes_in_flight for setting in found) == max(
+        setting.bytes_in_flight for setting in settings
+    )
     assert len(found) < len(settings) / 4
 
 
@@ -52,7 +62,10 @@ def test_neighbours_differ_by_a_factor_of_two_in_one_direction(setting: Setting)
     found = space.neighbours(setting, settings)
     assert found
     for other in found:
-        factors = sorted(getattr(setting, name) / getattr(other, name) for name in ("block_size", "queue_depth", "thread_count"))
+        factors = sorted(
+            getattr(setting, name) / getattr(other, name)
+            for name in ("block_size", "queue_depth", "thread_count")
+        )
         assert factors in ([0.5, 1, 1], [1, 1, 2])
         assert setting in space.neighbours(other, settings)
     assert found == sorted(found, key=space.cost)

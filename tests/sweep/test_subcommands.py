@@ -1,4 +1,6 @@
-"""`nvme-sweep show`, `compare` and `check`: on profiles that are kept, in reports, and beside a drive that is measured."""
+"""`nvme-sweep show`, `compare` and `check`: on profiles that are kept, in reports, and beside a
+drive that is measured.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +24,74 @@ SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
 CHOSEN = Setting(1 << 20, 16, 2)
 
 
-def run(*arguments: str | Path, cwd: Path | None = None, **others: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, cwd: Path | None = None, **others: str
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **others}
-    return subprocess.run([*SWEEP, *map(str, arguments)], capture_output=True, text=True, timeout=60, env=environment, cwd=cwd)
+    return subprocess.run(
+        [*SWEEP, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        cwd=cwd,
+    )
 
 
-def made_up(speed: float = 2.0, scatter: float = 0.02, chosen: Setting = CHOSEN, runs: int = 8, **drive: str) -> Profile:
+def made_up(
+    speed: float = 2.0, scatter: float = 0.02, chosen: Setting = CHOSEN, runs: int = 8, **drive: str
+) -> Profile:
     chance = random.Random(4)
-    best = {phase: Best(**dataclasses.asdict(chosen), gb_per_s=speed, relative=1.5, relative_low=1.4, relative_high=1.6) for phase in PHASES}
+    best = {
+        phase: Best(
+            **dataclasses.asdict(chosen),
+            gb_per_s=speed,
+            relative=1.5,
+            relative_low=1.4,
+            relative_high=1.6,
+        )
+        for phase in PHASES
+    }
     trials = []
     for index in range(runs):
         for phase in PHASES:
             now = speed * chance.gauss(1, scatter)
-            fields = {"phase": phase, **dataclasses.asdict(chosen), "bytes": int(now * 1e9), "seconds": 1.0, "gb_per_s": now, "stage": "final"}
-            moved = {"read_gb_per_s": now, "write_gb_per_s": 0.0, "control": False, "relative": 1.5, "started_seconds": float(index)}
+            fields = {
+                "phase": phase,
+                **dataclasses.asdict(chosen),
+                "bytes": int(now * 1e9),
+                "seconds": 1.0,
+                "gb_per_s": now,
+                "stage": "final",
+            }
+            moved = {
+                "read_gb_per_s": now,
+                "write_gb_per_s": 0.0,
+                "control": False,
+                "relative": 1.5,
+                "started_seconds": float(index),
+            }
             trials.append(Trial(**fields, **moved))  # type: ignore[arg-type]
     return Profile(
         tool_version="0.1.0",
         created="2025-01-02T03:04:05+00:00",
         command="nvme-sweep /local_nvme",
-        drive={"path": "/local_nvme", "model": "Made-Up Drive", "filesystem": "ext4", "device": "/dev/nvme0n1", "identity": "0" * 32, **drive},
+        drive={
+            "path": "/local_nvme",
+            "model": "Made-Up Drive",
+            "filesystem": "ext4",
+            "device": "/dev/nvme0n1",
+            "identity": "0" * 32,
+            **drive,
+        },
         workload={"ranks": 1},
-        engine={"name": "native", "version": "0.1.0", "backend": "libaio", "kernel": "6.1.0", "direct": True},
+        engine={
+            "name": "native",
+            "version": "0.1.0",
+            "backend": "libaio",
+            "kernel": "6.1.0",
+            "direct": True,
+        },
         trials=tuple(trials),
         best=best,
         chosen=chosen,
@@ -81,17 +129,44 @@ def test_show_lists_what_was_swept_and_prints_one(swept: Path, disk: Path) -> No
     shown = [run("show", place).stdout for place in (disk, swept, swept / "profile.json")]
     assert shown[0] == shown[1] == shown[2]
     assert f"block_size {profile.chosen.block_size} (" in shown[0]
-    assert shown[0].startswith(f"Swept {profile.created}, kernel {profile.engine['kernel']}, nvme-sweep {disk} ")
+    assert shown[0].startswith(
+        f"Swept {profile.created}, kernel {profile.engine['kernel']}, nvme-sweep {disk} "
+    )
 
 
-def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(disk: Path, tmp_path: Path) -> None:
+def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
+    disk: Path, tmp_path: Path
+) -> None:
     """A user whom the machine does not know, as containers have them."""
     script = "import pwd, sys\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\nfrom nvme_offload.sweep import cli\nsys.exit(cli.main())"
-    command = [sys.executable, "-c", script, str(disk), "--report-dir", str(tmp_path / "reports"), "--seconds", "1", "--size", "128MiB"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environment, "MPLCONFIGDIR": str(tmp_path)})
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        str(disk),
+        "--report-dir",
+        str(tmp_path / "reports"),
+        "--seconds",
+        "1",
+        "--size",
+        "128MiB",
+    ]
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+    }
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environment, "MPLCONFIGDIR": str(tmp_path)},
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1].startswith("Not kept for AioConfig.for_path: this user has no home directory; set XDG_CONFIG_HOME")
+    assert result.stdout.splitlines()[-1].startswith(
+        "Not kept for AioConfig.for_path: this user has no home directory; set XDG_CONFIG_HOME"
+    )
     assert len(list((tmp_path / "reports").iterdir())) == 1
 
 
@@ -109,8 +184,14 @@ def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
         (["compare", tmp_path], "Missing argument 'B'"),
         (["check", disk], "Missing option '--config'"),
         (["check", disk, "--config", tmp_path / "none"], "none does not exist"),
-        (["check", disk, "--config", tmp_path / "ds.json"], "aio.queue_depth must be a whole number"),
-        (["check", disk, "--config", tmp_path / "odd.json", "--seconds", "0"], "--seconds must be from 1"),
+        (
+            ["check", disk, "--config", tmp_path / "ds.json"],
+            "aio.queue_depth must be a whole number",
+        ),
+        (
+            ["check", disk, "--config", tmp_path / "odd.json", "--seconds", "0"],
+            "--seconds must be from 1",
+        ),
         (["check", tmp_path / "none", "--config", tmp_path / "ds.json"], "none does not exist"),
     ]
     keep(made_up(identity=json.loads(json.dumps(find_identity(disk)))))
@@ -127,10 +208,20 @@ def find_identity(place: Path) -> str:
     return describe(place).identity
 
 
-def test_a_directory_named_like_a_command_is_reached_by_its_path(disk: Path, tmp_path: Path) -> None:
+def test_a_directory_named_like_a_command_is_reached_by_its_path(
+    disk: Path, tmp_path: Path
+) -> None:
     (disk / "show").mkdir()
     try:
-        result = run("./show", "--size", "1MiB", "--report-dir", tmp_path, cwd=disk, PYTHONPATH=str(Path(__file__).parents[2]))
+        result = run(
+            "./show",
+            "--size",
+            "1MiB",
+            "--report-dir",
+            tmp_path,
+            cwd=disk,
+            PYTHONPATH=str(Path(__file__).parents[2]),
+        )
     finally:
         (disk / "show").rmdir()
     assert result.returncode == 2
@@ -148,12 +239,21 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
     said = compare.lines(made_up(2.0), made_up(2.01, identity="1" * 32), ("a", "b"))
     assert sum("cannot be told apart" in line for line in said) == 3
     assert said[-1] == "These are different drives."
-    assert sum(line.endswith("slower") for line in compare.lines(made_up(2.0), made_up(1.0), ("a", "b"))) == 3
+    assert (
+        sum(
+            line.endswith("slower")
+            for line in compare.lines(made_up(2.0), made_up(1.0), ("a", "b"))
+        )
+        == 3
+    )
     assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
 
 
 def test_compare_prints_both_sides(tmp_path: Path) -> None:
-    for name, profile in (("a.json", made_up(2.0)), ("b.json", made_up(3.0, model="Other Drive", chosen=Setting(1 << 20, 4, 1)))):
+    for name, profile in (
+        ("a.json", made_up(2.0)),
+        ("b.json", made_up(3.0, model="Other Drive", chosen=Setting(1 << 20, 4, 1))),
+    ):
         (tmp_path / name).write_text(profile.to_json())
     result = run("compare", tmp_path / "a.json", tmp_path / "b.json")
     assert result.returncode == 0, result.stderr
@@ -178,18 +278,30 @@ def test_a_drive_that_was_never_swept_is_refused(tmp_path: Path) -> None:
 # Checking
 
 
-def rounds(factor: float, scatter: float = 0.02, count: int = 6, seed: int = 8) -> list[dict[tuple[Setting, str], float]]:
-    """A drive on which `CHOSEN` does 2 GB/s and the config *factor* times as much, and which drifts from round to round."""
+def rounds(
+    factor: float, scatter: float = 0.02, count: int = 6, seed: int = 8
+) -> list[dict[tuple[Setting, str], float]]:
+    """A drive on which `CHOSEN` does 2 GB/s and the config *factor* times as much, and which drifts
+    from round to round.
+    """
     chance = random.Random(seed)
     found = []
     for _ in range(count):
         drift = chance.uniform(0.5, 1.5)
         speeds = {CHOSEN: 2e9, DEEPSPEED_DEFAULTS: 1.5e9, Setting(1 << 20, 2, 1): 2e9 * factor}
-        found.append({(setting, phase): drift * speed * chance.gauss(1, scatter) for setting, speed in speeds.items() for phase in PHASES})
+        found.append(
+            {
+                (setting, phase): drift * speed * chance.gauss(1, scatter)
+                for setting, speed in speeds.items()
+                for phase in PHASES
+            }
+        )
     return found
 
 
-@pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.3, True), (0.98, True), (0.8, False), (0.3, False)])
+@pytest.mark.parametrize(
+    ("factor", "holds"), [(1.0, True), (1.3, True), (0.98, True), (0.8, False), (0.3, False)]
+)
 def test_settings_hold_until_a_step_takes_longer(factor: float, holds: bool) -> None:
     config = Setting(1 << 20, 2, 1)
     checked = check.judged(config, rounds(factor))
@@ -202,17 +314,32 @@ def test_settings_hold_until_a_step_takes_longer(factor: float, holds: bool) -> 
 
 
 def test_noise_is_seldom_a_reason() -> None:
-    alarms = [not check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds for seed in range(100)]
+    alarms = [
+        not check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds
+        for seed in range(100)
+    ]
     assert sum(alarms) <= 10
 
 
-def test_check_measures_and_its_status_is_for_scripts(swept: Path, disk: Path, tmp_path: Path) -> None:
+def test_check_measures_and_its_status_is_for_scripts(
+    swept: Path, disk: Path, tmp_path: Path
+) -> None:
     keep(Profile.load(swept / "profile.json"))
     chosen = Profile.load(swept / "profile.json").chosen
-    good = {"aio": {"block_size": chosen.block_size, "queue_depth": chosen.queue_depth, "intra_op_parallelism": chosen.thread_count}}
+    good = {
+        "aio": {
+            "block_size": chosen.block_size,
+            "queue_depth": chosen.queue_depth,
+            "intra_op_parallelism": chosen.thread_count,
+        }
+    }
     (tmp_path / "good.json").write_text(json.dumps(good))
-    (tmp_path / "accelerate.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: bad.json\n")
-    (tmp_path / "bad.json").write_text('{"aio": {"block_size": 4096, "queue_depth": 1}, "a": "auto"}')
+    (tmp_path / "accelerate.yaml").write_text(
+        "deepspeed_config:\n  deepspeed_config_file: bad.json\n"
+    )
+    (tmp_path / "bad.json").write_text(
+        '{"aio": {"block_size": 4096, "queue_depth": 1}, "a": "auto"}'
+    )
     held = run("check", disk, "--config", tmp_path / "good.json", "--seconds", "1")
     assert held.returncode in (0, 3), held.stderr
     assert ("The settings hold" in held.stdout) == (held.returncode == 0)

@@ -1,4 +1,6 @@
-"""Where a cache ends is seen in the speeds of the rounds, and in nothing else; and the writing itself writes."""
+"""Where a cache ends is seen in the speeds of the rounds, and in nothing else; and the writing
+itself writes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def samples(speeds: list[float], each: int = 2 * GIB) -> list[tuple[float, int]]
 @pytest.mark.parametrize("end", [3, 14, 29])
 def test_the_end_of_a_cache_is_found_through_noise(seed: int, end: int) -> None:
     chance = random.Random(seed)
-    speeds = [chance.gauss(4.5e9, 0.3e9) for _ in range(end)] + [chance.gauss(1.2e9, 0.15e9) for _ in range(32 - end)]
+    speeds = [chance.gauss(4.5e9, 0.3e9) for _ in range(end)] + [
+        chance.gauss(1.2e9, 0.15e9) for _ in range(32 - end)
+    ]
     found = sustained.judged(samples(speeds))
     assert found.cache_ends_bytes == end * 2 * GIB
     assert found.first_gb_per_s == pytest.approx(4.5, rel=0.15)
@@ -56,11 +60,15 @@ def test_steady_is_the_last_five_rounds() -> None:
 def test_it_writes_what_was_asked_for_and_leaves_nothing(disk: Path) -> None:
     told: list[int] = []
     total = 96 << 20
-    found = sustained.write_on(disk, Setting(1 << 20, 8, 1), total, 32 << 20, True, lambda done, speed: told.append(done))
+    found = sustained.write_on(
+        disk, Setting(1 << 20, 8, 1), total, 32 << 20, True, lambda done, speed: told.append(done)
+    )
     assert total <= found.bytes <= sustained.MOST * total + (16 << 20)
     assert told == [done for _, done in found.samples[1:]]
     assert told == sorted(told)
     assert found.samples[-1] == (found.seconds, found.bytes)
     assert list(disk.iterdir()) == []
     with pytest.raises(NoSpaceError):
-        sustained.write_on(disk, Setting(1 << 20, 8, 1), total, 1 << 40, True, lambda done, speed: None)
+        sustained.write_on(
+            disk, Setting(1 << 20, 8, 1), total, 1 << 40, True, lambda done, speed: None
+        )

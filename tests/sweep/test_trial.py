@@ -31,14 +31,24 @@ def rig(disk: Path) -> Iterator[Rig]:
         yield made
 
 
-@pytest.mark.parametrize("setting", [SETTING, Setting(128 << 10, 1, 1), Setting(8 << 20, 16, 1), Setting(1 << 20, 1, 4, backend="posix")])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        SETTING,
+        Setting(128 << 10, 1, 1),
+        Setting(8 << 20, 16, 1),
+        Setting(1 << 20, 1, 4, backend="posix"),
+    ],
+)
 @pytest.mark.parametrize("phase", PHASES)
 def test_counts_what_moves_in_the_window(rig: Rig, setting: Setting, phase: str) -> None:
     result = rig.run(setting, phase, 0.1)
     assert (result.read_bytes > 0) == (phase != "write")
     assert (result.write_bytes > 0) == (phase != "read")
     assert result.seconds >= 0.1
-    assert result.bytes_per_second == pytest.approx((result.read_bytes + result.write_bytes) / result.seconds)
+    assert result.bytes_per_second == pytest.approx(
+        (result.read_bytes + result.write_bytes) / result.seconds
+    )
     times, counts = zip(*result.samples, strict=True)
     assert list(times) == sorted(times)
     assert list(counts) == sorted(counts)
@@ -68,7 +78,9 @@ def test_files_hold_what_they_were_filled_with(disk: Path) -> None:
             assert len(np.unique(pages[0][:, 8:], axis=0)) == 4096
 
 
-def test_fill_stops_when_its_time_is_over_and_uses_what_it_reached(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_stops_when_its_time_is_over_and_uses_what_it_reached(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "LEAST_REQUESTS", 1)
     with Rig(disk, FILE_BYTES) as rig:
         rig.fill(SETTING, 0.0, lambda done: None)
@@ -86,13 +98,17 @@ def test_a_changed_byte_is_corruption(disk: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 4095, REQUEST_BYTES - 1])
-def test_a_write_that_did_not_arrive_is_corruption(disk: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_a_write_that_did_not_arrive_is_corruption(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
     verify = trial._Lane.verify
 
     def damaged(self: Any) -> None:
         with Engine(SETTING.config()) as engine:
             for buffer, index in self._last.values():
-                engine.write(bytes([buffer[place] ^ 1]), self._file, index * REQUEST_BYTES + place).wait()
+                engine.write(
+                    bytes([buffer[place] ^ 1]), self._file, index * REQUEST_BYTES + place
+                ).wait()
         verify(self)
 
     monkeypatch.setattr(trial._Lane, "verify", damaged)
@@ -137,8 +153,12 @@ class HeldWrite:
         return self._nbytes
 
 
-def test_writes_that_end_out_of_order_are_no_corruption(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with room for no more than is under way: its first request is still being written when the second one's buffer is free for the next."""
+def test_writes_that_end_out_of_order_are_no_corruption(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with room for no more than is under way: its first request is still being written when
+    the second one's buffer is free for the next.
+    """
     monkeypatch.setattr(trial, "READ_BACK_SHARE", 1)
     held: list[HeldWrite] = []
 
@@ -161,7 +181,13 @@ def test_writes_that_end_out_of_order_are_no_corruption(rig: Rig, monkeypatch: p
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("failing", [1, 1000])
-def test_an_error_of_the_drive_is_raised_once(rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phase: str, failing: int) -> None:
+def test_an_error_of_the_drive_is_raised_once(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    phase: str,
+    failing: int,
+) -> None:
     faults = [(20, failing, _aio.FaultKind.FAIL, errno.EIO)]
     monkeypatch.setattr(trial, "Engine", functools.partial(Engine, _faults=faults))
     with pytest.raises(IOFailure) as caught:
@@ -173,9 +199,15 @@ def test_an_error_of_the_drive_is_raised_once(rig: Rig, monkeypatch: pytest.Monk
     assert rig.run(SETTING, "read", 0.05).read_bytes > 0
 
 
-def test_an_error_while_filling_is_raised(disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_filling_is_raised(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with Rig(disk, FILE_BYTES) as rig:
-        monkeypatch.setattr(trial, "Engine", functools.partial(Engine, _faults=[(3, 1000, _aio.FaultKind.FAIL, errno.EIO)]))
+        monkeypatch.setattr(
+            trial,
+            "Engine",
+            functools.partial(Engine, _faults=[(3, 1000, _aio.FaultKind.FAIL, errno.EIO)]),
+        )
         with pytest.raises(IOFailure, match=os.strerror(errno.EIO)):
             rig.fill(SETTING, None, lambda done: None)
     assert caplog.messages == []
@@ -183,7 +215,10 @@ def test_an_error_while_filling_is_raised(disk: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("request_bytes", [4 << 20, 8 << 20])
 def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -> None:
-    with Rig(disk, FILE_BYTES, request_bytes=request_bytes) as rig, Engine(SETTING.config()) as engine:
+    with (
+        Rig(disk, FILE_BYTES, request_bytes=request_bytes) as rig,
+        Engine(SETTING.config()) as engine,
+    ):
         rig.fill(SETTING, None, lambda done: None)
         assert rig.file_bytes == FILE_BYTES
         assert rig.run(SETTING, "mixed", 0.1).write_bytes > 0
@@ -195,7 +230,9 @@ def test_smaller_requests_are_verified_as_well(disk: Path, request_bytes: int) -
 
 def test_a_stuck_drive_is_a_failure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "STUCK_SECONDS", 0.05)
-    monkeypatch.setattr(trial, "_counters", lambda engine: trial.Point(trial.time.monotonic(), 0, 0))
+    monkeypatch.setattr(
+        trial, "_counters", lambda engine: trial.Point(trial.time.monotonic(), 0, 0)
+    )
     with pytest.raises(IOFailure, match="moved nothing"):
         rig.run(SETTING, "read", 0.05)
 

@@ -47,11 +47,14 @@ def test_a_period_is_expected_again() -> None:
         ("abcdef", "abx", "cdefab"),  # something new changes nothing
         ("abcdef", "abd", "efabcd"),  # one left out
         ("abcdef", "abfab", "cdefab"),  # back to the beginning
-        ("abccba", "abca", "abccba"),  # the forward pass once more: at first it looks like the end of the backward pass
+        # the forward pass once more: at first it looks like the end of the backward pass
+        ("abccba", "abca", "abccba"),
         ("abccba", "abcab", "ccbaab"),
     ],
 )
-def test_another_order_is_followed_as_soon_as_it_is_known_again(learned: str, used: str, then: str) -> None:
+def test_another_order_is_followed_as_soon_as_it_is_known_again(
+    learned: str, used: str, then: str
+) -> None:
     order = order_of(learned)
     before = order.now
     use(order, used)
@@ -85,7 +88,10 @@ def test_what_was_changed_and_dropped_is_learned() -> None:
     order.changed("a")
     order.dropped("b")
     order.step()
-    assert [(one.changed, one.dropped) for one in order.period.uses] == [(True, False), (False, True)]
+    assert [(one.changed, one.dropped) for one in order.period.uses] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_hints_are_over_with_their_use_or_after_the_next_period() -> None:

@@ -1,4 +1,6 @@
-"""The codec gives the same bits whatever vectors the processor has: compiled once for each width, and as it is in the package."""
+"""The codec gives the same bits whatever vectors the processor has: compiled once for each width,
+and as it is in the package.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from nvme_offload import _aio
 pytestmark = pytest.mark.processor
 
 ROOT = Path(__file__).parents[2]
-WIDTHS = {"sse2": ["-march=x86-64"], "avx2": ["-march=haswell"], "avx512f": ["-march=skylake-avx512"]}
+WIDTHS = {
+    "sse2": ["-march=x86-64"],
+    "avx2": ["-march=haswell"],
+    "avx512f": ["-march=skylake-avx512"],
+}
 ROW, BLOCK = 1 << 16, 256
-NUMEL = 2 * ROW + 5 * BLOCK + 77  # more than a row, and neither whole blocks nor whole vectors at the end
+# more than a row, and neither whole blocks nor whole vectors at the end
+NUMEL = 2 * ROW + 5 * BLOCK + 77
 
 SHIM = """
 #include "codec.h"
@@ -42,7 +49,8 @@ class Codec:
             getattr(_aio, name)(*plain, 1)
         else:
             kinds = {bool: ctypes.c_bool}
-            converted = [kinds.get(type(each), ctypes.c_size_t)(each) for each in plain]  # an address is as large as a size
+            # an address is as large as a size
+            converted = [kinds.get(type(each), ctypes.c_size_t)(each) for each in plain]
             getattr(self.library, f"c_{name}")(*converted)
 
 
@@ -56,20 +64,48 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip(f"this processor has no {request.param}")
     place = tmp_path_factory.mktemp(request.param)
     (place / "shim.cpp").write_text(SHIM)
-    # NVME_OFFLOAD_SANITIZED: one version, that of the flags. FMA may be used where it is there, as a compiler does by itself.
-    options = [*WIDTHS[request.param], "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-DNVME_OFFLOAD_SANITIZED", f"-I{ROOT / 'aio'}"]
-    command = [compiler, *options, ROOT / "aio" / "codec.cpp", place / "shim.cpp", "-o", place / "codec.so", "-ldl", "-pthread"]
+    # NVME_OFFLOAD_SANITIZED: one version, that of the flags. FMA may be used where it is there, as
+    # a compiler does by itself.
+    options = [
+        *WIDTHS[request.param],
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-shared",
+        "-DNVME_OFFLOAD_SANITIZED",
+        f"-I{ROOT / 'aio'}",
+    ]
+    command = [
+        compiler,
+        *options,
+        ROOT / "aio" / "codec.cpp",
+        place / "shim.cpp",
+        "-o",
+        place / "codec.so",
+        "-ldl",
+        "-pthread",
+    ]
     subprocess.run([*map(str, command)], check=True, timeout=300)
     return Codec(ctypes.CDLL(str(place / "codec.so")))
 
 
 def patterns() -> np.ndarray:
-    """fp32 values of every kind: all exponents, denormals, zeros of both signs, infinities, NaNs, and blocks without anything but one of these."""
+    """fp32 values of every kind: all exponents, denormals, zeros of both signs, infinities, NaNs,
+    and blocks without anything but one of these.
+    """
     generator = np.random.default_rng(7)
     bits = generator.integers(0, 1 << 32, NUMEL, dtype=np.uint32)
-    moderate = (generator.standard_normal(NUMEL) * np.exp(4 * generator.standard_normal(NUMEL))).astype(np.float32).view(np.uint32)
+    moderate = (
+        (generator.standard_normal(NUMEL) * np.exp(4 * generator.standard_normal(NUMEL)))
+        .astype(np.float32)
+        .view(np.uint32)
+    )
     found = np.where(np.arange(NUMEL) // BLOCK % 3 == 0, bits, moderate)
-    special = np.array([0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x00800000, 0x807FFFFF], np.uint32)
+    special = np.array(
+        [0, 1 << 31, 1, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x00800000, 0x807FFFFF],
+        np.uint32,
+    )
     found[ROW : ROW + 9 * BLOCK] = np.repeat(special, BLOCK)
     found[generator.integers(0, NUMEL, 100)] = generator.choice(special, 100)
     return found
@@ -92,11 +128,22 @@ def test_split_and_join(codec: Codec) -> None:
 def test_encode_and_decode(codec: Codec, signed: bool) -> None:
     generator = np.random.default_rng(11)
     table = generator.integers(0, 1 << 32, ROW, dtype=np.uint32)
-    factors, summands = generator.integers(0, 1 << 32, 3, dtype=np.uint32) | np.uint32(1), generator.integers(0, 1 << 32, 3, dtype=np.uint32)
-    values = patterns().view(np.float32) if signed else (patterns() & np.uint32(0x7FFFFFFF)).view(np.float32)
+    factors, summands = (
+        generator.integers(0, 1 << 32, 3, dtype=np.uint32) | np.uint32(1),
+        generator.integers(0, 1 << 32, 3, dtype=np.uint32),
+    )
+    values = (
+        patterns().view(np.float32)
+        if signed
+        else (patterns() & np.uint32(0x7FFFFFFF)).view(np.float32)
+    )
     told = []
     for each in (codec, Codec(None)):
-        codes, exponents, back = np.zeros(NUMEL, np.uint8), np.zeros(-(-NUMEL // BLOCK), np.uint8), np.zeros(NUMEL, np.float32)
+        codes, exponents, back = (
+            np.zeros(NUMEL, np.uint8),
+            np.zeros(-(-NUMEL // BLOCK), np.uint8),
+            np.zeros(NUMEL, np.float32),
+        )
         each.call("encode", values, codes, exponents, NUMEL, signed, table, factors, summands)
         each.call("decode", codes, exponents, back, NUMEL, signed)
         told.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))

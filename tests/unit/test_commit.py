@@ -39,10 +39,17 @@ with commit.aside_directory(place / "directory") as aside:
 
 
 def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
-    """What a kill would leave of *place*, for every call of *script* that changes something there, and what the script leaves."""
+    """What a kill would leave of *place*, for every call of *script* that changes something there,
+    and what the script leaves.
+    """
     environment, images = kill_points(place)
     text = f"from pathlib import Path\nfrom nvme_offload.files import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
-    subprocess.run([sys.executable, "-c", text], env={**os.environ, **environment}, check=True, cwd=Path(commit.__file__).parents[1])
+    subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, **environment},
+        check=True,
+        cwd=Path(commit.__file__).parents[1],
+    )
     found = sorted(image for image in images.iterdir() if image.is_dir())
     assert len(found) >= 6, "the calls were not seen"
     return [*found, place]
@@ -52,14 +59,18 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: KillP
     place = tmp_path / "place"
     place.mkdir()
     (place / "file").write_bytes(OLD)
-    seen = [(image / "file").read_bytes() for image in states(SCRIPTS["write_file"], place, kill_points)]
+    seen = [
+        (image / "file").read_bytes() for image in states(SCRIPTS["write_file"], place, kill_points)
+    ]
     turn = seen.index(NEW)
     assert seen == [OLD] * turn + [NEW] * (len(seen) - turn)
     assert turn >= 3
     assert [entry.name for entry in place.iterdir()] == ["file"]
 
 
-def test_a_file_that_is_overwritten_is_old_or_new_or_its_old_bytes_are_beside_it(tmp_path: Path, kill_points: KillPoints) -> None:
+def test_a_file_that_is_overwritten_is_old_or_new_or_its_old_bytes_are_beside_it(
+    tmp_path: Path, kill_points: KillPoints
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     (place / "file").write_bytes(OLD)
@@ -74,7 +85,9 @@ def test_a_file_that_is_overwritten_is_old_or_new_or_its_old_bytes_are_beside_it
 
 @pytest.mark.parametrize("script", ["directory", "two renames"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_directory_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: KillPoints, script: str, there: bool) -> None:
+def test_a_directory_is_the_old_one_or_the_new_one(
+    tmp_path: Path, kill_points: KillPoints, script: str, there: bool
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     if there:
@@ -85,7 +98,9 @@ def test_a_directory_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: 
     for image in states(SCRIPTS[script], place, kill_points):
         commit.recover_directory(image / "directory")
         found = image / "directory"
-        seen.append({file.name: file.read_bytes() for file in found.iterdir()} if found.exists() else {})
+        seen.append(
+            {file.name: file.read_bytes() for file in found.iterdir()} if found.exists() else {}
+        )
     before = dict.fromkeys(("one", "two", "three"), OLD) if there else {}
     after = {"one": NEW, "two": NEW}
     turn = seen.index(after)
@@ -94,7 +109,9 @@ def test_a_directory_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: 
     assert [entry.name for entry in place.iterdir()] == ["directory"]
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_stays(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_stays(
+    tmp_path: Path,
+) -> None:
     left, other = tmp_path / ".file.0123abcd.partial", tmp_path / ".file.not ours.partial"
     left.write_text("left")
     other.write_text("theirs")
@@ -107,7 +124,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_
 
 
 @pytest.mark.parametrize("script", ["write_file", "directory"])
-def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(tmp_path: Path, kill_points: KillPoints, script: str) -> None:
+def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(
+    tmp_path: Path, kill_points: KillPoints, script: str
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     left = 0
@@ -119,12 +138,17 @@ def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(tmp_path: Path, 
             with commit.aside_directory(image / "directory") as aside:
                 replaced = commit.show_directory(aside, image / "directory", over=True)
             assert replaced is None or not replaced.exists()
-        assert [entry.name for entry in image.iterdir()] == ["file" if script == "write_file" else "directory"]
+        assert [entry.name for entry in image.iterdir()] == [
+            "file" if script == "write_file" else "directory"
+        ]
     assert left >= 3
 
 
 def test_a_process_that_a_signal_ends_removes_what_it_has_aside(tmp_path: Path) -> None:
-    with commit.aside_directory(tmp_path / "other") as other, commit.aside_directory(tmp_path / "directory") as aside:
+    with (
+        commit.aside_directory(tmp_path / "other") as other,
+        commit.aside_directory(tmp_path / "directory") as aside,
+    ):
         (aside / "one").write_bytes(NEW)
         commit.remove_unfinished()
         assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,16 @@ import pytest
 from nvme_offload.errors import CorruptionError, UsageError
 from sweeps.compare import page, readme, state, training
 from sweeps.compare.plan import Task, describe, fastest, read_plan, turns
-from sweeps.compare.results import Results, Run, SideFacts, Skipped, TaskFacts, as_json, from_json, rows
+from sweeps.compare.results import (
+    Results,
+    Run,
+    SideFacts,
+    Skipped,
+    TaskFacts,
+    as_json,
+    from_json,
+    rows,
+)
 from sweeps.peers.page_cache import cached_bytes, evict
 from sweeps.peers.rig import fill, require_filled
 
@@ -20,25 +29,60 @@ PLAN = ROOT / "sweeps" / "plans" / "compare.toml"
 
 
 def results(rounds: int = 3) -> Results:
-    facts = {"processor": "A processor, 2 cores, 8 GiB of memory", "drive": "/dev/x; requests", "filesystem": "ext4 (rw)", "date": "2026-01-01", "command": "c"}
+    facts = {
+        "processor": "A processor, 2 cores, 8 GiB of memory",
+        "drive": "/dev/x; requests",
+        "filesystem": "ext4 (rw)",
+        "date": "2026-01-01",
+        "command": "c",
+    }
     tasks = [
         TaskFacts("read-1MiB", "read", "Tensors of 1 MiB", "read", 64 * MIB, 64),
         TaskFacts("write-1MiB", "write", "Tensors of 1 MiB", "write", 64 * MIB, 64),
         TaskFacts("checkpoint-write", "write", "A checkpoint", "write", 128 * MIB, 484, True),
     ]
     sides = [
-        SideFacts("ours-libaio", "ours, libaio", "1", "sync", {"block_size": MIB}, ({"setting": {"block_size": MIB}, "gb_per_second": {"read-1MiB": 2.0}},)),
+        SideFacts(
+            "ours-libaio",
+            "ours, libaio",
+            "1",
+            "sync",
+            {"block_size": MIB},
+            ({"setting": {"block_size": MIB}, "gb_per_second": {"read-1MiB": 2.0}},),
+        ),
         SideFacts("other", "The <Other> | one", "2", "sync", {}),
         SideFacts("fio", "fio, the ceiling", "3", "sync", {}),
     ]
-    found = Results(facts, 64 * MIB, "ours-libaio", "fio", tasks, sides, skipped=[Skipped("Absent", "", "no driver")], notes=["Shared."])
+    found = Results(
+        facts,
+        64 * MIB,
+        "ours-libaio",
+        "fio",
+        tasks,
+        sides,
+        skipped=[Skipped("Absent", "", "no driver")],
+        notes=["Shared."],
+    )
     seconds = {"ours-libaio": 0.1, "other": 0.2, "fio": 0.08}
     for number in range(rounds):
         for task in tasks:
             for position, (side, took) in enumerate(seconds.items()):
                 if (task.name, side) != ("write-1MiB", "other"):
                     longer = took * (1 + number * (side == "other"))
-                    found.runs.append(Run(task.name, side, number, position, task.nbytes, longer, took / 10, 5 * MIB, MIB * (side == "other"), 64 * MIB))
+                    found.runs.append(
+                        Run(
+                            task.name,
+                            side,
+                            number,
+                            position,
+                            task.nbytes,
+                            longer,
+                            took / 10,
+                            5 * MIB,
+                            MIB * (side == "other"),
+                            64 * MIB,
+                        )
+                    )
     return found
 
 
@@ -69,11 +113,26 @@ def test_sizes_of_tasks_are_whole_and_half_each_way_for_both() -> None:
 
 def test_the_plan_that_is_shipped_is_sound() -> None:
     plan = read_plan(PLAN)
-    assert {side.name for side in plan.sides} >= {"ours-libaio", "ours-io_uring", "ours-posix", "deepspeed", "fast-file-writer", "tensornvme", "kvikio", "fio"}
+    assert {side.name for side in plan.sides} >= {
+        "ours-libaio",
+        "ours-io_uring",
+        "ours-posix",
+        "deepspeed",
+        "fast-file-writer",
+        "tensornvme",
+        "kvikio",
+        "fio",
+    }
     for side in plan.sides:
         for name in side.tasks:
-            assert side.checkpoint if plan.task(name).checkpoint and side.name != "fio" else side.transfer
-    assert [side.name for side in plan.narrowed(["fio"], ["read"]).sides_of(plan.task("read"))] == ["fio"]
+            assert (
+                side.checkpoint
+                if plan.task(name).checkpoint and side.name != "fio"
+                else side.transfer
+            )
+    assert [side.name for side in plan.narrowed(["fio"], ["read"]).sides_of(plan.task("read"))] == [
+        "fio"
+    ]
     with pytest.raises(UsageError, match="'nobody' is none of"):
         plan.narrowed(["nobody"], None)
 
@@ -88,7 +147,9 @@ def test_the_plan_that_is_shipped_is_sound() -> None:
         ('tuned_by = ["read"', 'tuned_by = ["reed"', "'reed' is none of"),
     ],
 )
-def test_a_plan_that_is_wrong_is_refused_in_one_line(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_a_plan_that_is_wrong_is_refused_in_one_line(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.read_text().replace(before, after))
     with pytest.raises(UsageError, match=said):
@@ -96,7 +157,13 @@ def test_a_plan_that_is_wrong_is_refused_in_one_line(tmp_path: Path, before: str
 
 
 def test_settings_in_words() -> None:
-    setting = {"backend": "libaio", "block_size": MIB, "queue_depth": 8, "thread_count": 1, "options": ["registered"]}
+    setting = {
+        "backend": "libaio",
+        "block_size": MIB,
+        "queue_depth": 8,
+        "thread_count": 1,
+        "options": ["registered"],
+    }
     assert describe(setting) == "libaio, block 1 MiB, depth 8, 1 thread, registered"
     assert describe({"crc32": False, "buffer_size": 64 * MIB}) == "no crc32, buffer 64 MiB"
     assert describe({}) == "as it comes"
@@ -108,7 +175,11 @@ def test_a_ratio_is_to_the_reference_of_the_same_round() -> None:
     assert found["fio"].advantage == pytest.approx((0.8, 0.8, 0.8))
     assert found["other"].gb_per_second.median == pytest.approx(64 * MIB / 0.4 / 1e9)
     assert found["other"].cpu_seconds_per_gib == pytest.approx(0.02 * 16)
-    assert (found["other"].extra_bytes, found["other"].locked_bytes, found["other"].cached_bytes) == (5 * MIB, MIB, 64 * MIB)
+    assert (
+        found["other"].extra_bytes,
+        found["other"].locked_bytes,
+        found["other"].cached_bytes,
+    ) == (5 * MIB, MIB, 64 * MIB)
 
 
 def test_results_come_back_from_their_file(tmp_path: Path) -> None:
@@ -131,7 +202,10 @@ def test_markdown_says_who_was_how_fast_and_who_is_missing() -> None:
     assert "| Absent | everything | no driver |" in text
     assert "4.00 (2.00\N{EN DASH}6.00)" in text
     assert "Shared." in text
-    assert "over the fastest of the others each time: 4.00\N{MULTIPLICATION SIGN} at reading 64 tensors of 1\N{NO-BREAK SPACE}MiB" in text
+    assert (
+        "over the fastest of the others each time: 4.00\N{MULTIPLICATION SIGN} at reading 64 tensors of 1\N{NO-BREAK SPACE}MiB"
+        in text
+    )
 
 
 def test_the_page_asks_for_nothing_and_escapes_what_it_is_given() -> None:
@@ -178,20 +252,34 @@ def test_readme_check_tells_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_readme_is_as_the_committed_reports_have_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = {f"reports/{path.parent.name}": from_json(path) for path in sorted((ROOT / "reports").glob("compare-*/compare.json"))}
+    found = {
+        f"reports/{path.parent.name}": from_json(path)
+        for path in sorted((ROOT / "reports").glob("compare-*/compare.json"))
+    }
     if not found or readme.BEGIN not in text:
         pytest.skip("no comparison is committed, or the README has no place for it")
     assert readme.replaced(text, readme.block(found)) == text, "run python -m sweeps.compare.readme"
 
 
 def test_training_rows_are_ratios_of_the_same_round(tmp_path: Path) -> None:
-    plan = {"baseline": "a", "model": {"hidden": 1024, "blocks": 6}, "variants": [{"name": "a", "title": "A"}, {"name": "b", "title": "B"}]}
+    plan = {
+        "baseline": "a",
+        "model": {"hidden": 1024, "blocks": 6},
+        "variants": [{"name": "a", "title": "A"}, {"name": "b", "title": "B"}],
+    }
     runs = [
-        {"variant": name, "number": number, "error": None, "measures": {"step": step * (number + 1), "peak": 1e9}}
+        {
+            "variant": name,
+            "number": number,
+            "error": None,
+            "measures": {"step": step * (number + 1), "peak": 1e9},
+        }
         for name, step in (("a", 2.0), ("b", 1.0))
         for number in range(3)
     ]
-    runs.append({"variant": "b", "number": 3, "error": "killed", "measures": {"step": None, "peak": None}})
+    runs.append(
+        {"variant": "b", "number": 3, "error": "killed", "measures": {"step": None, "peak": None}}
+    )
     path = tmp_path / "training-x.json"
     facts = {"date": "2026-01-02", "processor": "P, 2 cores, 8 GiB of memory"}
     path.write_text(json.dumps({"facts": facts, "plan": plan, "runs": runs}))

@@ -15,33 +15,62 @@ from sweeps.compare.results import from_json
 from sweeps.compare.team import SideFailed, Team
 
 ROOT = Path(__file__).parents[2]
-PREPARE: dict[str, Any] = {"verb": "prepare", "side": "x", "transfer": "", "checkpoint": "", "setting": {}}
+PREPARE: dict[str, Any] = {
+    "verb": "prepare",
+    "side": "x",
+    "transfer": "",
+    "checkpoint": "",
+    "setting": {},
+}
 
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "sweeps.compare", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "sweeps.compare", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_two_sides_are_compared_by_turns_and_leave_nothing(tmp_path: Path) -> None:
     place, output = tmp_path / "drive", tmp_path / "report"
     place.mkdir()
     ran = compare(
-        *(str(place), "--size", "8MiB", "--rounds", "2", "--only", "ours-libaio,memmap", "--output", str(output)),
+        *(
+            str(place),
+            "--size",
+            "8MiB",
+            "--rounds",
+            "2",
+            "--only",
+            "ours-libaio,memmap",
+            "--output",
+            str(output),
+        ),
         *("--tasks", "write,read-1MiB,checkpoint-read,checkpoint-write", "--note", "In a test."),
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [str(output / name) for name in ("report.html", "report.md", "compare.json")]
+    assert ran.stdout.split() == [
+        str(output / name) for name in ("report.html", "report.md", "compare.json")
+    ]
     found = from_json(output / "compare.json")
     assert found.skipped == []
     assert {(run.task, run.side) for run in found.runs} == {
-        (task, side) for task in ("write", "read-1MiB", "checkpoint-read", "checkpoint-write") for side in ("ours-libaio", "memmap")
+        (task, side)
+        for task in ("write", "read-1MiB", "checkpoint-read", "checkpoint-write")
+        for side in ("ours-libaio", "memmap")
     }
     assert len(found.runs) == 16
     assert {run.side for run in found.runs if run.position == 0} == {"ours-libaio", "memmap"}
     assert all(run.seconds > 0 and run.nbytes >= 8 << 20 for run in found.runs)
-    mapped = next(run for run in found.runs if (run.side, run.task) == ("memmap", "checkpoint-read"))
+    mapped = next(
+        run for run in found.runs if (run.side, run.task) == ("memmap", "checkpoint-read")
+    )
     assert mapped.cached_bytes >= mapped.nbytes
-    assert found.side("ours-libaio").setting in [entry["setting"] for entry in found.side("ours-libaio").tried]
+    assert found.side("ours-libaio").setting in [
+        entry["setting"] for entry in found.side("ours-libaio").tried
+    ]
     assert found.notes == ["In a test."]
     assert list(place.iterdir()) == []
 
@@ -89,7 +118,12 @@ def test_a_side_that_ends_or_hangs_is_told_of_and_the_next_is_a_new_process(tmp_
         assert [team.answer("one") for _ in range(3)] == [{"version": ""}] * 3
 
 
-def test_a_side_that_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_that_is_not_installed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with Team(tmp_path, True, timeout_seconds=60) as team, pytest.raises(UnsupportedError, match="fio is not installed"):
+    with (
+        Team(tmp_path, True, timeout_seconds=60) as team,
+        pytest.raises(UnsupportedError, match="fio is not installed"),
+    ):
         team.ask("one", {**PREPARE, "transfer": "fio"})

@@ -19,7 +19,12 @@ from sweeps.peers.rig import fill, require_filled
 from sweeps.peers.stopwatch import Stopwatch
 
 MIB = 1 << 20
-SETTING: dict[str, Any] = {"backend": "libaio", "block_size": 256 << 10, "queue_depth": 4, "thread_count": 1}
+SETTING: dict[str, Any] = {
+    "backend": "libaio",
+    "block_size": 256 << 10,
+    "queue_depth": 4,
+    "thread_count": 1,
+}
 
 
 @pytest.fixture
@@ -45,14 +50,34 @@ def needs(side: str) -> None:
         pytest.skip("fio is not installed")
 
 
-@pytest.mark.parametrize("side", ["ours+sync", "memmap+sync", "memmap+sequential+sync", "tensornvme+sync", "kvikio+sync", "fio+sync"])
+@pytest.mark.parametrize(
+    "side",
+    [
+        "ours+sync",
+        "memmap+sync",
+        "memmap+sequential+sync",
+        "tensornvme+sync",
+        "kvikio+sync",
+        "fio+sync",
+    ],
+)
 @pytest.mark.parametrize("direction", ["read", "write", "mixed"])
-def test_every_side_moves_every_byte_and_a_worker_looks_at_each(place: Path, side: str, direction: str) -> None:
+def test_every_side_moves_every_byte_and_a_worker_looks_at_each(
+    place: Path, side: str, direction: str
+) -> None:
     needs(side)
     if side.startswith("memmap") and direction == "mixed":
         pytest.skip("a memory map does one thing at a time")
     worker = Worker(place, direct(place))
-    asked = {"side": side, "transfer": side, "direction": direction, "setting": SETTING, "seed": 5, "verify": True, "keep": False}
+    asked = {
+        "side": side,
+        "transfer": side,
+        "direction": direction,
+        "setting": SETTING,
+        "seed": 5,
+        "verify": True,
+        "keep": False,
+    }
     if side.startswith("kvikio"):
         try:
             worker.prepare({"transfer": side, "checkpoint": ""})
@@ -78,7 +103,16 @@ def test_a_worker_notices_what_was_not_written(place: Path) -> None:
 
     worker = Worker(place, True)
     worker._peers["ours"] = Idle()  # type: ignore[assignment]
-    asked = {"side": "x", "transfer": "ours", "setting": SETTING, "seed": 5, "verify": True, "keep": False, "request_bytes": MIB, "requests": 4}
+    asked = {
+        "side": "x",
+        "transfer": "ours",
+        "setting": SETTING,
+        "seed": 5,
+        "verify": True,
+        "keep": False,
+        "request_bytes": MIB,
+        "requests": 4,
+    }
     for direction in ("read", "write", "mixed"):
         with pytest.raises(Exception, match="did not bring this"):
             worker.transfer({**asked, "direction": direction})
@@ -91,7 +125,14 @@ def test_checkpoints_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     worker = Worker(tmp_path, True)
-    asked = {"side": name, "checkpoint": name, "setting": {**SETTING, "crc32": False}, "nbytes": 2 * MIB, "verify": True, "keep": False}
+    asked = {
+        "side": name,
+        "checkpoint": name,
+        "setting": {**SETTING, "crc32": False},
+        "nbytes": 2 * MIB,
+        "verify": True,
+        "keep": False,
+    }
     for direction in ("read", "write", "read"):
         answer = worker.checkpoint({**asked, "direction": direction})
         assert answer["nbytes"] == sum(shape.nbytes for shape in state.shapes(2 * MIB))
@@ -109,7 +150,9 @@ def test_what_ours_writes_torch_reads(tmp_path: Path) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UsageError, match="'zip' writes no checkpoints; there are ours, fast"):
         checkpoints.make("zip")
-    with pytest.raises(UsageError, match=r"'memmap\+fast' is no side; there are ours or ours\+checksum"):
+    with pytest.raises(
+        UsageError, match=r"'memmap\+fast' is no side; there are ours or ours\+checksum"
+    ):
         sides.make("memmap+fast")
 
 

@@ -8,7 +8,13 @@ import pickle
 import pytest
 
 from nvme_offload.errors import UsageError
-from nvme_offload.hardware.config import BACKENDS, MAX_BLOCK_SIZE, MAX_QUEUE_DEPTH, MAX_THREAD_COUNT, AioConfig
+from nvme_offload.hardware.config import (
+    BACKENDS,
+    MAX_BLOCK_SIZE,
+    MAX_QUEUE_DEPTH,
+    MAX_THREAD_COUNT,
+    AioConfig,
+)
 
 
 def test_defaults() -> None:

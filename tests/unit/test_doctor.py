@@ -33,10 +33,38 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_profile(path: Path, gb_per_s: float) -> None:
-    best = {phase: Best(SETTING.block_size, SETTING.queue_depth, SETTING.thread_count, False, True, "libaio", gb_per_s, 1, 1, 1) for phase in PHASES}
+    best = {
+        phase: Best(
+            SETTING.block_size,
+            SETTING.queue_depth,
+            SETTING.thread_count,
+            False,
+            True,
+            "libaio",
+            gb_per_s,
+            1,
+            1,
+            1,
+        )
+        for phase in PHASES
+    }
     described = {**describe(path).as_dict(), "model": "made up"}
     profile_shelf.keep(
-        Profile("0", "2001-02-03T04:05:06", "", described, {"ranks": 1}, {"name": "native"}, (), best, SETTING, best, (), steady=True, warnings=())
+        Profile(
+            "0",
+            "2001-02-03T04:05:06",
+            "",
+            described,
+            {"ranks": 1},
+            {"name": "native"},
+            (),
+            best,
+            SETTING,
+            best,
+            (),
+            steady=True,
+            warnings=(),
+        )
     )
 
 
@@ -45,22 +73,49 @@ def run(*arguments: object) -> Result:
 
 
 def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
 
 
 # nvme-offload plan
 
 
 def plan(*arguments: object) -> Result:
-    return run("plan", "--gpus", 1, "--gpu", "H100", "--gpu-memory", "80GB", "--host-memory", "64GB", *arguments)
+    return run(
+        "plan",
+        "--gpus",
+        1,
+        "--gpu",
+        "H100",
+        "--gpu-memory",
+        "80GB",
+        "--host-memory",
+        "64GB",
+        *arguments,
+    )
 
 
 def test_a_plan_is_printed_with_its_formula(tmp_path):
     keep_profile(tmp_path, 4.0)
-    done = plan("--params", "1B", "--budget", "3GB", "--path", tmp_path, "--gpu-memory", "8GB", "--host-memory", "16GB")
+    done = plan(
+        "--params",
+        "1B",
+        "--budget",
+        "3GB",
+        "--path",
+        tmp_path,
+        "--gpu-memory",
+        "8GB",
+        "--host-memory",
+        "16GB",
+    )
     assert done.return_value == 0
     lines = done.output.splitlines()
-    assert lines[0] == "1B parameters: 1 billion parameters, the largest layer 70.43 million (of the usual shape)"
+    assert (
+        lines[0]
+        == "1B parameters: 1 billion parameters, the largest layer 70.43 million (of the usual shape)"
+    )
     assert lines[1].startswith("1 rank, H100 with 8 GB; 16 GB of host memory, which streams ")
     assert lines[2].startswith(f"{tmp_path}: ")
     assert lines[2].endswith("read 4, write 4, mixed 4 GB/s")
@@ -77,9 +132,26 @@ def test_a_plan_is_printed_with_its_formula(tmp_path):
 
 def test_a_plan_as_json_has_everything(tmp_path):
     keep_profile(tmp_path, 4.0)
-    done = plan("--params", "7B", "--path", tmp_path, "--ranks", 2, "--nodes", 8, "--seq", 2048, "--micro-batch", 2, "--json")
+    done = plan(
+        "--params",
+        "7B",
+        "--path",
+        tmp_path,
+        "--ranks",
+        2,
+        "--nodes",
+        8,
+        "--seq",
+        2048,
+        "--micro-batch",
+        2,
+        "--json",
+    )
     told: dict[str, Any] = json.loads(done.output)
-    assert (told["world"], told["work"]) == ({"ranks": 2, "nodes": 8, "zero_init": True}, {"sequence": 2048, "micro_batch": 2})
+    assert (told["world"], told["work"]) == (
+        {"ranks": 2, "nodes": 8, "zero_init": True},
+        {"sequence": 2048, "micro_batch": 2},
+    )
     assert told["model"]["parameters"] == 7_000_000_000
     assert told["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
     assert len(told["plans"]) == 10
@@ -87,22 +159,44 @@ def test_a_plan_as_json_has_everything(tmp_path):
     for each in told["plans"]:
         assert each["fits"] == (not each["problems"])
         terms = each["terms"]
-        parts = [[term["seconds"] for term in terms[name]] for name in ("passes", "update", "drive")]
-        assert each["seconds"] == pytest.approx(max(parts[0], default=0) + max(sum(parts[1]), sum(parts[2])))
+        parts = [
+            [term["seconds"] for term in terms[name]] for name in ("passes", "update", "drive")
+        ]
+        assert each["seconds"] == pytest.approx(
+            max(parts[0], default=0) + max(sum(parts[1]), sum(parts[2]))
+        )
     assert told["ds_config"]["train_micro_batch_size_per_gpu"] == 2
 
 
 def test_the_config_is_written_aside_and_never_over_another(tmp_path):
     keep_profile(tmp_path, 4.0)
     config = tmp_path / "ds_config.json"
-    ask = ("--params", "2B", "--path", tmp_path, "--gpu-memory", "12GB", "--host-memory", "20GB", "--write", config)
+    ask = (
+        "--params",
+        "2B",
+        "--path",
+        tmp_path,
+        "--gpu-memory",
+        "12GB",
+        "--host-memory",
+        "20GB",
+        "--write",
+        config,
+    )
     done = plan(*ask)
     assert done.return_value == 0
     assert done.output.endswith(f"Wrote {config}: set learning rate and batch size.\n")
     written = json.loads(config.read_text())
-    assert written["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}
+    assert written["zero_optimization"]["offload_optimizer"] == {
+        "device": "nvme",
+        "nvme_path": str(tmp_path),
+        "pin_memory": True,
+    }
     assert written["aio"]["intra_op_parallelism"] == 4
-    assert Settings.of(written).host_memory == json.loads(plan(*ask[:-2], "--json").output)["ds_config"]["nvme_offload"]["host_memory"]
+    assert (
+        Settings.of(written).host_memory
+        == json.loads(plan(*ask[:-2], "--json").output)["ds_config"]["nvme_offload"]["host_memory"]
+    )
     again = plan(*ask)
     assert "exists: give another name" in str(again.exception)
     assert json.loads(config.read_text()) == written
@@ -112,18 +206,32 @@ def test_a_huggingface_config_is_taken(tmp_path):
     shape = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     done = plan("--model", tmp_path)
-    assert done.output.startswith(f"{tmp_path / 'config.json'}: 0.1244 billion parameters, the largest layer 38.6 million\n")
+    assert done.output.startswith(
+        f"{tmp_path / 'config.json'}: 0.1244 billion parameters, the largest layer 38.6 million\n"
+    )
 
 
 def test_nothing_that_fits_is_said_with_status_3(tmp_path):
-    done = ended("plan", "--params", "70B", "--gpus", 0, "--host-memory", "16GB", "--write", tmp_path / "none.json")
+    done = ended(
+        "plan",
+        "--params",
+        "70B",
+        "--gpus",
+        0,
+        "--host-memory",
+        "16GB",
+        "--write",
+        tmp_path / "none.json",
+    )
     assert (done.returncode, done.stderr) == (3, "")
     assert "Nothing fits. Name a directory on a drive with --path." in done.stdout
     assert not (tmp_path / "none.json").exists()
 
 
 def test_without_a_sweep_the_plan_says_what_to_run(tmp_path):
-    done = plan("--params", "2B", "--path", tmp_path, "--gpu-memory", "12GB", "--host-memory", "20GB")
+    done = plan(
+        "--params", "2B", "--path", tmp_path, "--gpu-memory", "12GB", "--host-memory", "20GB"
+    )
     assert f"not swept: run `nvme-sweep {tmp_path}`" in done.output
     assert "whose drive was never swept." in done.output
 
@@ -152,7 +260,20 @@ def test_what_is_asked_wrongly_is_one_line_and_status_2(arguments, message, monk
 
 
 def test_a_failure_is_one_line_and_status_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nvme-offload", "plan", "--params", "1B", "--host-memory", "1TB", "--write", str(tmp_path / "no" / "where.json")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "nvme-offload",
+            "plan",
+            "--params",
+            "1B",
+            "--host-memory",
+            "1TB",
+            "--write",
+            str(tmp_path / "no" / "where.json"),
+        ],
+    )
     assert cli.main() == 1
     assert "No such file or directory" in capsys.readouterr().err
 
@@ -173,20 +294,47 @@ def test_the_doctor_looks_at_everything(tmp_path):
     done = ended("doctor", "--path", tmp_path, "--json")
     told = json.loads(done.stdout)
     names = {each["name"] for each in told["checks"]}
-    assert names >= {"libaio", "aio-max-nr", "io_uring", "memlock", "huge pages", "GPU", "torch", "processor", "DeepSpeed", "compilers", f"drive {tmp_path}"}
+    assert names >= {
+        "libaio",
+        "aio-max-nr",
+        "io_uring",
+        "memlock",
+        "huge pages",
+        "GPU",
+        "torch",
+        "processor",
+        "DeepSpeed",
+        "compilers",
+        f"drive {tmp_path}",
+    }
     assert done.returncode == (0 if told["works"] else 3)
     assert told["works"] == all(each["status"] != "problem" for each in told["checks"])
-    assert all(each["remedy"] for each in told["checks"] if each["status"] in ("warning", "problem"))
+    assert all(
+        each["remedy"] for each in told["checks"] if each["status"] in ("warning", "problem")
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["config"]  # nothing is left
 
 
-def test_the_doctor_prints_what_to_do_and_ends_with_3_where_something_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_number", {"/proc/sys/fs/aio-max-nr": 65536, "/proc/sys/fs/aio-nr": 65500}.get)
+def test_the_doctor_prints_what_to_do_and_ends_with_3_where_something_is_needed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        checks, "_number", {"/proc/sys/fs/aio-max-nr": 65536, "/proc/sys/fs/aio-nr": 65500}.get
+    )
     done = run("doctor")
     assert done.return_value == 3
     lines = done.output.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("PROBLEM"))
-    assert lines[at].split() == ["PROBLEM", "aio-max-nr", "36", "of", "65536", "requests", "are", "free"]
+    assert lines[at].split() == [
+        "PROBLEM",
+        "aio-max-nr",
+        "36",
+        "of",
+        "65536",
+        "requests",
+        "are",
+        "free",
+    ]
     assert lines[at + 1].strip().startswith("-> sudo sysctl fs.aio-max-nr=1048576")
     assert lines[-1] == "1 of these must be put right before anything can be offloaded."
 
@@ -197,7 +345,10 @@ def test_a_swept_drive_is_well_and_an_unswept_one_is_not(tmp_path):
     assert before[-1].status == "warning"
     assert before[-1].remedy == f"nvme-sweep {tmp_path}"
     keep_profile(tmp_path, 4.0)
-    assert list(checks.drive(str(tmp_path)))[-1].found == "swept 2001-02-03: read 4, write 4, mixed 4 GB/s"
+    assert (
+        list(checks.drive(str(tmp_path)))[-1].found
+        == "swept 2001-02-03: read 4, write 4, mixed 4 GB/s"
+    )
 
 
 def test_direct_io_is_tried_on_the_path_and_nothing_is_left(directory):
@@ -225,24 +376,48 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
         (checks.aio_requests(65536, 0), "ok", "65536 of 65536 requests are free"),
         (checks.aio_requests(65536, 60000), "warning", "5536 of 65536 requests are free"),
         (checks.aio_requests(None, None), "note", "the kernel does not tell"),
-        (checks.locked_memory(64 << 20, resource.RLIM_INFINITY), "ok", "memory can be locked, no limit"),
-        (checks.locked_memory(8 << 20, 8 << 20), "warning", "8 MiB could be locked, a limit of 8 MiB"),
+        (
+            checks.locked_memory(64 << 20, resource.RLIM_INFINITY),
+            "ok",
+            "memory can be locked, no limit",
+        ),
+        (
+            checks.locked_memory(8 << 20, 8 << 20),
+            "warning",
+            "8 MiB could be locked, a limit of 8 MiB",
+        ),
         (checks.huge_pages("always [madvise] never"), "ok", "granted (madvise)"),
         (checks.huge_pages("always madvise [never]"), "warning", "off: "),
         (checks.huge_pages(None), "note", "this kernel has none"),
         (checks.torch_version("2.11.0"), "ok", "2.11.0"),
         (checks.torch_version(None), "warning", "not installed"),
         (checks.processor(None, False, ""), "note", "not looked at: torch does that"),
-        (checks.processor(NARROW, True, "fp16"), "ok", "AVX2, without instructions for bf16 and fp16"),
+        (
+            checks.processor(NARROW, True, "fp16"),
+            "ok",
+            "AVX2, without instructions for bf16 and fp16",
+        ),
         (checks.processor(WIDE, False, ""), "ok", "AVX512, with instructions for bf16 and fp16"),
-        (checks.processor(WIDE._replace(fp16=False), False, "bf16"), "ok", "AVX512, without instructions for fp16"),
-        (checks.processor(WIDE._replace(fp16=False), False, ""), "warning", "AVX512, without instructions for fp16: without a GPU DeepSpeed refuses fp16"),
+        (
+            checks.processor(WIDE._replace(fp16=False), False, "bf16"),
+            "ok",
+            "AVX512, without instructions for fp16",
+        ),
+        (
+            checks.processor(WIDE._replace(fp16=False), False, ""),
+            "warning",
+            "AVX512, without instructions for fp16: without a GPU DeepSpeed refuses fp16",
+        ),
         (
             checks.processor(NARROW, False, ""),
             "warning",
             "AVX2, without instructions for bf16 and fp16: without a GPU bf16 is many times slower than fp32, and",
         ),
-        (checks.processor(NARROW, False, "bf16"), "warning", "AVX2, without instructions for bf16 and fp16: without a GPU bf16 is many times slower"),
+        (
+            checks.processor(NARROW, False, "bf16"),
+            "warning",
+            "AVX2, without instructions for bf16 and fp16: without a GPU bf16 is many times slower",
+        ),
         (checks.processor(NARROW, False, "fp32"), "ok", "AVX2"),
         (checks.deepspeed_version("0.19.8"), "ok", "0.19.8"),
         (checks.deepspeed_version("0.16.9"), "ok", "0.16.9"),
@@ -252,12 +427,18 @@ def test_a_directory_that_nobody_may_write_to_is_a_problem(tmp_path):
         (checks.deepspeed_version("0.20.0"), "warning", "0.20.0; zero3 was tried up to 0.19.8"),
         (checks.deepspeed_version(None), "note", "not installed"),
         (checks.compilers(True, lambda name: None), "warning", "c++, ninja, nvcc not found"),
-        (checks.compilers(False, lambda name: None if name == "ninja" else name), "warning", "ninja not found"),
+        (
+            checks.compilers(False, lambda name: None if name == "ninja" else name),
+            "warning",
+            "ninja not found",
+        ),
     ],
 )
 def test_what_is_found_has_its_status(finding, status, found):
     assert (finding.status, finding.found[: len(found)]) == (status, found)
-    assert bool(finding.remedy) == (status == "warning" or (finding.name, status) == ("DeepSpeed", "note"))
+    assert bool(finding.remedy) == (
+        status == "warning" or (finding.name, status) == ("DeepSpeed", "note")
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +456,9 @@ def test_the_precision_of_a_config(config, precision):
 
 
 @pytest.mark.parametrize(("native", "status"), [(NARROW, 3), (WIDE, 0)])
-def test_a_config_of_fp16_is_a_problem_where_deepspeed_refuses_it(native, status, tmp_path, monkeypatch):
+def test_a_config_of_fp16_is_a_problem_where_deepspeed_refuses_it(
+    native, status, tmp_path, monkeypatch
+):
     monkeypatch.setattr(checks, "precisions", lambda: native)
     monkeypatch.setattr(checks, "gpu_count", lambda: 0)
     config = tmp_path / "ds.json"
@@ -294,15 +477,21 @@ def test_a_backend_that_does_not_run_is_a_problem_where_it_is_needed(monkeypatch
         raise UnsupportedError("the kernel refuses")
 
     monkeypatch.setattr(nvme_offload.io.engine, "Engine", refuse)
-    assert (checks.backend("libaio").status, checks.backend("io_uring").status) == ("problem", "note")
+    assert (checks.backend("libaio").status, checks.backend("io_uring").status) == (
+        "problem",
+        "note",
+    )
     assert checks.backend("libaio").found == "the kernel refuses"
 
 
 def test_the_entry_point_is_installed_beside_the_sweeps():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'nvme-offload = "nvme_offload.commands.cli:main"' in text
-    if shutil.which("nvme-offload", path=os.pathsep.join([str(Path(sys.executable).parent)])) is None:
+    if (
+        shutil.which("nvme-offload", path=os.pathsep.join([str(Path(sys.executable).parent)]))
+        is None
+    ):
         pytest.skip("the package was installed before it had this command")
-    assert subprocess.run([Path(sys.executable).parent / "nvme-offload", "--version"], capture_output=True, text=True).stdout.startswith(
-        "nvme-offload, version "
-    )
+    assert subprocess.run(
+        [Path(sys.executable).parent / "nvme-offload", "--version"], capture_output=True, text=True
+    ).stdout.startswith("nvme-offload, version ")

@@ -16,7 +16,9 @@ PCI = "devices/pci0000:00/0000:00:01.1"
 
 
 class Machine:
-    """A made-up machine: procfs and sysfs as trees of files below a temporary directory, laid out as Linux lays them out."""
+    """A made-up machine: procfs and sysfs as trees of files below a temporary directory, laid out
+    as Linux lays them out.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -26,11 +28,22 @@ class Machine:
         (self.sys / "class/block").mkdir(parents=True)
         self.mounts: list[str] = []
 
-    def mount(self, point: str, number: str, filesystem: str, source: str, options: str = "rw", superblock: str = "rw", optional: str = "shared:1 ") -> Path:
+    def mount(
+        self,
+        point: str,
+        number: str,
+        filesystem: str,
+        source: str,
+        options: str = "rw",
+        superblock: str = "rw",
+        optional: str = "shared:1 ",
+    ) -> Path:
         where = self.root / point.lstrip("/")
         where.mkdir(parents=True, exist_ok=True)
         escaped = str(where).replace(" ", "\\040")
-        self.mounts.append(f"{len(self.mounts) + 20} 1 {number} / {escaped} {options} {optional}- {filesystem} {source} {superblock}")
+        self.mounts.append(
+            f"{len(self.mounts) + 20} 1 {number} / {escaped} {options} {optional}- {filesystem} {source} {superblock}"
+        )
         (self.proc / "self/mountinfo").write_text("\n".join(self.mounts) + "\n")
         return where
 
@@ -41,31 +54,74 @@ class Machine:
             (directory / name).write_text(f"{value}\n")
         return directory
 
-    def block(self, place: str, number: str, slaves: tuple[Path, ...] = (), **files: object) -> Path:
+    def block(
+        self, place: str, number: str, slaves: tuple[Path, ...] = (), **files: object
+    ) -> Path:
         directory = self.write(place, dev=number, **files)
-        (self.sys / "dev/block" / number).symlink_to(os.path.relpath(directory, self.sys / "dev/block"))
-        (self.sys / "class/block" / directory.name).symlink_to(os.path.relpath(directory, self.sys / "class/block"))
+        (self.sys / "dev/block" / number).symlink_to(
+            os.path.relpath(directory, self.sys / "dev/block")
+        )
+        (self.sys / "class/block" / directory.name).symlink_to(
+            os.path.relpath(directory, self.sys / "class/block")
+        )
         (directory / "slaves").mkdir()
         for slave in slaves:
-            (directory / "slaves" / slave.name).symlink_to(os.path.relpath(slave, directory / "slaves"))
+            (directory / "slaves" / slave.name).symlink_to(
+                os.path.relpath(slave, directory / "slaves")
+            )
         return directory
 
-    def nvme(self, index: int, model: str = "Made-Up Drive 2TB", speed: str = "16.0 GT/s PCIe", width: object = 4, node: int = 0, celsius: int = 41) -> Path:
+    def nvme(
+        self,
+        index: int,
+        model: str = "Made-Up Drive 2TB",
+        speed: str = "16.0 GT/s PCIe",
+        width: object = 4,
+        node: int = 0,
+        celsius: int = 41,
+    ) -> Path:
         slot = f"{PCI}/0000:0{index + 1}:00.0"
-        self.write(slot, current_link_speed=speed, current_link_width=width, numa_node=node, vendor="0x144d")
-        self.write(f"{slot}/nvme/nvme{index}", model=f"{model}      ", firmware_rev="4B2QJXD7", transport="pcie")
+        self.write(
+            slot,
+            current_link_speed=speed,
+            current_link_width=width,
+            numa_node=node,
+            vendor="0x144d",
+        )
+        self.write(
+            f"{slot}/nvme/nvme{index}",
+            model=f"{model}      ",
+            firmware_rev="4B2QJXD7",
+            transport="pcie",
+        )
         self.write(f"{slot}/nvme/nvme{index}/hwmon{index}", temp1_input=celsius * 1000 + 850)
-        disk = self.block(f"{slot}/nvme/nvme{index}/nvme{index}n1", f"259:{index * 10}", size=3907029168)
-        self.queue(disk, max_sectors_kb=128, scheduler="[none] mq-deadline kyber", nr_requests=1023, rotational=0)
+        disk = self.block(
+            f"{slot}/nvme/nvme{index}/nvme{index}n1", f"259:{index * 10}", size=3907029168
+        )
+        self.queue(
+            disk,
+            max_sectors_kb=128,
+            scheduler="[none] mq-deadline kyber",
+            nr_requests=1023,
+            rotational=0,
+        )
         return disk
 
     def queue(self, block: Path, **changes: object) -> None:
-        values: dict[str, object] = {"logical_block_size": 512, "physical_block_size": 4096, **changes}
+        values: dict[str, object] = {
+            "logical_block_size": 512,
+            "physical_block_size": 4096,
+            **changes,
+        }
         self.write(str(block.relative_to(self.sys) / "queue"), **values)
 
     def partition(self, disk: Path, index: int) -> Path:
         number = (disk / "dev").read_text().strip()
-        return self.block(str(disk.relative_to(self.sys) / f"{disk.name}p{index}"), f"{number}{index}", partition=index)
+        return self.block(
+            str(disk.relative_to(self.sys) / f"{disk.name}p{index}"),
+            f"{number}{index}",
+            partition=index,
+        )
 
     def describe(self, path: str | Path) -> Drive:
         return describe(path, proc=self.proc, sys=self.sys)
@@ -79,7 +135,9 @@ def machine(tmp_path: Path) -> Machine:
 def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
     machine.mount("/", "8:1", "ext4", "/dev/sda1")
     machine.partition(machine.nvme(0), 1)
-    where = machine.mount("/local_nvme", "259:01", "ext4", "/dev/nvme0n1p1", "rw,noatime", "rw,stripe=32")
+    where = machine.mount(
+        "/local_nvme", "259:01", "ext4", "/dev/nvme0n1p1", "rw,noatime", "rw,stripe=32"
+    )
     drive = machine.describe(where)
     space = os.statvfs(where)
     expected = Drive(
@@ -117,14 +175,18 @@ def test_nvme_partition_on_four_lanes(machine: Machine) -> None:
 
 
 def test_a_serial_number_is_known_again_wherever_it_is_mounted(machine: Machine) -> None:
-    """By its number, its layers and its filesystem, and by neither its name nor its path; the number itself is not told."""
+    """By its number, its layers and its filesystem, and by neither its name nor its path; the
+    number itself is not told.
+    """
     first, second = machine.nvme(0), machine.nvme(1)
     for index, disk in enumerate((first, second)):
         (disk / "wwid").write_text(f"eui.00000000000000{index}\n")
     machine.block("devices/virtual/block/dm-0", "254:0", slaves=(first,))
     machine.write("devices/virtual/block/dm-0/dm", name="luks", uuid="CRYPT-LUKS2-00-luks")
     one = machine.describe(machine.mount("/one", "259:0", "ext4", "/dev/nvme0n1")).identity
-    assert machine.describe(machine.mount("/again", "259:0", "ext4", "/dev/nvme0n1")).identity == one
+    assert (
+        machine.describe(machine.mount("/again", "259:0", "ext4", "/dev/nvme0n1")).identity == one
+    )
     others = [
         machine.describe(machine.mount("/two", "259:10", "ext4", "/dev/nvme1n1")),
         machine.describe(machine.mount("/xfs", "259:0", "xfs", "/dev/nvme0n1")),
@@ -136,21 +198,35 @@ def test_a_serial_number_is_known_again_wherever_it_is_mounted(machine: Machine)
     assert not any("eui" in str(value) for value in others[0].as_dict().values())
 
 
-def test_virtual_disks_and_loops_are_known_by_their_filesystem(mounted: Callable[[str], Path]) -> None:
+def test_virtual_disks_and_loops_are_known_by_their_filesystem(
+    mounted: Callable[[str], Path],
+) -> None:
     one, other = describe(mounted("ext4")), describe(mounted("ext4-4k"))
     assert one.identity == describe(mounted("ext4") / "lost+found").identity != other.identity
     assert one.layers == other.layers == ("loop",)
 
 
-@pytest.mark.parametrize(("node", "gpu", "told"), [(0, 0, ""), (7, 7, "cpunodebind=7"), (0, 1, "GPUs are on node 1"), (0, -1, "")])
+@pytest.mark.parametrize(
+    ("node", "gpu", "told"),
+    [(0, 0, ""), (7, 7, "cpunodebind=7"), (0, 1, "GPUs are on node 1"), (0, -1, "")],
+)
 def test_other_numa_nodes_are_told_of(machine: Machine, node: int, gpu: int, told: str) -> None:
     machine.nvme(0, node=node)
     for number, cpus in enumerate(("0-1023", "1024-2047")):
         machine.write(f"devices/system/node/node{number}", cpulist=cpus)
-    machine.write("bus/pci/devices/0000:41:00.0", vendor="0x10de", numa_node=gpu, **{"class": "0x030200"})
-    machine.write("bus/pci/devices/0000:42:00.0", vendor="0x10de", numa_node=3, **{"class": "0x040300"})  # its sound
+    machine.write(
+        "bus/pci/devices/0000:41:00.0", vendor="0x10de", numa_node=gpu, **{"class": "0x030200"}
+    )
+    # its sound
+    machine.write(
+        "bus/pci/devices/0000:42:00.0", vendor="0x10de", numa_node=3, **{"class": "0x040300"}
+    )
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
-    assert (drive.numa_node, drive.cpu_numa_nodes, drive.gpu_numa_nodes) == (node, (0,), (gpu,) if gpu >= 0 else ())
+    assert (drive.numa_node, drive.cpu_numa_nodes, drive.gpu_numa_nodes) == (
+        node,
+        (0,),
+        (gpu,) if gpu >= 0 else (),
+    )
     said = warnings(dataclasses.replace(drive, size_bytes=100, free_bytes=50))
     assert [warning for warning in said if told and told in warning] == said
 
@@ -215,14 +291,23 @@ def test_raid0_of_two_nvme_adds_the_links(machine: Machine) -> None:
 def test_dm_crypt_on_an_nvme_partition(machine: Machine) -> None:
     partition = machine.partition(machine.nvme(0), 3)
     mapped = machine.block("devices/virtual/block/dm-0", "254:0", slaves=(partition,))
-    machine.write("devices/virtual/block/dm-0/dm", name="luks-data", uuid="CRYPT-LUKS2-0123456789abcdef-luks-data")
+    machine.write(
+        "devices/virtual/block/dm-0/dm",
+        name="luks-data",
+        uuid="CRYPT-LUKS2-0123456789abcdef-luks-data",
+    )
     machine.queue(mapped, max_sectors_kb=64)
     drive = machine.describe(machine.mount("/local_nvme", "254:0", "ext4", "/dev/mapper/luks-data"))
     assert drive.device == "/dev/mapper/luks-data"
     assert drive.layers == ("dm-crypt", "partition")
     assert drive.physical_devices == ("/dev/nvme0n1",)
     assert (drive.max_block_kib, drive.scheduler) == (64, "none")
-    assert any("dm-crypt" in warning and "cryptsetup refresh" in warning and warning.count(" luks-data`") == 1 for warning in warnings(drive))
+    assert any(
+        "dm-crypt" in warning
+        and "cryptsetup refresh" in warning
+        and warning.count(" luks-data`") == 1
+        for warning in warnings(drive)
+    )
 
 
 def test_lvm_is_not_taken_for_encryption(machine: Machine) -> None:
@@ -255,11 +340,27 @@ def test_a_loop_on_itself_ends(machine: Machine) -> None:
     assert machine.describe(where).physical_devices == ()
 
 
-def test_virtio_disk_has_no_model_and_its_flag_of_rotation_is_not_believed(machine: Machine) -> None:
-    machine.write("devices/pci0000:00/0000:00:02.0", numa_node=-1, vendor="0x1af4", current_link_speed="2.5 GT/s PCIe", current_link_width=1)
+def test_virtio_disk_has_no_model_and_its_flag_of_rotation_is_not_believed(
+    machine: Machine,
+) -> None:
+    machine.write(
+        "devices/pci0000:00/0000:00:02.0",
+        numa_node=-1,
+        vendor="0x1af4",
+        current_link_speed="2.5 GT/s PCIe",
+        current_link_width=1,
+    )
     disk = machine.block("devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "254:0")
-    machine.queue(disk, scheduler="none [mq-deadline] kyber bfq", rotational=1, max_sectors_kb=4096, nr_requests=256)
-    drive = machine.describe(machine.mount("/", "254:0", "ext4", "/dev/vda", superblock="rw,discard"))
+    machine.queue(
+        disk,
+        scheduler="none [mq-deadline] kyber bfq",
+        rotational=1,
+        max_sectors_kb=4096,
+        nr_requests=256,
+    )
+    drive = machine.describe(
+        machine.mount("/", "254:0", "ext4", "/dev/vda", superblock="rw,discard")
+    )
     assert (drive.device, drive.model, drive.name) == ("/dev/vda", "", "vda")
     assert (drive.scheduler, drive.rotational, drive.numa_node) == ("mq-deadline", True, None)
     assert (drive.pcie_link, drive.link_bytes_per_second) == (None, None)
@@ -271,7 +372,11 @@ def test_emulated_nvme_has_no_link(machine: Machine) -> None:
     machine.nvme(0, model="QEMU NVMe Ctrl", speed="2.5 GT/s PCIe", width=1)
     machine.write(f"{PCI}/0000:01:00.0", vendor="0x1b36")
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
-    assert (drive.model, drive.pcie_link, drive.link_bytes_per_second) == ("QEMU NVMe Ctrl", None, None)
+    assert (drive.model, drive.pcie_link, drive.link_bytes_per_second) == (
+        "QEMU NVMe Ctrl",
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,16 +393,33 @@ def test_emulated_nvme_has_no_link(machine: Machine) -> None:
         ("16.0 GT/s PCIe", "", None, None),
     ],
 )
-def test_pcie_link(machine: Machine, speed: str, width: object, link: str | None, bytes_per_second: int | None) -> None:
+def test_pcie_link(
+    machine: Machine, speed: str, width: object, link: str | None, bytes_per_second: int | None
+) -> None:
     machine.nvme(0, speed=speed, width=width)
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
     assert (drive.pcie_link, drive.link_bytes_per_second) == (link, bytes_per_second)
 
 
 def test_native_multipath_hides_the_controller_beside_the_disk(machine: Machine) -> None:
-    controller = machine.write(f"{PCI}/0000:01:00.0/nvme/nvme0", transport="pcie", model="Made-Up Enterprise", firmware_rev="GDC5")
-    machine.write(f"{PCI}/0000:01:00.0", current_link_speed="16.0 GT/s PCIe", current_link_width=4, numa_node=1, vendor="0x144d")
-    subsystem = machine.write("devices/virtual/nvme-subsystem/nvme-subsys0", model="Made-Up Enterprise", firmware_rev="GDC5")
+    controller = machine.write(
+        f"{PCI}/0000:01:00.0/nvme/nvme0",
+        transport="pcie",
+        model="Made-Up Enterprise",
+        firmware_rev="GDC5",
+    )
+    machine.write(
+        f"{PCI}/0000:01:00.0",
+        current_link_speed="16.0 GT/s PCIe",
+        current_link_width=4,
+        numa_node=1,
+        vendor="0x144d",
+    )
+    subsystem = machine.write(
+        "devices/virtual/nvme-subsystem/nvme-subsys0",
+        model="Made-Up Enterprise",
+        firmware_rev="GDC5",
+    )
     (subsystem / "nvme0").symlink_to(os.path.relpath(controller, subsystem))
     disk = machine.block("devices/virtual/nvme-subsystem/nvme-subsys0/nvme0n1", "259:1")
     machine.queue(disk, scheduler="[none]")
@@ -307,11 +429,18 @@ def test_native_multipath_hides_the_controller_beside_the_disk(machine: Machine)
 
 
 def test_scsi_vendor_belongs_to_the_model(machine: Machine) -> None:
-    machine.write("devices/pci0000:00/host0/0:0:0:0", vendor="Msft    ", model="Virtual Disk    ", rev="1.0 ")
+    machine.write(
+        "devices/pci0000:00/host0/0:0:0:0", vendor="Msft    ", model="Virtual Disk    ", rev="1.0 "
+    )
     machine.block("devices/pci0000:00/host0/0:0:0:0/block/sdb", "8:16")
-    machine.write("devices/pci0000:00/host1/1:0:0:0", vendor="ATA     ", model="Made-Up SATA SSD", rev="2B6Q")
+    machine.write(
+        "devices/pci0000:00/host1/1:0:0:0", vendor="ATA     ", model="Made-Up SATA SSD", rev="2B6Q"
+    )
     machine.block("devices/pci0000:00/host1/1:0:0:0/block/sdc", "8:32")
-    assert machine.describe(machine.mount("/one", "8:16", "ext4", "/dev/sdb")).model == "Msft Virtual Disk"
+    assert (
+        machine.describe(machine.mount("/one", "8:16", "ext4", "/dev/sdb")).model
+        == "Msft Virtual Disk"
+    )
     second = machine.describe(machine.mount("/two", "8:32", "ext4", "/dev/sdc"))
     assert (second.model, second.firmware) == ("Made-Up SATA SSD", "2B6Q")
 
@@ -321,21 +450,36 @@ def test_btrfs_is_found_by_its_source_with_all_its_devices(machine: Machine) -> 
     devices = machine.write("fs/btrfs/1b4e28ba/devices")
     for member in (first, second):
         (devices / member.name).symlink_to(os.path.relpath(member, devices))
-    where = machine.mount("/local_nvme", "0:43", "btrfs", "/dev/nvme0n1p2", superblock="rw,ssd,discard=async,subvol=/@scratch")
+    where = machine.mount(
+        "/local_nvme",
+        "0:43",
+        "btrfs",
+        "/dev/nvme0n1p2",
+        superblock="rw,ssd,discard=async,subvol=/@scratch",
+    )
     drive = machine.describe(where)
     assert drive.device == "/dev/nvme0n1p2"
     assert drive.physical_devices == ("/dev/nvme0n1", "/dev/nvme1n1")
     drive = dataclasses.replace(drive, size_bytes=100, free_bytes=50)
     told = warnings(drive)
     assert [warning for warning in told if "chattr +C" in warning] == told
-    assert warnings(dataclasses.replace(drive, mount_options=(*drive.mount_options, "nodatacow"))) == []
+    assert (
+        warnings(dataclasses.replace(drive, mount_options=(*drive.mount_options, "nodatacow")))
+        == []
+    )
 
 
 def test_btrfs_on_a_mapped_device_is_found_by_its_mapped_name(machine: Machine) -> None:
     machine.block("devices/virtual/block/dm-4", "254:4", slaves=(machine.nvme(0),))
     machine.write("devices/virtual/block/dm-4/dm", name="made-up-luks-name", uuid="CRYPT-LUKS2-00")
-    drive = machine.describe(machine.mount("/local_nvme", "0:44", "btrfs", "/dev/mapper/made-up-luks-name"))
-    assert (drive.device, drive.layers, drive.physical_devices) == ("/dev/mapper/made-up-luks-name", ("dm-crypt",), ("/dev/nvme0n1",))
+    drive = machine.describe(
+        machine.mount("/local_nvme", "0:44", "btrfs", "/dev/mapper/made-up-luks-name")
+    )
+    assert (drive.device, drive.layers, drive.physical_devices) == (
+        "/dev/mapper/made-up-luks-name",
+        ("dm-crypt",),
+        ("/dev/nvme0n1",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,7 +494,9 @@ def test_btrfs_on_a_mapped_device_is_found_by_its_mapped_name(machine: Machine) 
         ("zfs", "tank/scratch", False, False, "copies on write"),
     ],
 )
-def test_filesystems_without_a_device(machine: Machine, kind: str, source: str, memory: bool, network: bool, said: str) -> None:
+def test_filesystems_without_a_device(
+    machine: Machine, kind: str, source: str, memory: bool, network: bool, said: str
+) -> None:
     drive = machine.describe(machine.mount("/local_nvme", "0:60", kind, source))
     assert (drive.device, drive.filesystem, drive.model) == (source, kind, "")
     assert (drive.is_memory, drive.is_network) == (memory, network)
@@ -366,7 +512,13 @@ def test_compressed_memory_disk_is_memory(machine: Machine) -> None:
 
 def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
     drive = describe(tmp_path, proc=tmp_path / "no-proc", sys=tmp_path / "no-sys")
-    assert (drive.path, drive.filesystem, drive.device, drive.model, drive.mount_options) == (str(tmp_path), "unknown", "unknown", "", ())
+    assert (drive.path, drive.filesystem, drive.device, drive.model, drive.mount_options) == (
+        str(tmp_path),
+        "unknown",
+        "unknown",
+        "",
+        (),
+    )
     assert drive.size_bytes > 0
     assert drive.name == "unknown"
 
@@ -394,7 +546,9 @@ def test_this_machine() -> None:
         ({"free_bytes": 9 * 10**9}, "Only 8.38 GiB of 93.1 GiB are free"),
     ],
 )
-def test_each_warning_comes_alone_and_says_what_to_do(machine: Machine, change: dict[str, object], said: str) -> None:
+def test_each_warning_comes_alone_and_says_what_to_do(
+    machine: Machine, change: dict[str, object], said: str
+) -> None:
     machine.nvme(0)
     drive = machine.describe(machine.mount("/local_nvme", "259:0", "ext4", "/dev/nvme0n1"))
     sound = dataclasses.replace(drive, size_bytes=100 * 10**9, free_bytes=10 * 10**9)

@@ -13,13 +13,27 @@ from pathlib import Path
 import pytest
 
 from nvme_offload.ds_config import edit as ds_config
-from nvme_offload.ds_config.edit import aio_section, apply, edit, locate, parse, read_aio, zero_infinity
+from nvme_offload.ds_config.edit import (
+    aio_section,
+    apply,
+    edit,
+    locate,
+    parse,
+    read_aio,
+    zero_infinity,
+)
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.profile import Setting
 
 SETTING = Setting(block_size=8 << 20, queue_depth=16, thread_count=4)
-AIO = {"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True}
+AIO = {
+    "block_size": 8388608,
+    "queue_depth": 16,
+    "intra_op_parallelism": 4,
+    "single_submit": False,
+    "overlap_events": True,
+}
 ONE_LINE = '{"block_size": 8388608, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": false, "overlap_events": true}'
 
 HUGGING_FACE = """\
@@ -77,11 +91,15 @@ def test_a_missing_section_is_added_in_the_indentation_of_the_file() -> None:
     }
 }
 """
-    assert edit(HUGGING_FACE, AIO) == HUGGING_FACE.replace('    "train_micro_batch_size_per_gpu": "auto"\n}\n', added)
+    assert edit(HUGGING_FACE, AIO) == HUGGING_FACE.replace(
+        '    "train_micro_batch_size_per_gpu": "auto"\n}\n', added
+    )
 
 
 def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
-    expected = TUNED_BY_HAND.replace('"queue_depth" : 8,', '"queue_depth" : 16,').replace("1e6", "8388608")
+    expected = TUNED_BY_HAND.replace('"queue_depth" : 8,', '"queue_depth" : 16,').replace(
+        "1e6", "8388608"
+    )
     expected = expected.replace(
         "    thread_count: 8\n",
         "    thread_count: 8,\n    intra_op_parallelism: 4,\n    single_submit: false,\n    overlap_events: true\n",
@@ -94,14 +112,32 @@ def test_an_existing_section_keeps_its_comments_and_its_other_keys() -> None:
     [
         pytest.param('{"a":1}', '{"a":1,"aio":' + ONE_LINE.replace(" ", "") + "}", id="minified"),
         pytest.param('{ "a": 1 }', '{ "a": 1, "aio": ' + ONE_LINE + " }", id="one line"),
-        pytest.param('{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + ",}", id="one line, trailing comma"),
-        pytest.param('{"a": 1 /* c */}', '{"a": 1, "aio": ' + ONE_LINE + " /* c */}", id="one line, comment"),
-        pytest.param('{"a": 1 // c\n}', '{"a": 1, "aio": ' + ONE_LINE + " // c\n}", id="one line, comment to its end"),
+        pytest.param(
+            '{"a": 1,}', '{"a": 1, "aio": ' + ONE_LINE + ",}", id="one line, trailing comma"
+        ),
+        pytest.param(
+            '{"a": 1 /* c */}', '{"a": 1, "aio": ' + ONE_LINE + " /* c */}", id="one line, comment"
+        ),
+        pytest.param(
+            '{"a": 1 // c\n}',
+            '{"a": 1, "aio": ' + ONE_LINE + " // c\n}",
+            id="one line, comment to its end",
+        ),
         pytest.param('{"aio": {}}', '{"aio": ' + ONE_LINE + "}", id="empty section on one line"),
-        pytest.param('{"aio": null, "b": 1}', '{"aio": ' + ONE_LINE + ', "b": 1}', id="null, which DeepSpeed takes for its defaults"),
-        pytest.param('{"aio": {"block_size": 1}}', '{"aio": ' + ONE_LINE + "}", id="section on one line"),
+        pytest.param(
+            '{"aio": null, "b": 1}',
+            '{"aio": ' + ONE_LINE + ', "b": 1}',
+            id="null, which DeepSpeed takes for its defaults",
+        ),
+        pytest.param(
+            '{"aio": {"block_size": 1}}', '{"aio": ' + ONE_LINE + "}", id="section on one line"
+        ),
         pytest.param('{"\\u0061io": {}}', '{"\\u0061io": ' + ONE_LINE + "}", id="escaped key"),
-        pytest.param("{'a': 'x'}", "{'a': 'x', 'aio': " + ONE_LINE.replace('"', "'") + "}", id="single quotes"),
+        pytest.param(
+            "{'a': 'x'}",
+            "{'a': 'x', 'aio': " + ONE_LINE.replace('"', "'") + "}",
+            id="single quotes",
+        ),
     ],
 )
 def test_one_line_stays_one_line(before: str, after: str) -> None:
@@ -113,7 +149,11 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
     [
         pytest.param("{}", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty object"),
         pytest.param("", '{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n', id="empty file"),
-        pytest.param("# only this", '# only this\n{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n', id="comment only"),
+        pytest.param(
+            "# only this",
+            '# only this\n{\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
+            id="comment only",
+        ),
         pytest.param(
             '{\n  "a": 1 // one\n  // end\n}\n',
             '{\n  "a": 1, // one\n  "aio": {\n    "queue_depth": 2\n  }\n  // end\n}\n',
@@ -124,15 +164,41 @@ def test_one_line_stays_one_line(before: str, after: str) -> None:
             '{\n  "a": 1, /* one\n  more */ # end\n  "aio": {\n    "queue_depth": 2\n  }\n}\n',
             id="comment over two lines",
         ),
-        pytest.param('{\n  "a": 1,\n}\n', '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  },\n}\n', id="trailing comma"),
-        pytest.param('{\n\t"a": [\n\t\t1\n\t]\n}', '{\n\t"a": [\n\t\t1\n\t],\n\t"aio": {\n\t\t"queue_depth": 2\n\t}\n}', id="tabs"),
-        pytest.param('{\n"a": 1\n}', '{\n"a": 1,\n"aio": {\n  "queue_depth": 2\n}\n}', id="no indentation"),
-        pytest.param("a: 1\nb: some, text", "a: 1\nb: some, text\naio: {\n  queue_depth: 2\n}", id="no braces, no line end"),
+        pytest.param(
+            '{\n  "a": 1,\n}\n',
+            '{\n  "a": 1,\n  "aio": {\n    "queue_depth": 2\n  },\n}\n',
+            id="trailing comma",
+        ),
+        pytest.param(
+            '{\n\t"a": [\n\t\t1\n\t]\n}',
+            '{\n\t"a": [\n\t\t1\n\t],\n\t"aio": {\n\t\t"queue_depth": 2\n\t}\n}',
+            id="tabs",
+        ),
+        pytest.param(
+            '{\n"a": 1\n}', '{\n"a": 1,\n"aio": {\n  "queue_depth": 2\n}\n}', id="no indentation"
+        ),
+        pytest.param(
+            "a: 1\nb: some, text",
+            "a: 1\nb: some, text\naio: {\n  queue_depth: 2\n}",
+            id="no braces, no line end",
+        ),
         pytest.param("a: 1, b: 2", "a: 1, b: 2, aio: {queue_depth: 2}", id="no braces, one line"),
-        pytest.param("{ a: text }\n}", "{ a: text }\n  aio: {\n    queue_depth: 2\n  }\n}", id="a string without quotes takes its line"),
-        pytest.param('{\n  "aio": { // none\n  }\n}', '{\n  "aio": { // none\n    "queue_depth": 2\n  }\n}', id="empty section with a comment"),
-        pytest.param('{\n  "aio": {}\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty section"),
-        pytest.param('{\n  "aio": null\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="null"),
+        pytest.param(
+            "{ a: text }\n}",
+            "{ a: text }\n  aio: {\n    queue_depth: 2\n  }\n}",
+            id="a string without quotes takes its line",
+        ),
+        pytest.param(
+            '{\n  "aio": { // none\n  }\n}',
+            '{\n  "aio": { // none\n    "queue_depth": 2\n  }\n}',
+            id="empty section with a comment",
+        ),
+        pytest.param(
+            '{\n  "aio": {}\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="empty section"
+        ),
+        pytest.param(
+            '{\n  "aio": null\n}', '{\n  "aio": {\n    "queue_depth": 2\n  }\n}', id="null"
+        ),
     ],
 )
 def test_lines_stay_lines(before: str, after: str) -> None:
@@ -142,44 +208,66 @@ def test_lines_stay_lines(before: str, after: str) -> None:
 @pytest.mark.parametrize("newline", ["\r\n", "\r"])
 def test_line_ends_and_the_byte_order_mark_stay(newline: str) -> None:
     before, after = HUGGING_FACE, edit(HUGGING_FACE, AIO)
-    assert edit("\ufeff" + before.replace("\n", newline), AIO) == "\ufeff" + after.replace("\n", newline)
+    assert edit("\ufeff" + before.replace("\n", newline), AIO) == "\ufeff" + after.replace(
+        "\n", newline
+    )
 
 
 def test_mixed_line_ends_stay_mixed() -> None:
     before = '{\r\n  "a": 1,\n\r\n  "aio": {"queue_depth": 1}\n}\r\n'
-    assert edit(before, {"queue_depth": 2}) == before.replace('"queue_depth": 1', '"queue_depth": 2')
+    assert edit(before, {"queue_depth": 2}) == before.replace(
+        '"queue_depth": 1', '"queue_depth": 2'
+    )
 
 
 # Which values are replaced
 
 
-@pytest.mark.parametrize("value", ["4", "8.0", "1e6", '"8"', "'8'", "null", "true", "{}", '{"a": [1]}', "[8]", "-8"])
+@pytest.mark.parametrize(
+    "value", ["4", "8.0", "1e6", '"8"', "'8'", "null", "true", "{}", '{"a": [1]}', "[8]", "-8"]
+)
 def test_a_value_that_is_not_the_integer_itself_is_replaced(value: str) -> None:
-    assert edit(f'{{"aio": {{"queue_depth": {value} , "x": 1}}}}', {"queue_depth": 8}) == '{"aio": {"queue_depth": 8 , "x": 1}}'
+    assert (
+        edit(f'{{"aio": {{"queue_depth": {value} , "x": 1}}}}', {"queue_depth": 8})
+        == '{"aio": {"queue_depth": 8 , "x": 1}}'
+    )
 
 
 @pytest.mark.parametrize("value", ["true", '"false"', "0", "null", '"False"'])
 def test_a_value_that_is_not_the_boolean_itself_is_replaced(value: str) -> None:
-    assert edit(f'{{"aio": {{"single_submit":{value}}}}}', {"single_submit": False}) == '{"aio": {"single_submit":false}}'
+    assert (
+        edit(f'{{"aio": {{"single_submit":{value}}}}}', {"single_submit": False})
+        == '{"aio": {"single_submit":false}}'
+    )
 
 
 def test_a_value_may_be_followed_by_its_next_key_without_a_comma() -> None:
-    edited = edit("""{"aio": {"queue_depth": "8" "block_size": '4096' /* c */ thread_count: 1}}""", {"queue_depth": 2, "block_size": 4096})
+    edited = edit(
+        """{"aio": {"queue_depth": "8" "block_size": '4096' /* c */ thread_count: 1}}""",
+        {"queue_depth": 2, "block_size": 4096},
+    )
     assert edited == """{"aio": {"queue_depth": 2, "block_size": 4096 /* c */ thread_count: 1}}"""
     assert parse(edited) == {"aio": {"queue_depth": 2, "block_size": 4096, "thread_count": 1}}
 
 
 def test_a_string_without_quotes_is_replaced_to_the_end_of_its_line() -> None:
     before = "aio: {\n  block_size: 1MB, # not a comment\n  queue_depth: 8, # a comment\n}\n"
-    assert edit(before, {"block_size": 1048576}) == "aio: {\n  block_size: 1048576\n  queue_depth: 8, # a comment\n}\n"
+    assert (
+        edit(before, {"block_size": 1048576})
+        == "aio: {\n  block_size: 1048576\n  queue_depth: 8, # a comment\n}\n"
+    )
 
 
 def test_a_blank_that_hjson_strips_is_not_left_behind_a_number() -> None:
     # hjson reads "8\u00a0" as a string: only blanks and tabs may follow a number.
-    assert parse(edit("aio: {\n  queue_depth: 8\u00a0\n}", {"queue_depth": 8})) == {"aio": {"queue_depth": 8}}
+    assert parse(edit("aio: {\n  queue_depth: 8\u00a0\n}", {"queue_depth": 8})) == {
+        "aio": {"queue_depth": 8}
+    }
 
 
-@pytest.mark.parametrize("text", [HUGGING_FACE, TUNED_BY_HAND, "", '{"a":1}', "a: 1\r\nb: text\r\n", '{"aio": null}'])
+@pytest.mark.parametrize(
+    "text", [HUGGING_FACE, TUNED_BY_HAND, "", '{"a":1}', "a: 1\r\nb: text\r\n", '{"aio": null}']
+)
 def test_a_second_edit_changes_nothing(text: str) -> None:
     once = edit(text, AIO)
     assert parse(once)["aio"].items() >= AIO.items()
@@ -197,29 +285,69 @@ def test_other_values_read_the_same_after_an_edit() -> None:
 # What is refused
 
 REFUSED = [
-    pytest.param('{\n  "a": 1,\n  "b": {"c": 1, "c": 2}\n}', 'line 3, column 17: key "c" is at line 3 already', id="duplicate key"),
-    pytest.param('{"aio": {},\r\n "\\u0061io": {}}', 'line 2, column 2: key "aio" is at line 1 already', id="duplicate section"),
+    pytest.param(
+        '{\n  "a": 1,\n  "b": {"c": 1, "c": 2}\n}',
+        'line 3, column 17: key "c" is at line 3 already',
+        id="duplicate key",
+    ),
+    pytest.param(
+        '{"aio": {},\r\n "\\u0061io": {}}',
+        'line 2, column 2: key "aio" is at line 1 already',
+        id="duplicate section",
+    ),
     pytest.param("[1]", "line 1, column 1: the config is a list", id="list"),
     pytest.param("42", "line 1, column 1: a key and ':' should be here", id="number"),
     pytest.param('"text"', "line 1, column 7: ':' should follow the key \"text\"", id="string"),
-    pytest.param('\ufeff{\n  "a": {\n}', "line 1, column 1: this '{' is never closed", id="unclosed object"),
-    pytest.param('{\r\n  "a": [1,\r\n', "line 2, column 8: this '[' is never closed", id="unclosed list"),
-    pytest.param('{"a": "x\n"}', "line 1, column 7: this string is not closed on its line", id="unclosed string"),
-    pytest.param("{a: '''x\n}", "line 1, column 5: this ''' string is never closed", id="unclosed lines"),
-    pytest.param("{} /* x", "line 1, column 4: this comment is never closed", id="unclosed comment"),
-    pytest.param('{"a": 1}\n}', "line 2, column 1: there is more text after the end", id="more text"),
+    pytest.param(
+        '\ufeff{\n  "a": {\n}', "line 1, column 1: this '{' is never closed", id="unclosed object"
+    ),
+    pytest.param(
+        '{\r\n  "a": [1,\r\n', "line 2, column 8: this '[' is never closed", id="unclosed list"
+    ),
+    pytest.param(
+        '{"a": "x\n"}',
+        "line 1, column 7: this string is not closed on its line",
+        id="unclosed string",
+    ),
+    pytest.param(
+        "{a: '''x\n}", "line 1, column 5: this ''' string is never closed", id="unclosed lines"
+    ),
+    pytest.param(
+        "{} /* x", "line 1, column 4: this comment is never closed", id="unclosed comment"
+    ),
+    pytest.param(
+        '{"a": 1}\n}', "line 2, column 1: there is more text after the end", id="more text"
+    ),
     pytest.param('{"a": }', "line 1, column 7: a value should be here", id="no value"),
-    pytest.param('{"a":', "line 1, column 6: the file ends where a value should be", id="no value at the end"),
-    pytest.param('{"a": 1,, "b": 2}', "line 1, column 9: a key and ':' should be here", id="two commas"),
-    pytest.param('{"a": "\\x"}', "line 1, column 7: this string has the unknown escape", id="unknown escape"),
-    pytest.param('{"a": 1e999}', "line 1, column 7: this number is too large", id="number too large"),
-    pytest.param('{"a": ' * 100_000, "line 1, column 1: brackets are nested too deeply", id="nested too deeply"),
-    pytest.param('{\n  "aio": "auto"\n}', 'line 2, column 10: DeepSpeed needs an object here: make it "aio": {}', id="section is no object"),
+    pytest.param(
+        '{"a":', "line 1, column 6: the file ends where a value should be", id="no value at the end"
+    ),
+    pytest.param(
+        '{"a": 1,, "b": 2}', "line 1, column 9: a key and ':' should be here", id="two commas"
+    ),
+    pytest.param(
+        '{"a": "\\x"}', "line 1, column 7: this string has the unknown escape", id="unknown escape"
+    ),
+    pytest.param(
+        '{"a": 1e999}', "line 1, column 7: this number is too large", id="number too large"
+    ),
+    pytest.param(
+        '{"a": ' * 100_000,
+        "line 1, column 1: brackets are nested too deeply",
+        id="nested too deeply",
+    ),
+    pytest.param(
+        '{\n  "aio": "auto"\n}',
+        'line 2, column 10: DeepSpeed needs an object here: make it "aio": {}',
+        id="section is no object",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_what_deepspeed_would_refuse_is_refused_with_its_place_and_left_alone(tmp_path: Path, text: str, message: str) -> None:
+def test_what_deepspeed_would_refuse_is_refused_with_its_place_and_left_alone(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(text.encode())
     with pytest.raises(UsageError) as caught:
@@ -232,14 +360,20 @@ def test_what_deepspeed_would_refuse_is_refused_with_its_place_and_left_alone(tm
 def test_a_file_that_is_not_utf_8_is_refused_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes('{\r\n  "é": "'.encode() + b'\xe9"}')
-    with pytest.raises(UsageError, match=r"ds\.json: line 2, column 9: byte 0xe9 is not UTF-8; save the file as UTF-8"):
+    with pytest.raises(
+        UsageError,
+        match=r"ds\.json: line 2, column 9: byte 0xe9 is not UTF-8; save the file as UTF-8",
+    ):
         apply(path, SETTING)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"thread_count": 2}, "'thread_count' cannot be set.*DeepSpeed calls it intra_op_parallelism"),
+        (
+            {"thread_count": 2},
+            "'thread_count' cannot be set.*DeepSpeed calls it intra_op_parallelism",
+        ),
         ({"use_gds": True}, "'use_gds' cannot be set"),
         ({"block_size": True}, "aio.block_size must be a whole number from 1, not True"),
         ({"queue_depth": 0}, "aio.queue_depth must be a whole number from 1, not 0"),
@@ -256,8 +390,14 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
 
 def test_settings_come_from_a_setting_an_engine_config_or_deepspeeds_own_keys() -> None:
     assert aio_section(SETTING) == AIO
-    assert aio_section(AioConfig(block_size=8 << 20, queue_depth=16, thread_count=4, direct="auto")) == AIO
-    assert list(aio_section({"queue_depth": 2, "block_size": 4096}).items()) == [("block_size", 4096), ("queue_depth", 2)]
+    assert (
+        aio_section(AioConfig(block_size=8 << 20, queue_depth=16, thread_count=4, direct="auto"))
+        == AIO
+    )
+    assert list(aio_section({"queue_depth": 2, "block_size": 4096}).items()) == [
+        ("block_size", 4096),
+        ("queue_depth", 2),
+    ]
 
 
 # Files
@@ -302,14 +442,39 @@ def test_mode_and_owner_are_kept(tmp_path: Path) -> None:
     before = path.stat()
     apply(path, SETTING)
     after = path.stat()
-    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert (after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
     assert after.st_ino != before.st_ino
 
 
-ACL = struct.pack("<I" + "HHI" * 5, 2, 1, 6, 0xFFFFFFFF, 2, 6, 1234, 4, 0, 0xFFFFFFFF, 0x10, 6, 0xFFFFFFFF, 0x20, 0, 0xFFFFFFFF)  # user 1234: rw
+# user 1234: rw
+ACL = struct.pack(
+    "<I" + "HHI" * 5,
+    2,
+    1,
+    6,
+    0xFFFFFFFF,
+    2,
+    6,
+    1234,
+    4,
+    0,
+    0xFFFFFFFF,
+    0x10,
+    6,
+    0xFFFFFFFF,
+    0x20,
+    0,
+    0xFFFFFFFF,
+)
 
 
-@pytest.mark.parametrize(("name", "value"), [("user.note", b"mine"), ("system.posix_acl_access", ACL)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("user.note", b"mine"), ("system.posix_acl_access", ACL)]
+)
 def test_attributes_and_acls_are_kept(tmp_path: Path, name: str, value: bytes) -> None:
     path = tmp_path / "ds.json"
     path.write_text("{}")
@@ -351,7 +516,10 @@ def test_an_edit_in_place_that_was_cut_short_is_told_and_not_built_upon(tmp_path
     path.write_text(HUGGING_FACE[:40])
     kept.write_text(HUGGING_FACE)
     for use in (lambda: read_aio(path), lambda: apply(path, SETTING)):
-        with pytest.raises(UsageError, match=r"cut short.*its text from before is in .*ds.json.before; copy that back"):
+        with pytest.raises(
+            UsageError,
+            match=r"cut short.*its text from before is in .*ds.json.before; copy that back",
+        ):
             use()
     path.write_text(HUGGING_FACE)
     apply(path, SETTING)
@@ -372,7 +540,9 @@ def test_a_symlink_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", ["os.write", "os.fchmod", "os.fsync", "pathlib.Path.replace"])
-def test_a_failure_on_the_way_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_failure_on_the_way_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text(HUGGING_FACE)
 
@@ -387,7 +557,9 @@ def test_a_failure_on_the_way_leaves_the_old_file_and_nothing_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("moment", "edited"), [("before", False), ("after", True)])
-def test_a_process_killed_about_the_rename_leaves_one_whole_file(tmp_path: Path, moment: str, edited: bool) -> None:
+def test_a_process_killed_about_the_rename_leaves_one_whole_file(
+    tmp_path: Path, moment: str, edited: bool
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text(HUGGING_FACE)
     script = f"""
@@ -400,19 +572,27 @@ def killed(aside, target):
 pathlib.Path.replace = killed
 ds_config.apply(sys.argv[1], {AIO!r})
 """
-    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=Path(ds_config.__file__).parents[1], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        cwd=Path(ds_config.__file__).parents[1],
+        check=False,
+    )
     assert done.returncode == -9
     assert path.read_text() == (edit(HUGGING_FACE, AIO) if edited else HUGGING_FACE)
 
 
-def test_file_and_directory_are_synced_about_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_and_directory_are_synced_about_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text("{}")
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
     def record_sync(descriptor: int) -> None:
-        order.append("directory" if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path else "file")
+        order.append(
+            "directory" if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path else "file"
+        )
         fsync(descriptor)
 
     def record_rename(aside: Path, target: Path) -> None:
@@ -476,7 +656,9 @@ def test_a_config_without_a_section_reads_as_empty(tmp_path: Path, text: str) ->
 def test_a_section_that_is_no_object_does_not_read(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"aio": [1]}')
-    with pytest.raises(UsageError, match=r"ds\.json: line 1, column 9: DeepSpeed needs an object here"):
+    with pytest.raises(
+        UsageError, match=r"ds\.json: line 1, column 9: DeepSpeed needs an object here"
+    ):
         read_aio(path)
 
 
@@ -489,7 +671,11 @@ def test_the_ready_config_puts_everything_on_the_drive() -> None:
     zero = config["zero_optimization"]
     assert zero["stage"] == 3
     for part in (zero["offload_param"], zero["offload_optimizer"]):
-        assert (part["device"], part["nvme_path"], part["pin_memory"]) == ("nvme", "/local_nvme", True)
+        assert (part["device"], part["nvme_path"], part["pin_memory"]) == (
+            "nvme",
+            "/local_nvme",
+            True,
+        )
     assert zero["offload_param"]["max_in_cpu"] == 0
     assert edit(zero_infinity(SETTING, "/x"), AIO) == zero_infinity(SETTING, "/x")
 
@@ -537,14 +723,29 @@ def test_deepspeed_reads_what_was_written(tmp_path: Path) -> None:
     apply(by_hand, SETTING)
     first, second = ask_deepspeed(ready, by_hand)
     aio = {**AIO, "use_gds": False}
-    assert first == {"aio": aio, "stage": 3, "optimizer": "adamw", "bf16": True, "paths": ["/local_nvme", "/local_nvme"], "max_in_cpu": 0}
+    assert first == {
+        "aio": aio,
+        "stage": 3,
+        "optimizer": "adamw",
+        "bf16": True,
+        "paths": ["/local_nvme", "/local_nvme"],
+        "max_in_cpu": 0,
+    }
     assert (second["aio"], second["stage"]) == (aio, 3)
 
 
 @pytest.mark.deepspeed
 def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Path) -> None:
     refused = [str(case.values[0]) for case in REFUSED]
-    taken = ["{}", "", "# nothing", "a: text, to the end\r\nb: {c: 1}", '{"aio": null}', '{"aio": {"queue_depth": "8" "block_size": 1}}', "\ufeff{}"]
+    taken = [
+        "{}",
+        "",
+        "# nothing",
+        "a: text, to the end\r\nb: {c: 1}",
+        '{"aio": null}',
+        '{"aio": {"queue_depth": "8" "block_size": 1}}',
+        "\ufeff{}",
+    ]
     paths = []
     for index, text in enumerate(refused + taken):
         paths.append(tmp_path / f"{index}.json")
@@ -552,7 +753,14 @@ def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Pat
     answers = ask_deepspeed(*paths, prelude=WITHOUT_BATCH_SIZES)
     assert ["error" in answer for answer in answers] == [True] * len(refused) + [False] * len(taken)
     for path, answer in zip(paths[len(refused) :], answers[len(refused) :], strict=True):
-        defaults = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True, "use_gds": False}
+        defaults = {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        }
         assert answer["aio"] == {**defaults, **read_aio(path)}
 
 
@@ -562,17 +770,25 @@ def test_deepspeed_refuses_what_is_refused_here_and_takes_the_rest(tmp_path: Pat
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  deepspeed_config_file: {}\n  zero3_init_flag: true\ndistributed_type: DEEPSPEED\n"
 
 
-@pytest.mark.parametrize("written", ["ds.json", "'ds.json'", '"ds.json"', "ds.json  # tuned", "{tmp}/ds.json"])
+@pytest.mark.parametrize(
+    "written", ["ds.json", "'ds.json'", '"ds.json"', "ds.json  # tuned", "{tmp}/ds.json"]
+)
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_accelerates_yaml_leads_to_the_config_that_it_names(tmp_path: Path, written: str, newline: str) -> None:
+def test_accelerates_yaml_leads_to_the_config_that_it_names(
+    tmp_path: Path, written: str, newline: str
+) -> None:
     (tmp_path / "ds.json").write_text("{}")
     yaml = tmp_path / "accelerate.yaml"
-    yaml.write_bytes(ACCELERATE.format(written.format(tmp=tmp_path)).replace("\n", newline).encode())
+    yaml.write_bytes(
+        ACCELERATE.format(written.format(tmp=tmp_path)).replace("\n", newline).encode()
+    )
     assert locate(yaml) == tmp_path / "ds.json"
     assert locate(tmp_path / "ds.json") == tmp_path / "ds.json"
 
 
-def test_a_name_is_looked_for_in_the_working_directory_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_looked_for_in_the_working_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place in ("work", "yaml"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "ds.json").write_text("{}")
@@ -584,9 +800,15 @@ def test_a_name_is_looked_for_in_the_working_directory_first(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ACCELERATE.format("absent.json"), "names the DeepSpeed config absent.json, which does not exist"),
+        (
+            ACCELERATE.format("absent.json"),
+            "names the DeepSpeed config absent.json, which does not exist",
+        ),
         ("deepspeed_config:\n  zero_stage: 3\n", "names no DeepSpeed config"),
-        ("deepspeed_config: {}\nother:\n  deepspeed_config_file: ds.json\n", "names no DeepSpeed config"),
+        (
+            "deepspeed_config: {}\nother:\n  deepspeed_config_file: ds.json\n",
+            "names no DeepSpeed config",
+        ),
         ("", "names no DeepSpeed config"),
     ],
 )

@@ -1,4 +1,6 @@
-"""What an engine moves: every size, offset, buffer and setting, on every backend; contents compared whole, with the bytes around them."""
+"""What an engine moves: every size, offset, buffer and setting, on every backend; contents compared
+whole, with the bytes around them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SIZES = (*OFFSETS, 3 * BLOCK + 1)
 
 
 def memory_at(misalignment: int, count: int) -> tuple[Bytes, slice]:
-    """Zeros, and the place in them of *count* bytes that begin *misalignment* bytes after a page; at least 512 bytes lie on either side."""
+    """Zeros, and the place in them of *count* bytes that begin *misalignment* bytes after a page;
+    at least 512 bytes lie on either side.
+    """
     around = np.zeros(count + 3 * mmap.PAGESIZE, np.uint8)
     start = -(around.ctypes.data + 512) % mmap.PAGESIZE + 512 + misalignment
     return around, slice(start, start + count)
@@ -50,11 +54,16 @@ def on_disk(path: Path) -> Bytes:
 
 
 @pytest.mark.every_filesystem
-def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     model = random_bytes(6 * BLOCK)
     model.tofile(path)
-    with Engine(configure(block_size=BLOCK, queue_depth=4, thread_count=2)) as engine, engine.open(path, "rw") as file:
+    with (
+        Engine(configure(block_size=BLOCK, queue_depth=4, thread_count=2)) as engine,
+        engine.open(path, "rw") as file,
+    ):
         for case, (offset, size) in enumerate(itertools.product(OFFSETS, SIZES)):
             misalignment = (0, 1, 512)[case % 3]
             around, place = memory_at(misalignment, size)
@@ -69,17 +78,27 @@ def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(config
 
 
 @pytest.mark.every_filesystem
-def test_a_write_past_the_end_makes_the_file_end_where_the_write_does(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_write_past_the_end_makes_the_file_end_where_the_write_does(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     with Engine(configure(block_size=BLOCK)) as engine:
-        for case, (offset, size) in enumerate(itertools.product((0, 1, 4095, 4096, BLOCK + 1), (1, 512, 4097, BLOCK, 2 * BLOCK + 1))):
+        for case, (offset, size) in enumerate(
+            itertools.product((0, 1, 4095, 4096, BLOCK + 1), (1, 512, 4097, BLOCK, 2 * BLOCK + 1))
+        ):
             path = directory / str(case)
             data = random_bytes(size)
             engine.write(data, path, offset).wait(SECONDS)
-            assert_array_equal(on_disk(path), np.concatenate([np.zeros(offset, np.uint8), data]), f"after writing {size} at {offset}")
+            assert_array_equal(
+                on_disk(path),
+                np.concatenate([np.zeros(offset, np.uint8), data]),
+                f"after writing {size} at {offset}",
+            )
 
 
 @pytest.mark.every_filesystem
-def test_a_write_across_the_end_keeps_what_was_before_it(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_write_across_the_end_keeps_what_was_before_it(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     before, data = random_bytes(5000), random_bytes(200_001)
     before.tofile(path)
@@ -88,7 +107,9 @@ def test_a_write_across_the_end_keeps_what_was_before_it(engine: Engine, directo
 
 
 @pytest.mark.parametrize("misalignment", [0, 1, 2, 8, 511, 512, 4095])
-def test_buffers_at_any_address(engine: Engine, directory: Path, random_bytes: RandomBytes, misalignment: int) -> None:
+def test_buffers_at_any_address(
+    engine: Engine, directory: Path, random_bytes: RandomBytes, misalignment: int
+) -> None:
     path = directory / "data"
     data = random_bytes(300_000)
     around, place = memory_at(misalignment, data.size)
@@ -118,27 +139,44 @@ def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: Ra
 
 
 @pytest.mark.every_filesystem
-def test_writes_that_share_a_page_do_not_undo_each_other(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_writes_that_share_a_page_do_not_undo_each_other(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     meetings = [5000, *np.random.default_rng(3).integers(4097, 8192, 99).tolist()]
     settings = configure(block_size=4096, queue_depth=4)
-    with Engine(settings) as first, Engine(settings) as second, first.open(path, "rw") as here, second.open(path, "rw") as there:
+    with (
+        Engine(settings) as first,
+        Engine(settings) as second,
+        first.open(path, "rw") as here,
+        second.open(path, "rw") as there,
+    ):
         for meeting in meetings:
             data = random_bytes(10_000)
-            tickets = [first.write(data[:meeting], here), second.write(data[meeting:], there, meeting)]
+            tickets = [
+                first.write(data[:meeting], here),
+                second.write(data[meeting:], there, meeting),
+            ]
             for ticket in tickets:
                 ticket.wait(SECONDS)
             assert_array_equal(on_disk(path), data, f"which two writes that meet at {meeting} made")
 
 
-def test_a_thousand_writes_of_odd_sizes_side_by_side(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_thousand_writes_of_odd_sizes_side_by_side(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     model = random_bytes(700_000)
     model.tofile(path)
     cuts = sorted(set((np.random.default_rng(1).integers(0, 700_000, 1000)).tolist()))
     model[cuts[0] : cuts[-1]] = random_bytes(cuts[-1] - cuts[0])
-    with Engine(configure(block_size=4096, queue_depth=16, thread_count=4)) as engine, engine.open(path, "rw") as file:
-        tickets = [engine.write(model[low:high], file, low) for low, high in itertools.pairwise(cuts)]
+    with (
+        Engine(configure(block_size=4096, queue_depth=16, thread_count=4)) as engine,
+        engine.open(path, "rw") as file,
+    ):
+        tickets = [
+            engine.write(model[low:high], file, low) for low, high in itertools.pairwise(cuts)
+        ]
         for ticket in tickets:
             ticket.wait(SECONDS)
     assert_array_equal(on_disk(path), model)
@@ -148,14 +186,18 @@ def test_a_thousand_writes_of_odd_sizes_side_by_side(configure: Configure, direc
 
 
 def dtypes() -> list[torch.dtype]:
-    """Every dtype that this torch can view bytes as: all but the quantised ones, which carry a scale beside their bytes."""
+    """Every dtype that this torch can view bytes as: all but the quantised ones, which carry a
+    scale beside their bytes.
+    """
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     quantised = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     return sorted(found - quantised, key=str)
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-def test_tensors_of_every_dtype(engine: Engine, directory: Path, random_bytes: RandomBytes, dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype(
+    engine: Engine, directory: Path, random_bytes: RandomBytes, dtype: torch.dtype
+) -> None:
     path = directory / "data"
     data, target = random_bytes(96_000), np.zeros(96_000, np.uint8)
     assert engine.write(torch.from_numpy(data).view(dtype), path).wait(SECONDS) == 96_000
@@ -187,18 +229,26 @@ def test_tensors_of_every_shape_and_kind(engine: Engine, directory: Path) -> Non
         assert engine.write(source, path).wait(SECONDS) == nbytes, name
         target = torch.zeros_like(source, requires_grad=source.requires_grad)
         if nbytes:
-            assert path.read_bytes() == source.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+            assert (
+                path.read_bytes()
+                == source.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            ), name
             assert engine.read(target, path).wait(SECONDS) == nbytes, name
         assert torch.equal(source, target), name
 
 
-def test_a_read_into_a_view_leaves_the_rest_of_the_storage(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_read_into_a_view_leaves_the_rest_of_the_storage(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(8 * 20_000)
     data.tofile(path)
     storage = torch.zeros(20_010, dtype=torch.int64)
     engine.read(storage[3:20_003], path).wait(SECONDS)
-    assert_array_equal(storage.numpy().view(np.uint8), np.concatenate([np.zeros(24, np.uint8), data, np.zeros(56, np.uint8)]))
+    assert_array_equal(
+        storage.numpy().view(np.uint8),
+        np.concatenate([np.zeros(24, np.uint8), data, np.zeros(56, np.uint8)]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,9 +263,20 @@ def test_a_read_into_a_view_leaves_the_rest_of_the_storage(engine: Engine, direc
         torch.tensor([1 + 2j, 3 + 4j]).conj(),
         torch.tensor([1 + 2j, 3 + 4j]).conj().imag.contiguous()._neg_view(),
     ],
-    ids=["strided", "transposed", "expanded", "channels last", "sparse", "meta", "lazily conjugate", "lazily negative"],
+    ids=[
+        "strided",
+        "transposed",
+        "expanded",
+        "channels last",
+        "sparse",
+        "meta",
+        "lazily conjugate",
+        "lazily negative",
+    ],
 )
-def test_tensors_whose_bytes_are_not_their_values_are_refused(engine: Engine, directory: Path, tensor: torch.Tensor) -> None:
+def test_tensors_whose_bytes_are_not_their_values_are_refused(
+    engine: Engine, directory: Path, tensor: torch.Tensor
+) -> None:
     path = directory / "data"
     path.write_bytes(b"before")
     calls: list[Callable[[], object]] = [
@@ -249,19 +310,28 @@ def buffers(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", sorted(buffers(80)))
-def test_buffers_of_every_kind(engine: Engine, directory: Path, random_bytes: RandomBytes, kind: str) -> None:
+def test_buffers_of_every_kind(
+    engine: Engine, directory: Path, random_bytes: RandomBytes, kind: str
+) -> None:
     path = directory / "data"
     data = random_bytes(160_000)
     data.tofile(path)
     buffer = buffers(data.size)[kind]
     assert engine.read(buffer, path).wait(SECONDS) == data.size
-    assert_array_equal(np.frombuffer(memoryview(buffer.numpy() if kind == "tensor" else buffer).cast("B"), np.uint8), data)
+    assert_array_equal(
+        np.frombuffer(
+            memoryview(buffer.numpy() if kind == "tensor" else buffer).cast("B"), np.uint8
+        ),
+        data,
+    )
     path.unlink()
     assert engine.write(buffer, path).wait(SECONDS) == data.size
     assert_array_equal(on_disk(path), data)
 
 
-def test_read_only_buffers_can_be_written_and_not_read_into(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_read_only_buffers_can_be_written_and_not_read_into(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(10_001)
     frozen = data.copy()
     frozen.flags.writeable = False
@@ -289,7 +359,17 @@ def test_read_only_buffers_can_be_written_and_not_read_into(engine: Engine, dire
         7,
         None,
     ],
-    ids=["strided", "transposed", "columns", "strided memoryview", "objects", "text", "list", "number", "none"],
+    ids=[
+        "strided",
+        "transposed",
+        "columns",
+        "strided memoryview",
+        "objects",
+        "text",
+        "list",
+        "number",
+        "none",
+    ],
 )
 def test_what_is_no_plain_memory_is_refused(engine: Engine, directory: Path, buffer: Any) -> None:
     path = directory / "data"
@@ -307,7 +387,9 @@ def test_what_is_no_plain_memory_is_refused(engine: Engine, directory: Path, buf
 
 
 @pytest.mark.parametrize("offset", [-1, -(1 << 62), (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 100])
-def test_an_offset_that_no_file_has_is_refused(engine: Engine, directory: Path, offset: int) -> None:
+def test_an_offset_that_no_file_has_is_refused(
+    engine: Engine, directory: Path, offset: int
+) -> None:
     path = directory / "data"
     path.write_bytes(b"before")
     calls: list[Callable[[], object]] = [
@@ -337,25 +419,40 @@ def test_allocated_memory_is_aligned_writable_and_of_exactly_the_size_asked_for(
 # Many at once
 
 
-def test_a_thousand_requests_waited_for_in_any_order(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_thousand_requests_waited_for_in_any_order(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     size, count = 64 << 10, 1024
     data, target = random_bytes(size * count), np.zeros(size * count, np.uint8)
     order = np.random.default_rng(2).permutation(count).tolist()
-    with Engine(configure(block_size=64 << 10, queue_depth=32)) as engine, engine.open(path, "rw", size=data.size) as file:
-        tickets = [engine.write(data[place * size :][:size], file, place * size) for place in range(count)]
+    with (
+        Engine(configure(block_size=64 << 10, queue_depth=32)) as engine,
+        engine.open(path, "rw", size=data.size) as file,
+    ):
+        tickets = [
+            engine.write(data[place * size :][:size], file, place * size) for place in range(count)
+        ]
         assert [tickets[place].wait(SECONDS) for place in order] == [size] * count
         assert_array_equal(on_disk(path), data)
-        tickets = [engine.read(target[place * size :][:size], file, place * size) for place in order]
+        tickets = [
+            engine.read(target[place * size :][:size], file, place * size) for place in order
+        ]
         assert [ticket.wait(SECONDS) for ticket in tickets] == [size] * count
         assert_array_equal(target, data)
         stats = engine.stats()
         for direction in (stats.read, stats.write):
-            assert (direction.requests, direction.bytes, direction.in_flight) == (count, data.size, 0)
+            assert (direction.requests, direction.bytes, direction.in_flight) == (
+                count,
+                data.size,
+                0,
+            )
             assert direction.busy_seconds > 0
 
 
-def test_each_request_is_waited_for_alone(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_each_request_is_waited_for_alone(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     """A failed neighbour, before or after, is nothing to a request."""
     path = directory / "data"
     data = random_bytes(100_000)
@@ -371,7 +468,9 @@ def test_each_request_is_waited_for_alone(engine: Engine, directory: Path, rando
             ticket.wait(SECONDS)
 
 
-def test_threads_share_an_engine(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_threads_share_an_engine(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     share, threads = 500_001, 8
     data = random_bytes(share * threads)
@@ -380,7 +479,12 @@ def test_threads_share_an_engine(engine: Engine, directory: Path, random_bytes: 
         mine = data[place * share :][:share]
         target = np.zeros_like(mine)
         for low in range(0, share, 50_000):
-            tickets = [engine.write(mine[low + step : low + step + 10_000], file, place * share + low + step) for step in range(0, 50_000, 10_000)]
+            tickets = [
+                engine.write(
+                    mine[low + step : low + step + 10_000], file, place * share + low + step
+                )
+                for step in range(0, 50_000, 10_000)
+            ]
             for ticket in tickets:
                 ticket.wait(SECONDS)
         engine.read(target, file, place * share).wait(SECONDS)
@@ -392,7 +496,9 @@ def test_threads_share_an_engine(engine: Engine, directory: Path, random_bytes: 
     assert_array_equal(on_disk(path), data)
 
 
-def test_one_ticket_waited_for_by_many_threads(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_one_ticket_waited_for_by_many_threads(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(8 << 20)
     barrier = threading.Barrier(9)
 
@@ -408,12 +514,17 @@ def test_one_ticket_waited_for_by_many_threads(engine: Engine, directory: Path, 
     assert_array_equal(on_disk(directory / "data"), data)
 
 
-def test_engines_share_a_file(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_engines_share_a_file(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     share = 300_001
     data = random_bytes(4 * share)
     engines = [Engine(configure(block_size=4096 << place, queue_depth=4)) for place in range(4)]
-    tickets = [engine.write(data[place * share :][:share], path, place * share) for place, engine in enumerate(engines)]
+    tickets = [
+        engine.write(data[place * share :][:share], path, place * share)
+        for place, engine in enumerate(engines)
+    ]
     for engine, ticket in zip(engines, tickets, strict=True):
         assert ticket.wait(SECONDS) == share
         engine.close()
@@ -439,15 +550,23 @@ def test_engines_share_a_file(configure: Configure, directory: Path, random_byte
     ],
     ids=str,
 )
-def test_every_setting_moves_the_same_bytes(configure: Configure, directory: Path, random_bytes: RandomBytes, settings: dict[str, Any]) -> None:
+def test_every_setting_moves_the_same_bytes(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, settings: dict[str, Any]
+) -> None:
     path = directory / "data"
     model = random_bytes(2_000_003)
     model.tofile(path)
     low, high = 12_345, 1_987_654
-    with Engine(configure(**{"block_size": 64 << 10, "queue_depth": 8, **settings})) as engine, engine.open(path, "rw") as file:
+    with (
+        Engine(configure(**{"block_size": 64 << 10, "queue_depth": 8, **settings})) as engine,
+        engine.open(path, "rw") as file,
+    ):
         model[low:high] = random_bytes(high - low)
         middle = (low + high) // 2
-        tickets = [engine.write(model[low:middle], file, low), engine.write(model[middle:high], file, middle)]
+        tickets = [
+            engine.write(model[low:middle], file, low),
+            engine.write(model[middle:high], file, middle),
+        ]
         assert [ticket.wait(SECONDS) for ticket in tickets] == [middle - low, high - middle]
         assert_array_equal(on_disk(path), model)
         target = np.zeros_like(model)
@@ -455,14 +574,24 @@ def test_every_setting_moves_the_same_bytes(configure: Configure, directory: Pat
         assert [ticket.wait(SECONDS) for ticket in tickets] == [middle, model.size - middle]
         assert_array_equal(target, model)
         stats = engine.stats()
-        assert (stats.write.requests, stats.write.bytes, stats.write.in_flight) == (2, high - low, 0)
+        assert (stats.write.requests, stats.write.bytes, stats.write.in_flight) == (
+            2,
+            high - low,
+            0,
+        )
         assert (stats.read.requests, stats.read.bytes, stats.read.in_flight) == (2, model.size, 0)
 
 
 def test_a_new_engine_has_done_nothing(engine: Engine) -> None:
     stats = engine.stats()
     for direction in (stats.read, stats.write):
-        assert (direction.requests, direction.bytes, direction.in_flight, direction.retries, direction.busy_seconds) == (0, 0, 0, 0, 0)
+        assert (
+            direction.requests,
+            direction.bytes,
+            direction.in_flight,
+            direction.retries,
+            direction.busy_seconds,
+        ) == (0, 0, 0, 0, 0)
 
 
 # Failures
@@ -470,7 +599,9 @@ def test_a_new_engine_has_done_nothing(engine: Engine) -> None:
 
 @pytest.mark.every_filesystem
 @pytest.mark.parametrize("length", [0, 1, 512, 4096, 5000, BLOCK, 2 * BLOCK + 513])
-def test_a_read_past_the_end_says_how_far_it_came(configure: Configure, directory: Path, random_bytes: RandomBytes, length: int) -> None:
+def test_a_read_past_the_end_says_how_far_it_came(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, length: int
+) -> None:
     path = directory / "data"
     data = random_bytes(length)
     data.tofile(path)
@@ -483,12 +614,20 @@ def test_a_read_past_the_end_says_how_far_it_came(configure: Configure, director
                 ticket.wait(SECONDS)
             error = caught.value
             there = data[offset:]
-            assert (error.operation, error.path, error.offset, error.nbytes, error.done) == ("read", str(path), offset, target.size, there.size)
+            assert (error.operation, error.path, error.offset, error.nbytes, error.done) == (
+                "read",
+                str(path),
+                offset,
+                target.size,
+                there.size,
+            )
             assert_array_equal(target[: there.size], there)
         assert engine.read(np.zeros(0), path, length + 1).wait(SECONDS) == 0
 
 
-def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(1_234_567)
     data.tofile(path)
@@ -497,11 +636,16 @@ def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(engine: E
     assert 0 <= caught.value.done <= data.size
 
 
-def test_a_file_that_shrinks_under_a_reader(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_file_that_shrinks_under_a_reader(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(1 << 20)
     data.tofile(path)
-    with Engine(configure(block_size=64 << 10, queue_depth=1)) as engine, engine.open(path, "r") as file:
+    with (
+        Engine(configure(block_size=64 << 10, queue_depth=1)) as engine,
+        engine.open(path, "r") as file,
+    ):
         target = np.zeros_like(data)
         engine.read(target, file).wait(SECONDS)
         os.truncate(path, 300_123)
@@ -531,19 +675,31 @@ def test_a_result_is_the_same_each_time_it_is_asked_for(engine: Engine, director
 
 
 def test_a_file_size_limit_stops_a_write_where_it_is(
-    configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Callable[[int, int], AbstractContextManager[None]]
+    configure: Configure,
+    directory: Path,
+    random_bytes: RandomBytes,
+    limit: Callable[[int, int], AbstractContextManager[None]],
 ) -> None:
     path = directory / "data"
     data, before = random_bytes(4 << 20), random_bytes(4 << 20)
     before.tofile(path)
     most = 1 << 20
-    with Engine(configure(block_size=64 << 10, queue_depth=1)) as engine, engine.open(path, "rw") as file:
+    with (
+        Engine(configure(block_size=64 << 10, queue_depth=1)) as engine,
+        engine.open(path, "rw") as file,
+    ):
         with limit(resource.RLIMIT_FSIZE, most):
             ticket = engine.write(data, file)
             with pytest.raises(IOFailure) as caught:
                 ticket.wait(SECONDS)
         error = caught.value
-        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (errno.EFBIG, "write", str(path), 0, data.size)
+        assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
+            errno.EFBIG,
+            "write",
+            str(path),
+            0,
+            data.size,
+        )
         assert error.done == most
         assert_array_equal(on_disk(path), np.concatenate([data[:most], before[most:]]))
         assert engine.stats().write.bytes == most
@@ -551,7 +707,9 @@ def test_a_file_size_limit_stops_a_write_where_it_is(
     assert_array_equal(on_disk(path), data)
 
 
-def test_a_full_filesystem_costs_nothing_that_was_there(configure: Configure, mounted: Callable[[str], Path], random_bytes: RandomBytes) -> None:
+def test_a_full_filesystem_costs_nothing_that_was_there(
+    configure: Configure, mounted: Callable[[str], Path], random_bytes: RandomBytes
+) -> None:
     place = mounted("ext4-full")
     path = place / "data"
     kept, huge = random_bytes(1_000_001), random_bytes(32 << 20)
@@ -566,13 +724,18 @@ def test_a_full_filesystem_costs_nothing_that_was_there(configure: Configure, mo
             before = free_bytes()
             with pytest.raises(NoSpaceError) as caught:
                 engine.write(huge, path, kept.size).wait(SECONDS)
-            assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.ENOSPC, "write", str(path))
+            assert (caught.value.errno, caught.value.operation, caught.value.path) == (
+                errno.ENOSPC,
+                "write",
+                str(path),
+            )
             assert 0 <= caught.value.done < huge.size
             assert_array_equal(on_disk(path)[: kept.size], kept)
             with pytest.raises(NoSpaceError):
                 engine.open(path, "rw", size=64 << 20)
             assert_array_equal(on_disk(path)[: kept.size], kept)
-            # What was moved before the drive was full may stay; space that was only set aside may not.
+            # What was moved before the drive was full may stay; space that was only set aside may
+            # not.
             assert free_bytes() >= before - caught.value.done - (64 << 10)
             engine.write(kept[::-1].copy(), path).wait(SECONDS)
             engine.write(kept, place / "another").wait(SECONDS)
@@ -584,7 +747,11 @@ def test_a_full_filesystem_costs_nothing_that_was_there(configure: Configure, mo
 
 
 def test_a_process_without_file_descriptors_is_told_so(
-    engine: Engine, configure: Configure, directory: Path, random_bytes: RandomBytes, limit: Callable[[int, int], AbstractContextManager[None]]
+    engine: Engine,
+    configure: Configure,
+    directory: Path,
+    random_bytes: RandomBytes,
+    limit: Callable[[int, int], AbstractContextManager[None]],
 ) -> None:
     path = directory / "data"
     data = random_bytes(100_001)

@@ -1,4 +1,6 @@
-"""Requests that start after others, and requests that are cancelled: the order holds, nothing is moved in vain, and nobody's bytes change."""
+"""Requests that start after others, and requests that are cancelled: the order holds, nothing is
+moved in vain, and nobody's bytes change.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.errors import CancelledError, CorruptionError, OffloadError, TruncatedError, UsageError
+from nvme_offload.errors import (
+    CancelledError,
+    CorruptionError,
+    OffloadError,
+    TruncatedError,
+    UsageError,
+)
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, Ticket, cancel_all
 
@@ -45,7 +53,9 @@ def outcome(ticket: Ticket) -> type[OffloadError] | int:
 # After
 
 
-def test_a_chain_runs_by_itself_in_order(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_chain_runs_by_itself_in_order(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     """The bytes travel through a hundred places; one step that began early would carry zeros on."""
     steps = 100
     data = random_bytes(ODD)
@@ -53,7 +63,9 @@ def test_a_chain_runs_by_itself_in_order(engine: Engine, directory: Path, random
     with engine.open(directory / "data", "rw", size=steps * ODD) as file:
         ticket = None
         for step in range(steps):
-            written = engine.write(buffers[step], file, step * ODD, after=[ticket] if ticket else [])
+            written = engine.write(
+                buffers[step], file, step * ODD, after=[ticket] if ticket else []
+            )
             ticket = engine.read(buffers[step + 1], file, step * ODD, after=[written])
         assert ticket is not None
         assert ticket.wait(SECONDS) == ODD
@@ -61,20 +73,25 @@ def test_a_chain_runs_by_itself_in_order(engine: Engine, directory: Path, random
     assert_array_equal(on_disk(directory / "data").reshape(steps, ODD), np.tile(data, (steps, 1)))
 
 
-def test_one_follows_many_and_many_follow_one(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_one_follows_many_and_many_follow_one(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(16 * ODD)
     parts = data.reshape(16, ODD)
     outs = [np.zeros_like(data) for _ in range(4)]
     with engine.open(directory / "data", "rw", size=data.size) as file:
         written = [engine.write(part, file, place * ODD) for place, part in enumerate(parts)]
-        reads = [engine.read(out, file, after=[*written, *written]) for out in outs]  # named twice: no other than once
+        # named twice: no other than once
+        reads = [engine.read(out, file, after=[*written, *written]) for out in outs]
         for read in reads:
             read.wait(SECONDS)
     for out in outs:
         assert_array_equal(out, data)
 
 
-def test_a_held_request_is_not_in_flight_and_starts_in_time(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_held_request_is_not_in_flight_and_starts_in_time(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     first, second = random_bytes(ODD), random_bytes(ODD)
     out = np.zeros(ODD, np.uint8)
     path = stalling_directory / "data"
@@ -99,7 +116,9 @@ def test_a_held_request_is_not_in_flight_and_starts_in_time(engine: Engine, stal
     assert_array_equal(on_disk(path), second)
 
 
-def test_what_ended_well_already_holds_nothing_up(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_what_ended_well_already_holds_nothing_up(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     out = np.zeros_like(data)
     with engine.open(directory / "data", "rw", size=ODD) as file:
@@ -109,7 +128,9 @@ def test_what_ended_well_already_holds_nothing_up(engine: Engine, directory: Pat
     assert_array_equal(out, data)
 
 
-def test_requests_without_bytes_take_part(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_requests_without_bytes_take_part(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     out = np.zeros_like(data)
     nothing = np.zeros(0, np.uint8)
@@ -125,17 +146,26 @@ def test_requests_without_bytes_take_part(engine: Engine, directory: Path, rando
     assert_array_equal(out, data)
 
 
-def test_tickets_need_not_be_kept(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_tickets_need_not_be_kept(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     """`close` waits for what is held as well, and for what that holds up."""
     data = random_bytes(ODD)
     path = directory / "data"
-    with Engine(configure(block_size=PAGE)) as engine, engine.open(path, "rw", size=3 * ODD) as file:
+    with (
+        Engine(configure(block_size=PAGE)) as engine,
+        engine.open(path, "rw", size=3 * ODD) as file,
+    ):
         copy = np.zeros_like(data)
-        engine.write(copy, file, ODD, after=[engine.read(copy, file, after=[engine.write(data, file)])])
+        engine.write(
+            copy, file, ODD, after=[engine.read(copy, file, after=[engine.write(data, file)])]
+        )
     assert_array_equal(on_disk(path)[: 2 * ODD], np.tile(data, 2))
 
 
-def test_another_engines_ticket_cannot_be_followed(engine: Engine, configure: Configure, directory: Path) -> None:
+def test_another_engines_ticket_cannot_be_followed(
+    engine: Engine, configure: Configure, directory: Path
+) -> None:
     with Engine(configure()) as other, other.open(directory / "other", "w") as file:
         ticket = other.write(b"elsewhere", file)
         with pytest.raises(UsageError, match="its own engine"):
@@ -148,7 +178,9 @@ def test_another_engines_ticket_cannot_be_followed(engine: Engine, configure: Co
 # Failures on the way
 
 
-def test_what_follows_a_failure_is_not_started(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_what_follows_a_failure_is_not_started(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     """Of a chain of a thousand; `close` tells of the one that failed and of no other."""
     path = directory / "data"
     before = random_bytes(2 * PAGE)
@@ -159,10 +191,21 @@ def test_what_follows_a_failure_is_not_started(configure: Configure, directory: 
         chain = [engine.write(random_bytes(PAGE), file, after=[failing])]
         while len(chain) < 1000:
             chain.append(engine.write(random_bytes(PAGE), file, after=[chain[-1]]))
-        for ticket in (chain[-1], chain[0], engine.write(random_bytes(PAGE), file, after=[failing])):
-            with pytest.raises(CancelledError, match="a transfer that it was to follow failed") as caught:
+        for ticket in (
+            chain[-1],
+            chain[0],
+            engine.write(random_bytes(PAGE), file, after=[failing]),
+        ):
+            with pytest.raises(
+                CancelledError, match="a transfer that it was to follow failed"
+            ) as caught:
                 ticket.wait(SECONDS)
-            assert (caught.value.operation, caught.value.path, caught.value.nbytes, caught.value.done) == ("write", str(path), PAGE, 0)
+            assert (
+                caught.value.operation,
+                caught.value.path,
+                caught.value.nbytes,
+                caught.value.done,
+            ) == ("write", str(path), PAGE, 0)
         assert engine.stats().write.bytes == 0
     with pytest.raises(TruncatedError):
         engine.close()
@@ -181,12 +224,17 @@ def test_close_is_silent_of_followers(configure: Configure, directory: Path) -> 
 
 
 def test_any_graph(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
-    """Requests that follow random others, some of which fail: each ends as its ancestors say, and only those that were to be written are."""
+    """Requests that follow random others, some of which fail: each ends as its ancestors say, and
+    only those that were to be written are.
+    """
     count = 300
     chance = random.Random(3)
     parts = random_bytes(count * PAGE).reshape(count, PAGE)
     path = directory / "data"
-    with Engine(configure(block_size=PAGE, queue_depth=4, thread_count=2)) as engine, engine.open(path, "rw", size=count * PAGE) as file:
+    with (
+        Engine(configure(block_size=PAGE, queue_depth=4, thread_count=2)) as engine,
+        engine.open(path, "rw", size=count * PAGE) as file,
+    ):
         tickets: list[Ticket] = []
         expected: list[type[OffloadError] | int] = []
         for place, part in enumerate(parts):
@@ -194,7 +242,9 @@ def test_any_graph(configure: Configure, directory: Path, random_bytes: RandomBy
             fails = chance.random() < 0.02
             after = [tickets[ancestor] for ancestor in ancestors]
             if fails:
-                tickets.append(engine.read(np.zeros(PAGE, np.uint8), file, count * PAGE, after=after))
+                tickets.append(
+                    engine.read(np.zeros(PAGE, np.uint8), file, count * PAGE, after=after)
+                )
             else:
                 tickets.append(engine.write(part, file, place * PAGE, after=after))
             in_vain = any(expected[ancestor] != PAGE for ancestor in ancestors)
@@ -209,7 +259,9 @@ def test_any_graph(configure: Configure, directory: Path, random_bytes: RandomBy
 # Checksums
 
 
-def test_a_read_is_held_against_the_write_that_it_follows(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_read_is_held_against_the_write_that_it_follows(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     out, other = np.zeros_like(data), np.zeros_like(data)
     with engine.open(directory / "data", "rw", size=2 * ODD) as file:
@@ -227,7 +279,9 @@ def test_a_read_is_held_against_the_write_that_it_follows(engine: Engine, direct
 # Cancelling
 
 
-def test_cancelling_what_is_held_ends_it_and_what_follows(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_cancelling_what_is_held_ends_it_and_what_follows(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     path = stalling_directory / "data"
     with engine.open(path, "rw", size=ODD) as file, stall() as let_go:
@@ -249,7 +303,9 @@ def test_cancelling_what_is_held_ends_it_and_what_follows(engine: Engine, stalli
     assert_array_equal(on_disk(path), data)
 
 
-def test_what_has_started_or_ended_is_not_cancelled(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_what_has_started_or_ended_is_not_cancelled(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     path = stalling_directory / "data"
     with engine.open(path, "rw", size=ODD) as file, stall() as let_go:
@@ -268,10 +324,14 @@ def test_what_has_started_or_ended_is_not_cancelled(engine: Engine, stalling_dir
     assert_array_equal(on_disk(path), data)
 
 
-def test_all_of_several_are_cancelled_or_none(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_all_of_several_are_cancelled_or_none(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     with engine.open(stalling_directory / "data", "rw", size=4 * ODD) as file, stall() as let_go:
         blocker = engine.write(random_bytes(ODD), file)
-        held = [engine.write(random_bytes(ODD), file, place * ODD, after=[blocker]) for place in (1, 2)]
+        held = [
+            engine.write(random_bytes(ODD), file, place * ODD, after=[blocker]) for place in (1, 2)
+        ]
         chained = engine.write(random_bytes(ODD), file, 3 * ODD, after=held)
         assert cancel_all([*held, chained])
         assert [outcome(ticket) for ticket in (*held, chained)] == [CancelledError] * 3
@@ -281,7 +341,9 @@ def test_all_of_several_are_cancelled_or_none(engine: Engine, stalling_directory
     assert np.all(on_disk(stalling_directory / "data")[ODD:] == 0)
 
 
-def test_a_long_chain_is_cancelled_at_once(engine: Engine, stalling_directory: Path, stall: Stall) -> None:
+def test_a_long_chain_is_cancelled_at_once(
+    engine: Engine, stalling_directory: Path, stall: Stall
+) -> None:
     """Step by step: a hundred thousand frames would be more than a thread's stack holds."""
     with engine.open(stalling_directory / "data", "rw", size=PAGE) as file, stall():
         buffer = np.zeros(PAGE, np.uint8)
@@ -292,7 +354,9 @@ def test_a_long_chain_is_cancelled_at_once(engine: Engine, stalling_directory: P
         assert outcome(ticket) is CancelledError
 
 
-def test_the_buffer_of_what_was_cancelled_is_let_go(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_the_buffer_of_what_was_cancelled_is_let_go(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     with engine.open(stalling_directory / "data", "rw", size=PAGE) as file, stall() as let_go:
         blocker = engine.write(random_bytes(PAGE), file)
         buffer = np.zeros(PAGE, np.uint8)
@@ -306,13 +370,18 @@ def test_the_buffer_of_what_was_cancelled_is_let_go(engine: Engine, stalling_dir
         blocker.wait(SECONDS)
 
 
-def test_cancelling_from_many_threads_while_requests_start(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_cancelling_from_many_threads_while_requests_start(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     """Each request is either cancelled, and leaves its place as it was, or moved whole."""
     count = 2000
     data = random_bytes(PAGE)
     path = directory / "data"
     cancelled = np.zeros(count, bool)
-    with Engine(configure(block_size=PAGE, queue_depth=4, thread_count=2)) as engine, engine.open(path, "rw", size=(count + 1) * PAGE) as file:
+    with (
+        Engine(configure(block_size=PAGE, queue_depth=4, thread_count=2)) as engine,
+        engine.open(path, "rw", size=(count + 1) * PAGE) as file,
+    ):
         blockers = [engine.write(data, file, count * PAGE)]
         tickets = []
         for place in range(count):
@@ -324,7 +393,8 @@ def test_cancelling_from_many_threads_while_requests_start(configure: Configure,
             for place in range(start, count, 4):
                 cancelled[place] = tickets[place].cancel()
 
-        threads = [threading.Thread(target=cancel, args=(start,)) for start in range(2)]  # every other one is left to itself
+        # every other one is left to itself
+        threads = [threading.Thread(target=cancel, args=(start,)) for start in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -336,14 +406,19 @@ def test_cancelling_from_many_threads_while_requests_start(configure: Configure,
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
-def test_a_fault_at_any_transfer_of_a_chain(configure: Configure, directory: Path, random_bytes: RandomBytes, kind: FaultKind) -> None:
+def test_a_fault_at_any_transfer_of_a_chain(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, kind: FaultKind
+) -> None:
     """What came before it is whole, it says why, what comes after it never starts."""
     length = 6
     for failing in range(length + 1):
         path = directory / f"data-{failing}"
         parts = random_bytes(length * PAGE).reshape(length, PAGE)
         faults = [(failing, 1, kind, errno.EIO)]
-        with Engine(configure(block_size=PAGE), _faults=faults) as engine, engine.open(path, "rw", size=parts.nbytes) as file:
+        with (
+            Engine(configure(block_size=PAGE), _faults=faults) as engine,
+            engine.open(path, "rw", size=parts.nbytes) as file,
+        ):
             tickets: list[Ticket] = []
             for place, part in enumerate(parts):
                 tickets.append(engine.write(part, file, place * PAGE, after=tickets[-1:]))
@@ -363,8 +438,11 @@ def test_a_fault_at_any_transfer_of_a_chain(configure: Configure, directory: Pat
         assert not written[failing:].any()
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12 and later, of every fork beside threads
-def test_a_forked_child_can_neither_follow_nor_cancel(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+# of Python 3.12 and later, of every fork beside threads
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_can_neither_follow_nor_cancel(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(ODD)
     path = stalling_directory / "data"
     with engine.open(path, "rw", size=ODD) as file, stall() as let_go:

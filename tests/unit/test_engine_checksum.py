@@ -1,4 +1,6 @@
-"""Checksums on the way to and from the drive: the same however the request was cut, and different for any other bytes."""
+"""Checksums on the way to and from the drive: the same however the request was cut, and different
+for any other bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_the_sum_depends_on_bytes_alone(tmp_path: Path, payload: np.ndarray, off
     for number, backend in enumerate(BACKENDS):
         for block_size, thread_count in [(4096, 1), (64 << 10, 3), (2 << 20, 1)]:
             try:
-                config = AioConfig(backend=backend, block_size=block_size, thread_count=thread_count, direct="auto")
+                config = AioConfig(
+                    backend=backend, block_size=block_size, thread_count=thread_count, direct="auto"
+                )
                 sums.add(written_sum(config, aligned, tmp_path / f"{number}", offset))
                 sums.add(written_sum(config, odd, tmp_path / f"{number}-odd", offset))
             except UnsupportedError as error:
@@ -61,7 +65,9 @@ def test_the_sum_depends_on_bytes_alone(tmp_path: Path, payload: np.ndarray, off
     assert len(sums) == 1
 
 
-def test_a_flipped_bit_on_the_drive_is_found_and_placed(tmp_path: Path, payload: np.ndarray) -> None:
+def test_a_flipped_bit_on_the_drive_is_found_and_placed(
+    tmp_path: Path, payload: np.ndarray
+) -> None:
     path = tmp_path / "data"
     config = AioConfig(block_size=64 << 10, direct="auto")
     expected = written_sum(config, payload, path, 4096)
@@ -74,7 +80,11 @@ def test_a_flipped_bit_on_the_drive_is_found_and_placed(tmp_path: Path, payload:
                 file.write(bytes([payload[place] ^ 0x10]))
             with pytest.raises(CorruptionError) as caught:
                 engine.read(back, path, 4096, checksum=expected).wait()
-            assert (caught.value.path, caught.value.offset, caught.value.nbytes) == (str(path), 4096, NBYTES)
+            assert (caught.value.path, caught.value.offset, caught.value.nbytes) == (
+                str(path),
+                4096,
+                NBYTES,
+            )
             with path.open("r+b") as file:
                 file.seek(4096 + place)
                 file.write(bytes([payload[place]]))
@@ -114,11 +124,15 @@ def test_no_sum_unless_asked_for(tmp_path: Path, payload: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_registered_memory_moves_the_same_bytes(tmp_path: Path, payload: np.ndarray, backend: str) -> None:
+def test_registered_memory_moves_the_same_bytes(
+    tmp_path: Path, payload: np.ndarray, backend: str
+) -> None:
     memory = allocate(4 << 20)
     array = np.frombuffer(memory, np.uint8)
     try:
-        engine = Engine(AioConfig(backend=backend, block_size=128 << 10, queue_depth=4, direct="auto"))
+        engine = Engine(
+            AioConfig(backend=backend, block_size=128 << 10, queue_depth=4, direct="auto")
+        )
     except UnsupportedError as error:
         pytest.skip(str(error))
     with engine:

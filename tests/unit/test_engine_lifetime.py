@@ -1,4 +1,6 @@
-"""Who lives how long: buffers, tickets and engines, threads and forks, signals and the end of the interpreter."""
+"""Who lives how long: buffers, tickets and engines, threads and forks, signals and the end of the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import nvme_offload
-from nvme_offload.errors import OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout
+from nvme_offload.errors import (
+    OffloadError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeout,
+)
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
 
@@ -57,7 +65,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
 # Waiting
 
 
-def test_a_wait_that_runs_out_leaves_the_request_going(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_wait_that_runs_out_leaves_the_request_going(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(2_000_001)
     with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
@@ -77,7 +87,9 @@ def test_a_wait_that_runs_out_leaves_the_request_going(engine: Engine, stalling_
     assert_array_equal(on_disk(path), data)
 
 
-def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(configure: Configure, directory: Path) -> None:
+def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(
+    configure: Configure, directory: Path
+) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     engine = Engine(configure())
@@ -88,7 +100,9 @@ def test_a_request_that_was_only_waited_for_in_vain_still_reports_at_close(confi
     engine.close()
 
 
-def test_the_first_error_that_nobody_waited_for_is_raised_at_close(configure: Configure, directory: Path) -> None:
+def test_the_first_error_that_nobody_waited_for_is_raised_at_close(
+    configure: Configure, directory: Path
+) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     engine = Engine(configure())
@@ -105,21 +119,27 @@ def test_the_first_error_that_nobody_waited_for_is_raised_at_close(configure: Co
     engine.close()
 
 
-def test_an_error_that_was_waited_for_is_not_raised_again(configure: Configure, directory: Path) -> None:
+def test_an_error_that_was_waited_for_is_not_raised_again(
+    configure: Configure, directory: Path
+) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with Engine(configure()) as engine, pytest.raises(TruncatedError):
         engine.read(bytearray(1001), path).wait(SECONDS)
 
 
-def test_the_end_of_with_raises_what_nobody_waited_for(configure: Configure, directory: Path) -> None:
+def test_the_end_of_with_raises_what_nobody_waited_for(
+    configure: Configure, directory: Path
+) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with pytest.raises(TruncatedError), Engine(configure()) as engine:
         engine.read(bytearray(1001), path)
 
 
-def test_an_exception_passes_through_with_and_the_data_arrives(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_an_exception_passes_through_with_and_the_data_arrives(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(8 << 20)
     engine = Engine(configure(block_size=4096))
@@ -132,7 +152,9 @@ def test_an_exception_passes_through_with_and_the_data_arrives(configure: Config
 # Closing
 
 
-def test_a_closed_engine_keeps_its_results_and_takes_no_more(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_closed_engine_keeps_its_results_and_takes_no_more(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(8 << 20)
     engine = Engine(configure(block_size=4096))
@@ -162,7 +184,9 @@ def test_a_closed_engine_keeps_its_results_and_takes_no_more(configure: Configur
     file.close()
 
 
-def test_closing_waits_for_what_stalls_and_other_threads_go_on(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_closing_waits_for_what_stalls_and_other_threads_go_on(
+    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(1_000_001)
     engine = Engine(configure(block_size=64 << 10))
@@ -184,7 +208,9 @@ def test_closing_waits_for_what_stalls_and_other_threads_go_on(configure: Config
     assert_array_equal(on_disk(path), data)
 
 
-def test_an_engine_dropped_unclosed_warns_and_finishes(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_an_engine_dropped_unclosed_warns_and_finishes(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(8 << 20)
     engine = Engine(configure(block_size=4096))
@@ -194,7 +220,9 @@ def test_an_engine_dropped_unclosed_warns_and_finishes(configure: Configure, dir
     assert_array_equal(on_disk(path), data)
 
 
-def test_a_ticket_outlives_a_dropped_engine(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_ticket_outlives_a_dropped_engine(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(1_000_001)
     engine = Engine(configure())
@@ -206,7 +234,9 @@ def test_a_ticket_outlives_a_dropped_engine(configure: Configure, directory: Pat
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_closed_engine_is_dropped_in_silence(configure: Configure, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_closed_engine_is_dropped_in_silence(
+    configure: Configure, recwarn: pytest.WarningsRecorder
+) -> None:
     with Engine(configure()) as engine:
         pass
     del engine
@@ -217,7 +247,9 @@ def test_a_closed_engine_is_dropped_in_silence(configure: Configure, recwarn: py
 # Buffers
 
 
-def test_a_buffer_lives_until_its_request_is_finished(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_buffer_lives_until_its_request_is_finished(
+    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(2_000_001)
     engine = Engine(configure(block_size=64 << 10, queue_depth=2))
@@ -246,7 +278,8 @@ def test_the_memory_of_a_dropped_tensor_is_not_used_again_before_its_time(
         tensor = torch.from_numpy(data).clone()
         parameter = torch.nn.Parameter(tensor.view(torch.float32))
         engine.write(parameter, file)
-        parameter.data = torch.zeros(1)  # what DeepSpeed does to a parameter that it has swapped out
+        # what DeepSpeed does to a parameter that it has swapped out
+        parameter.data = torch.zeros(1)
         del tensor, parameter
         gc.collect()
         others = [torch.full((1 << 20,), 7, dtype=torch.uint8) for _ in range(16)]
@@ -255,7 +288,9 @@ def test_the_memory_of_a_dropped_tensor_is_not_used_again_before_its_time(
     assert_array_equal(on_disk(path), data)
 
 
-def test_a_buffer_that_can_be_resized_is_locked_meanwhile(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_buffer_that_can_be_resized_is_locked_meanwhile(
+    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(1_000_001)
     buffer = bytearray(data.tobytes())
@@ -269,7 +304,9 @@ def test_a_buffer_that_can_be_resized_is_locked_meanwhile(configure: Configure, 
     assert_array_equal(on_disk(path), data)
 
 
-def test_reads_whose_everything_was_dropped_still_land(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_reads_whose_everything_was_dropped_still_land(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(8 << 20)
     data.tofile(path)
@@ -283,7 +320,9 @@ def test_reads_whose_everything_was_dropped_still_land(configure: Configure, dir
     assert_array_equal(np.frombuffer(memory, np.uint8), data)
 
 
-def test_allocated_memory_lives_as_long_as_its_request(configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_allocated_memory_lives_as_long_as_its_request(
+    configure: Configure, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(1 << 20)
     engine = Engine(configure())
@@ -300,8 +339,12 @@ def test_allocated_memory_lives_as_long_as_its_request(configure: Configure, sta
     assert_array_equal(on_disk(path), data)
 
 
-def test_nothing_of_a_finished_request_is_held(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
-    """In an engine that lives on, neither its buffer nor its file, and also when nobody waited for it."""
+def test_nothing_of_a_finished_request_is_held(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
+    """In an engine that lives on, neither its buffer nor its file, and also when nobody waited for
+    it.
+    """
     path = directory / "data"
     path.write_bytes(bytes(1000))
     engine.write(b"warm", directory / "other").wait(SECONDS)
@@ -334,8 +377,12 @@ def test_nothing_of_a_failed_request_is_held(engine: Engine, directory: Path) ->
     assert eventually(lambda: held() is None and open_descriptors() == descriptors)
 
 
-def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(engine: Engine, directory: Path) -> None:
-    """Else a program that collects its tickets and waits for them at the end runs out of descriptors."""
+def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
+    engine: Engine, directory: Path
+) -> None:
+    """Else a program that collects its tickets and waits for them at the end runs out of
+    descriptors.
+    """
     descriptors = open_descriptors()
     tickets = [engine.write(bytes(5001), directory / str(place)) for place in range(50)]
     for ticket in tickets:
@@ -367,7 +414,9 @@ def test_a_file_closed_or_dropped_in_mid_request_is_written_to_its_end(
 # Threads and signals
 
 
-def test_a_wait_lets_other_threads_run(engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_wait_lets_other_threads_run(
+    engine: Engine, stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     path = stalling_directory / "data"
     data = random_bytes(1_000_001)
     outcome: list[object] = []
@@ -376,7 +425,8 @@ def test_a_wait_lets_other_threads_run(engine: Engine, stalling_directory: Path,
     def wait() -> None:
         waiting.set()
         try:
-            outcome.append(ticket.wait(20))  # were the interpreter lock held, nobody could let go, and this would run out
+            # were the interpreter lock held, nobody could let go, and this would run out
+            outcome.append(ticket.wait(20))
         except WaitTimeout as error:
             outcome.append(error)
 
@@ -396,17 +446,26 @@ def test_a_wait_lets_other_threads_run(engine: Engine, stalling_directory: Path,
     assert_array_equal(on_disk(path), data)
 
 
-def test_every_thread_gets_to_work_though_the_first_is_stuck(stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_every_thread_gets_to_work_though_the_first_is_stuck(
+    stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     threads = 4
     path = stalling_directory / "data"
     data = random_bytes(threads << 20)
 
     def stuck() -> int:
         statuses = [task.read_text() for task in Path("/proc/self/task").glob("*/status")]
-        return sum(status.startswith("Name:\tnvme-offload\n") and "\nState:\tD" in status for status in statuses)
+        return sum(
+            status.startswith("Name:\tnvme-offload\n") and "\nState:\tD" in status
+            for status in statuses
+        )
 
     config = AioConfig(block_size=1 << 20, thread_count=threads, backend="posix")
-    with Engine(config) as engine, engine.open(path, "rw", size=data.size) as file, stall() as let_go:
+    with (
+        Engine(config) as engine,
+        engine.open(path, "rw", size=data.size) as file,
+        stall() as let_go,
+    ):
         ticket = engine.write(data, file)
         assert eventually(lambda: stuck() == threads)
         let_go()
@@ -415,19 +474,32 @@ def test_every_thread_gets_to_work_though_the_first_is_stuck(stalling_directory:
 
 
 def test_signals_reach_the_threads_of_python(configure: Callable[..., AioConfig]) -> None:
-    """The workers block them all: a signal that one of them took would be handled only when Python happens to look."""
+    """The workers block them all: a signal that one of them took would be handled only when Python
+    happens to look.
+    """
     others = set(Path("/proc/self/task").iterdir())
     with Engine(configure(thread_count=2)) as engine:
         workers = set(Path("/proc/self/task").iterdir()) - others
         assert len(workers) == engine.config.thread_count
         for worker in workers:
             assert (worker / "comm").read_text() == "nvme-offload\n"
-            (blocked,) = (int(line.split()[1], 16) for line in (worker / "status").read_text().splitlines() if line.startswith("SigBlk"))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1):
+            (blocked,) = (
+                int(line.split()[1], 16)
+                for line in (worker / "status").read_text().splitlines()
+                if line.startswith("SigBlk")
+            )
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGALRM,
+                signal.SIGCHLD,
+                signal.SIGUSR1,
+            ):
                 assert blocked >> (number - 1) & 1
 
 
-# Other processes: forks, Ctrl-C and the end of the interpreter are tried in an interpreter of their own
+# Other processes: forks, Ctrl-C and the end of the interpreter are tried in an interpreter of their
+# own
 
 PROLOGUE = """
 import os, signal, sys, threading
@@ -448,11 +520,15 @@ def expected_data() -> Bytes:
 
 @contextlib.contextmanager
 def interpreter(script: str, backend: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs *script* after `PROLOGUE`; killed at the end of the context if it has not ended by then."""
+    """A process that runs *script* after `PROLOGUE`; killed at the end of the context if it has not
+    ended by then.
+    """
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     arguments = [sys.executable, "-c", PROLOGUE + script, backend, str(path)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -464,18 +540,57 @@ def interpreter(script: str, backend: str, path: Path) -> Iterator[subprocess.Po
     [
         pytest.param("ticket = engine.write(data, path)", 0, "", id="everything global"),
         pytest.param("engine.write(data.copy(), path)\ndel data", 0, "", id="everything dropped"),
-        pytest.param("file = engine.open(path, 'rw')\nengine.write(data, file)\ndel engine, file, data", 0, "", id="engine dropped"),
-        pytest.param("with engine:\n    engine.write(data, path)\n    sys.exit(3)", 3, "", id="exit in with"),
+        pytest.param(
+            "file = engine.open(path, 'rw')\nengine.write(data, file)\ndel engine, file, data",
+            0,
+            "",
+            id="engine dropped",
+        ),
+        pytest.param(
+            "with engine:\n    engine.write(data, path)\n    sys.exit(3)", 3, "", id="exit in with"
+        ),
         pytest.param("engine.write(data, path)\nsys.exit(3)", 3, "", id="exit"),
-        pytest.param("with engine:\n    engine.write(data, path)\n    raise KeyError('mine')", 1, "KeyError: 'mine'", id="exception in with"),
-        pytest.param("engine.write(data, path)\nraise KeyError('mine')", 1, "KeyError: 'mine'", id="exception"),
-        pytest.param("cycle = [engine, engine.write(data, path)]\ncycle.append(cycle)\ndel engine, cycle", 0, "", id="cycle"),
-        pytest.param("import builtins\nbuiltins.kept = (engine, engine.write(data, path))", 0, "", id="kept to the last"),
-        pytest.param("ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait, daemon=True).start()", 0, "", id="a daemon thread waits"),
-        pytest.param("ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait).start()", 0, "", id="a thread waits"),
+        pytest.param(
+            "with engine:\n    engine.write(data, path)\n    raise KeyError('mine')",
+            1,
+            "KeyError: 'mine'",
+            id="exception in with",
+        ),
+        pytest.param(
+            "engine.write(data, path)\nraise KeyError('mine')",
+            1,
+            "KeyError: 'mine'",
+            id="exception",
+        ),
+        pytest.param(
+            "cycle = [engine, engine.write(data, path)]\ncycle.append(cycle)\ndel engine, cycle",
+            0,
+            "",
+            id="cycle",
+        ),
+        pytest.param(
+            "import builtins\nbuiltins.kept = (engine, engine.write(data, path))",
+            0,
+            "",
+            id="kept to the last",
+        ),
+        pytest.param(
+            "ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait, daemon=True).start()",
+            0,
+            "",
+            id="a daemon thread waits",
+        ),
+        pytest.param(
+            "ticket = engine.write(data, path)\nthreading.Thread(target=ticket.wait).start()",
+            0,
+            "",
+            id="a thread waits",
+        ),
     ],
 )
-def test_the_end_of_the_interpreter_waits_for_the_data(backend: str, directory: Path, script: str, code: int, says: str) -> None:
+def test_the_end_of_the_interpreter_waits_for_the_data(
+    backend: str, directory: Path, script: str, code: int, says: str
+) -> None:
     path = directory / "data"
     with interpreter(script, backend, path) as process:
         _, errors = process.communicate(timeout=SECONDS)
@@ -486,7 +601,9 @@ def test_the_end_of_the_interpreter_waits_for_the_data(backend: str, directory: 
     assert_array_equal(on_disk(path), expected_data())
 
 
-def test_the_end_of_the_interpreter_waits_for_what_stalls(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_the_end_of_the_interpreter_waits_for_what_stalls(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     path = stalling_directory / "data"
     script = """
 file = engine.open(path, "rw", size=data.size)
@@ -529,10 +646,17 @@ int close(int descriptor) {
 """
 
 
-def test_other_threads_run_while_a_file_without_a_name_frees_its_space(backend: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_a_file_without_a_name_frees_its_space(
+    backend: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the GIL held meanwhile nobody would answer."""
     library = tmp_path / "slow_close.so"
-    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=SLOW_CLOSE, text=True, check=True)
+    subprocess.run(
+        [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", library],
+        input=SLOW_CLOSE,
+        text=True,
+        check=True,
+    )
     monkeypatch.setenv("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')}:{library}".lstrip(":"))
     script = """
 import socket
@@ -551,14 +675,18 @@ print("closed")
     assert (out, errors, process.returncode) == ("closed\n", "", 0)
 
 
-def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing(backend: str, directory: Path) -> None:
+def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing(
+    backend: str, directory: Path
+) -> None:
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with interpreter("engine.read(data, path)", backend, path) as process:
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     (line,) = errors.splitlines()
-    assert line.startswith("nvme_offload: nobody waited for a transfer that failed: TruncatedError: read of 8 MiB at 0 bytes in ")
+    assert line.startswith(
+        "nvme_offload: nobody waited for a transfer that failed: TruncatedError: read of 8 MiB at 0 bytes in "
+    )
     assert str(path) in line
 
 
@@ -570,12 +698,39 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
     [
         pytest.param("engine.write(data, path)", 1, True, id="open"),
         pytest.param("engine.write(data, path)\nsys.exit(3)", 3, True, id="another status"),
-        pytest.param("def use():\n    one, two = engine, data\n    one.write(two, path)\nuse()\ndel engine, data", 1, True, id="dropped"),
-        pytest.param("import atexit\natexit.register(print, 'the rest')\nengine.write(data, path)", 1, True, id="the rest"),
-        pytest.param("try:\n    engine.write(data, path).wait()\nexcept OffloadError:\n    pass", 0, False, id="waited for"),
-        pytest.param("engine.write(data, path)\ntry:\n    engine.close()\nexcept OffloadError:\n    pass", 0, False, id="closed"),
-        pytest.param("engine.write(data, path)\nif os.fork() == 0:\n    sys.exit()\nassert os.wait()[1] == 0", 1, True, id="forked"),
-        pytest.param("engine.write(data, path)\nsys.stderr = None", 1, False, id="no standard error"),
+        pytest.param(
+            "def use():\n    one, two = engine, data\n    one.write(two, path)\nuse()\ndel engine, data",
+            1,
+            True,
+            id="dropped",
+        ),
+        pytest.param(
+            "import atexit\natexit.register(print, 'the rest')\nengine.write(data, path)",
+            1,
+            True,
+            id="the rest",
+        ),
+        pytest.param(
+            "try:\n    engine.write(data, path).wait()\nexcept OffloadError:\n    pass",
+            0,
+            False,
+            id="waited for",
+        ),
+        pytest.param(
+            "engine.write(data, path)\ntry:\n    engine.close()\nexcept OffloadError:\n    pass",
+            0,
+            False,
+            id="closed",
+        ),
+        pytest.param(
+            "engine.write(data, path)\nif os.fork() == 0:\n    sys.exit()\nassert os.wait()[1] == 0",
+            1,
+            True,
+            id="forked",
+        ),
+        pytest.param(
+            "engine.write(data, path)\nsys.stderr = None", 1, False, id="no standard error"
+        ),
         pytest.param(
             "from nvme_offload.store.store import TensorStore\nstore = TensorStore(os.path.dirname(path), engine=engine)\nstore.put('a', data)\nstore.drain()",
             1,
@@ -584,15 +739,22 @@ FAILS = "from nvme_offload._aio import FaultKind\nengine = Engine(engine.config,
         ),
     ],
 )
-def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(backend: str, directory: Path, script: str, code: int, told: bool) -> None:
+def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(
+    backend: str, directory: Path, script: str, code: int, told: bool
+) -> None:
     with interpreter(FAILS + script, backend, directory / "data") as process:
         out, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == code, errors
-    assert ["nobody waited for a transfer that failed: IOFailure: write of " in line for line in errors.splitlines()] == [True] * told
+    assert [
+        "nobody waited for a transfer that failed: IOFailure: write of " in line
+        for line in errors.splitlines()
+    ] == [True] * told
     assert ("the rest" in out) == ("the rest" in script)
 
 
-def test_ctrl_c_ends_a_wait_and_not_the_request(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_ctrl_c_ends_a_wait_and_not_the_request(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     path = stalling_directory / "data"
     script = """
 file = engine.open(path, "rw", size=data.size)
@@ -621,7 +783,9 @@ print(ticket.wait(50), flush=True)
     assert_array_equal(on_disk(path), expected_data())
 
 
-def test_a_close_that_ctrl_c_ended_is_made_up_for_at_the_end(backend: str, stalling_directory: Path, stall: Stall) -> None:
+def test_a_close_that_ctrl_c_ended_is_made_up_for_at_the_end(
+    backend: str, stalling_directory: Path, stall: Stall
+) -> None:
     path = stalling_directory / "data"
     script = """
 import builtins
@@ -641,7 +805,8 @@ engine.close()
         with stall():
             process.stdin.write("go\n")
             process.stdin.flush()
-            # The traceback is printed before the exit handlers run, which then wait for the stalled write.
+            # The traceback is printed before the exit handlers run, which then wait for the stalled
+            # write.
             assert any("KeyboardInterrupt" in line for line in iter(process.stderr.readline, ""))
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.5)
@@ -690,7 +855,9 @@ print("parent", os.waitstatus_to_exitcode(status))
 """
 
 
-def test_a_forked_child_can_neither_use_nor_hurt_the_engine(backend: str, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_forked_child_can_neither_use_nor_hurt_the_engine(
+    backend: str, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     random_bytes(1_000_001).tofile(path)
     with interpreter(FORK, backend, path) as process:
@@ -743,7 +910,9 @@ print("done")
 """
 
 
-def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(backend: str, directory: Path) -> None:
+def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(
+    backend: str, directory: Path
+) -> None:
     path = directory / "data"
     with interpreter(POOLS, backend, path) as process:
         out, errors = process.communicate(timeout=2 * SECONDS)
@@ -759,7 +928,9 @@ def tasks_and_descriptors() -> tuple[int, int]:
     return sum(1 for _ in Path("/proc/self/task").iterdir()), open_descriptors()
 
 
-def test_engines_leave_nothing_behind(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_engines_leave_nothing_behind(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(10_001)
     data.tofile(path)
@@ -772,7 +943,8 @@ def test_engines_leave_nothing_behind(configure: Configure, directory: Path, ran
             engine.read(target, path)
         assert_array_equal(target, data)
 
-    with ThreadPoolExecutor(8) as pool:  # the kernel takes its time to end a queue, though not for many at once
+    # the kernel takes its time to end a queue, though not for many at once
+    with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(use, range(300)))) == 300
     assert eventually(lambda: tasks_and_descriptors() == before)
     # Of the whole machine, so others may have added some; 300 engines would have added 300 * 9.
@@ -809,7 +981,9 @@ def _aio_limit(most: int) -> Iterator[None]:
         AIO_MAX_NR.write_text(before)
 
 
-def test_an_engine_that_cannot_be_made_is_a_typed_error(limit: Callable[[int, int], AbstractContextManager[None]], backend: str) -> None:
+def test_an_engine_that_cannot_be_made_is_a_typed_error(
+    limit: Callable[[int, int], AbstractContextManager[None]], backend: str
+) -> None:
     before = tasks_and_descriptors()
     os.close(lowest_free := os.dup(0))
     made, refused = [], []
@@ -817,7 +991,8 @@ def test_an_engine_that_cannot_be_made_is_a_typed_error(limit: Callable[[int, in
         for _ in range(10):
             try:
                 made.append(Engine(AioConfig(backend=backend, thread_count=2)))
-            except OffloadError as error:  # any other error ends the test; a backend that needs no descriptor is made each time
+            # any other error ends the test; a backend that needs no descriptor is made each time
+            except OffloadError as error:
                 refused.append(str(error))
     for engine in made:
         engine.close()

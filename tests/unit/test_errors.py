@@ -1,4 +1,6 @@
-"""The error family: what each error is to `except`, what it says, and that it survives pickling and copying."""
+"""The error family: what each error is to `except`, what it says, and that it survives pickling and
+copying.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,25 @@ import re
 import numpy as np
 import pytest
 
-from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, OffloadError, TruncatedError, UnsupportedError, UsageError, WaitTimeout, whole_number
+from nvme_offload.errors import (
+    CorruptionError,
+    IOFailure,
+    NoSpaceError,
+    OffloadError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeout,
+    whole_number,
+)
 
-FIELDS = {"operation": "write", "path": "/local_nvme/rank0.slab", "offset": 3 << 29, "nbytes": 4 << 20, "done": 1258291}
+FIELDS = {
+    "operation": "write",
+    "path": "/local_nvme/rank0.slab",
+    "offset": 3 << 29,
+    "nbytes": 4 << 20,
+    "done": 1258291,
+}
 TRANSFER_ERRORS = [
     IOFailure(errno.EIO, "Input/output error", **FIELDS),  # type: ignore[arg-type]
     NoSpaceError(errno.ENOSPC, "No space left on device", **FIELDS),  # type: ignore[arg-type]
@@ -33,25 +51,35 @@ TRANSFER_ERRORS = [
         (NoSpaceError, IOFailure),
     ],
 )
-def test_every_error_is_an_offload_error_and_the_builtin_that_callers_expect(kind: type[Exception], also: type[Exception]) -> None:
+def test_every_error_is_an_offload_error_and_the_builtin_that_callers_expect(
+    kind: type[Exception], also: type[Exception]
+) -> None:
     assert issubclass(kind, OffloadError)
     assert issubclass(kind, also)
 
 
 def test_a_transfer_error_says_what_where_and_how_far() -> None:
-    assert str(TRANSFER_ERRORS[1]) == "write of 4 MiB at 1.5 GiB in /local_nvme/rank0.slab: No space left on device (1.2 MiB done)"
+    assert (
+        str(TRANSFER_ERRORS[1])
+        == "write of 4 MiB at 1.5 GiB in /local_nvme/rank0.slab: No space left on device (1.2 MiB done)"
+    )
 
 
 @pytest.mark.parametrize("error", TRANSFER_ERRORS, ids=lambda error: type(error).__name__)
 def test_the_repr_of_a_transfer_error_makes_it_again(error: IOFailure) -> None:
     again = eval(repr(error))
     assert type(again) is type(error)
-    assert {**vars(again), "errno": getattr(again, "errno", None)} == {**vars(error), "errno": getattr(error, "errno", None)}
+    assert {**vars(again), "errno": getattr(again, "errno", None)} == {
+        **vars(error),
+        "errno": getattr(error, "errno", None),
+    }
     assert again.reason in repr(error)
 
 
 def test_the_repr_of_an_io_failure_begins_as_that_of_an_os_error() -> None:
-    assert repr(TRANSFER_ERRORS[0]).startswith("IOFailure(5, 'Input/output error', operation='write', path='/local_nvme/rank0.slab', offset=1610612736, ")
+    assert repr(TRANSFER_ERRORS[0]).startswith(
+        "IOFailure(5, 'Input/output error', operation='write', path='/local_nvme/rank0.slab', offset=1610612736, "
+    )
 
 
 @pytest.mark.parametrize("value", [0, 1, (1 << 63) - 1, np.int64(7), True])
@@ -60,7 +88,16 @@ def test_a_whole_number_is_an_int(value: int) -> None:
     assert type(whole_number("size", value)) in (int, bool)
 
 
-@pytest.mark.parametrize(("value", "said"), [(-1, "from 0"), (1 << 63, "from 0"), (1.0, "whole number"), ("1", "whole number"), (None, "whole number")])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-1, "from 0"),
+        (1 << 63, "from 0"),
+        (1.0, "whole number"),
+        ("1", "whole number"),
+        (None, "whole number"),
+    ],
+)
 def test_what_no_size_can_be_is_refused_by_name(value: object, said: str) -> None:
     with pytest.raises(UsageError, match=rf"^size must be (a )?{said}.*{re.escape(repr(value))}$"):
         whole_number("size", value)  # type: ignore[arg-type]
@@ -74,11 +111,19 @@ def test_a_truncated_file_is_no_kernel_failure() -> None:
 def test_an_io_failure_reads_as_an_os_error_does() -> None:
     error = TRANSFER_ERRORS[0]
     assert isinstance(error, OSError)
-    assert (error.errno, error.strerror, error.filename) == (errno.EIO, "Input/output error", "/local_nvme/rank0.slab")
+    assert (error.errno, error.strerror, error.filename) == (
+        errno.EIO,
+        "Input/output error",
+        "/local_nvme/rank0.slab",
+    )
 
 
 @pytest.mark.parametrize("error", TRANSFER_ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("reproduce", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize(
+    "reproduce",
+    [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deepcopy"],
+)
 def test_a_transfer_error_survives_a_process_boundary(error: IOFailure, reproduce: object) -> None:
     again = reproduce(error)  # type: ignore[operator]
     assert type(again) is type(error)
@@ -88,11 +133,23 @@ def test_a_transfer_error_survives_a_process_boundary(error: IOFailure, reproduc
     assert again.reason == error.reason
 
 
-@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EIO, IOFailure), (errno.EFBIG, IOFailure)])
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EDQUOT, NoSpaceError),
+        (errno.EIO, IOFailure),
+        (errno.EFBIG, IOFailure),
+    ],
+)
 def test_the_error_number_makes_the_class(code, kind):
     made = IOFailure(code, "reason", **FIELDS)
     told = IOFailure.of(OSError(code, "reason"), **FIELDS)
-    assert (type(made), made.errno, made.reason) == (type(told), told.errno, told.reason) == (kind, code, "reason")
+    assert (
+        (type(made), made.errno, made.reason)
+        == (type(told), told.errno, told.reason)
+        == (kind, code, "reason")
+    )
     again = pickle.loads(pickle.dumps(made))
     assert (type(again), repr(again)) == (kind, repr(made))
 

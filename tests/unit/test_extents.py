@@ -22,7 +22,14 @@ def test_the_smallest_hole_that_fits_is_taken_and_the_first_of_equals():
     for offset in (0, 31, 42, 63):  # holes of 30, 10, 20 and 10, and one of 26 at the end
         extents.free(offset)
     assert extents.largest_free_bytes == 30
-    assert [extents.allocate(nbytes) for nbytes in (10, 9, 20, 26, 27, 27)] == [31, 63, 42, 74, 0, None]
+    assert [extents.allocate(nbytes) for nbytes in (10, 9, 20, 26, 27, 27)] == [
+        31,
+        63,
+        42,
+        74,
+        0,
+        None,
+    ]
 
 
 def test_a_freed_extent_joins_the_holes_on_both_sides():
@@ -65,7 +72,9 @@ def test_an_extent_of_nothing_is_refused(nbytes):
     assert extents.used_bytes == 0
 
 
-@pytest.mark.parametrize(("nbytes", "granule"), [(4097, 4096), (-4096, 4096), (4096, 0), (4096, -1)])
+@pytest.mark.parametrize(
+    ("nbytes", "granule"), [(4097, 4096), (-4096, 4096), (4096, 0), (4096, -1)]
+)
 def test_a_range_that_is_not_whole_granules_is_refused(nbytes, granule):
     with pytest.raises(UsageError):
         Extents(nbytes, granule)

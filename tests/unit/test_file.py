@@ -32,7 +32,9 @@ def on_disk(path: Path) -> Bytes:
 
 
 @pytest.mark.every_filesystem
-def test_a_size_is_there_from_the_start(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_size_is_there_from_the_start(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     size = 5_000_001
     with engine.open(path, "rw", size=size) as file:
@@ -47,7 +49,9 @@ def test_a_size_is_there_from_the_start(engine: Engine, directory: Path, random_
 
 
 @pytest.mark.every_filesystem
-def test_direct_means_direct(configure: Configure, directory: Path, filesystem: str, random_bytes: RandomBytes) -> None:
+def test_direct_means_direct(
+    configure: Configure, directory: Path, filesystem: str, random_bytes: RandomBytes
+) -> None:
     settings = configure()
     with Engine(settings) as engine, engine.open(directory / "data", "rw", size=1 << 20) as file:
         assert file.direct == (settings.direct is True)
@@ -58,18 +62,27 @@ def test_direct_means_direct(configure: Configure, directory: Path, filesystem: 
             assert file.offset_alignment == 4096
         if filesystem in {"ext4", "xfs"}:
             assert file.offset_alignment == 512
-        # The kernel itself agrees: at its smallest, the alignment that is promised is one that it takes.
+        # The kernel itself agrees: at its smallest, the alignment that is promised is one that it
+        # takes.
         data = random_bytes(file.offset_alignment)
         engine.write(data, file, file.offset_alignment).wait(SECONDS)
         assert_array_equal(on_disk(directory / "data")[file.offset_alignment :][: data.size], data)
 
 
-def test_a_filesystem_without_direct_io_is_refused_unless_asked_for(backend: str, mounted: Callable[[str], Path], random_bytes: RandomBytes) -> None:
+def test_a_filesystem_without_direct_io_is_refused_unless_asked_for(
+    backend: str, mounted: Callable[[str], Path], random_bytes: RandomBytes
+) -> None:
     path = mounted("tmpfs") / f"direct-{backend}"
-    with Engine(AioConfig(backend=backend, direct=True)) as engine, pytest.raises(UnsupportedError, match="direct"):
+    with (
+        Engine(AioConfig(backend=backend, direct=True)) as engine,
+        pytest.raises(UnsupportedError, match="direct"),
+    ):
         engine.open(path, "rw")
     data = random_bytes(100_001)
-    for config in (AioConfig(backend=backend, direct="auto"), AioConfig(backend=backend, direct=False)):
+    for config in (
+        AioConfig(backend=backend, direct="auto"),
+        AioConfig(backend=backend, direct=False),
+    ):
         with Engine(config) as engine, engine.open(path, "rw") as file:
             assert not file.direct
             engine.write(data, file, 1).wait(SECONDS)
@@ -77,7 +90,9 @@ def test_a_filesystem_without_direct_io_is_refused_unless_asked_for(backend: str
         path.unlink()
 
 
-def test_the_page_cache_is_used_where_that_is_asked_for(configure: Configure, directory: Path, random_bytes: RandomBytes) -> None:
+def test_the_page_cache_is_used_where_that_is_asked_for(
+    configure: Configure, directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(100_001)
     with Engine(configure(direct=False)) as engine, engine.open(directory / "data", "rw") as file:
         assert not file.direct
@@ -88,7 +103,9 @@ def test_the_page_cache_is_used_where_that_is_asked_for(configure: Configure, di
 
 
 @pytest.mark.parametrize("mode", ["w", "rw"])
-def test_opening_never_truncates(engine: Engine, directory: Path, random_bytes: RandomBytes, mode: str) -> None:
+def test_opening_never_truncates(
+    engine: Engine, directory: Path, random_bytes: RandomBytes, mode: str
+) -> None:
     path = directory / "data"
     model = random_bytes(10_000)
     model.tofile(path)
@@ -159,8 +176,12 @@ def test_a_size_that_no_file_has_is_refused(engine: Engine, directory: Path, siz
         engine.open_anonymous(directory, size)
 
 
-@pytest.mark.parametrize("name", ["plain", "with space", "ünïcode", "not utf-8 \udcff", "new\nline", "%s{}"])
-def test_paths_of_every_kind(engine: Engine, directory: Path, random_bytes: RandomBytes, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["plain", "with space", "ünïcode", "not utf-8 \udcff", "new\nline", "%s{}"]
+)
+def test_paths_of_every_kind(
+    engine: Engine, directory: Path, random_bytes: RandomBytes, name: str
+) -> None:
     path = directory / name
     data, target = random_bytes(5000), np.zeros(5000, np.uint8)
     engine.write(data, path).wait(SECONDS)
@@ -186,7 +207,11 @@ def test_a_missing_place_is_named(engine: Engine, directory: Path, mode: str) ->
     path = directory / "none" / "data" if "w" in mode else directory / "none"
     with pytest.raises(IOFailure) as caught:
         engine.open(path, mode)
-    assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.ENOENT, "open", str(path))
+    assert (caught.value.errno, caught.value.operation, caught.value.path) == (
+        errno.ENOENT,
+        "open",
+        str(path),
+    )
     assert list(directory.iterdir()) == []
 
 
@@ -194,7 +219,11 @@ def test_reading_a_missing_file_makes_none(engine: Engine, directory: Path) -> N
     path = directory / "none"
     with pytest.raises(IOFailure) as caught:
         engine.read(bytearray(10), path)
-    assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.ENOENT, "open", str(path))
+    assert (caught.value.errno, caught.value.operation, caught.value.path) == (
+        errno.ENOENT,
+        "open",
+        str(path),
+    )
     assert not path.exists()
 
 
@@ -223,14 +252,18 @@ with Engine(AioConfig(backend=backend, direct="auto")) as engine:
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     arguments = [sys.executable, "-c", script, backend, mode, str(fifo)]
-    result = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    result = subprocess.run(
+        arguments, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("refused:")
     assert str(fifo) in result.stdout
 
 
 @pytest.mark.parametrize("mode", ["w", "rw"])
-def test_a_planted_symlink_is_not_written_through(engine: Engine, directory: Path, mode: str) -> None:
+def test_a_planted_symlink_is_not_written_through(
+    engine: Engine, directory: Path, mode: str
+) -> None:
     target, link, dangling = directory / "target", directory / "link", directory / "dangling"
     target.write_bytes(b"someone else's")
     link.symlink_to(target)
@@ -245,7 +278,9 @@ def test_a_planted_symlink_is_not_written_through(engine: Engine, directory: Pat
     assert not (directory / "none").exists()
 
 
-def test_a_symlink_is_read_through(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_symlink_is_read_through(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     data, target = random_bytes(5000), np.zeros(5000, np.uint8)
     data.tofile(directory / "target")
     (directory / "link").symlink_to(directory / "target")
@@ -253,7 +288,9 @@ def test_a_symlink_is_read_through(engine: Engine, directory: Path, random_bytes
     assert_array_equal(target, data)
 
 
-def test_a_symlink_on_the_way_is_followed(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_symlink_on_the_way_is_followed(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     (directory / "real").mkdir()
     (directory / "link").symlink_to(directory / "real")
     data = random_bytes(5000)
@@ -262,7 +299,9 @@ def test_a_symlink_on_the_way_is_followed(engine: Engine, directory: Path, rando
 
 
 @pytest.mark.every_filesystem
-def test_anonymous_files_have_no_name_and_their_own_bytes(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_anonymous_files_have_no_name_and_their_own_bytes(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     datas = [random_bytes(300_001) for _ in range(3)]
     files = [engine.open_anonymous(directory, data.size) for data in datas]
     assert list(directory.iterdir()) == []
@@ -290,7 +329,9 @@ def test_anonymous_files_need_a_directory(engine: Engine, directory: Path) -> No
 
 
 @pytest.mark.every_filesystem
-def test_syncing_leaves_the_bytes(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_syncing_leaves_the_bytes(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(100_001)
     with engine.open(path, "rw") as file:
@@ -300,14 +341,21 @@ def test_syncing_leaves_the_bytes(engine: Engine, directory: Path, random_bytes:
         assert file.size == 100_004
 
 
-def test_a_closed_file_finishes_what_was_asked_and_takes_no_more(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_closed_file_finishes_what_was_asked_and_takes_no_more(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path = directory / "data"
     data = random_bytes(16 << 20)
     file = engine.open(path, "rw")
     ticket = engine.write(data, file)
     file.close()
     file.close()
-    for call in (lambda: engine.write(data, file), lambda: engine.read(data, file), file.sync, lambda: file.size):
+    for call in (
+        lambda: engine.write(data, file),
+        lambda: engine.read(data, file),
+        file.sync,
+        lambda: file.size,
+    ):
         with pytest.raises(UsageError):
             call()
     assert ticket.wait(SECONDS) == data.size
@@ -322,13 +370,16 @@ def test_the_end_of_with_closes(engine: Engine, directory: Path) -> None:
     assert (directory / "data").read_bytes() == b"data"
 
 
-def test_a_file_that_is_renamed_or_unlinked_is_still_the_one_that_was_opened(engine: Engine, directory: Path, random_bytes: RandomBytes) -> None:
+def test_a_file_that_is_renamed_or_unlinked_is_still_the_one_that_was_opened(
+    engine: Engine, directory: Path, random_bytes: RandomBytes
+) -> None:
     path, moved = directory / "data", directory / "moved"
     data, target = random_bytes(50_001), np.zeros(50_001, np.uint8)
     with engine.open(path, "rw") as file:
         path.rename(moved)
         path.write_bytes(b"another")
-        engine.write(data, file, 1).wait(SECONDS)  # odd, so that it also goes by the way of unaligned bytes
+        # odd, so that it also goes by the way of unaligned bytes
+        engine.write(data, file, 1).wait(SECONDS)
         assert_array_equal(on_disk(moved)[1:], data)
         moved.unlink()
         engine.read(target, file, 1).wait(SECONDS)

@@ -15,7 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "nvme_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# The parts of the package, each a module or a folder right under it, with the parts that it may import besides itself.
+# The parts of the package, each a module or a folder right under it, with the parts that it may
+# import besides itself.
 LEAVES = {"errors", "units"}
 HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
@@ -40,10 +41,17 @@ MAY_IMPORT = {
 }
 # What needs the standard library alone, but for this package.
 PURE = sorted({"errors", "units", "files", "hardware", "ds_config", "planning"})
-PURE_MODULES = {"io/extents.py", "swap/access_order.py", "swap/arena.py", "swap/drive_use.py", "swap/value_states.py"}
+PURE_MODULES = {
+    "io/extents.py",
+    "swap/access_order.py",
+    "swap/arena.py",
+    "swap/drive_use.py",
+    "swap/value_states.py",
+}
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
 LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
-# Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at the first use of `NVMeOptimizer`.
+# Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
+# the first use of `NVMeOptimizer`.
 _ZERO3 = (
     "agreement",
     "archive",
@@ -58,7 +66,9 @@ _ZERO3 = (
     "states",
     "working_weights",
 )
-ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")}
+ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
+    f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
+}
 ON_FIRST_USE |= {"optimizer_states/traits.py", "optimizer_states/tree.py"}
 
 
@@ -79,11 +89,16 @@ class Import:
 
 
 def imports_of(source: str, module: str) -> Iterator[Import]:
-    """Every import in *source*, the text of *module* ("nvme_offload.sweep.cli"), except those made for type checkers only."""
+    """Every import in *source*, the text of *module* ("nvme_offload.sweep.cli"), except those made
+    for type checkers only.
+    """
     package = module.split(".")[:-1]
 
     def walk(node: ast.AST, when_loaded: bool) -> Iterator[Import]:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             return
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -109,7 +124,9 @@ def imports_in(path: Path) -> list[Import]:
     return list(imports_of(path.read_text(encoding="utf-8"), module))
 
 
-each_module = pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in MODULES])
+each_module = pytest.mark.parametrize(
+    "path", [pytest.param(path, id=str(path.relative_to(PACKAGE))) for path in MODULES]
+)
 
 
 @each_module
@@ -118,7 +135,11 @@ def test_a_part_imports_only_the_parts_that_it_may(path):
     assert part in MAY_IMPORT, f"{part} is new: give it a row in MAY_IMPORT"
     # The package itself is its version, which everyone may ask for.
     allowed = MAY_IMPORT[part] | {part, "__init__", "__version__"}
-    assert [found for found in imports_in(path) if found.root == "nvme_offload" and found.part not in allowed] == []
+    assert [
+        found
+        for found in imports_in(path)
+        if found.root == "nvme_offload" and found.part not in allowed
+    ] == []
 
 
 @each_module
@@ -130,25 +151,54 @@ def test_what_is_slow_is_imported_where_it_is_used(path):
 def test_no_part_imports_itself_by_way_of_others():
     used = {part: set() for part in MAY_IMPORT}
     for path in MODULES:
-        used[part_of(path)] |= {found.part for found in imports_in(path) if found.root == "nvme_offload"} - {part_of(path), "__init__", "__version__"}
-    assert list(graphlib.TopologicalSorter(used).static_order())  # or it raises a CycleError with the circle
+        used[part_of(path)] |= {
+            found.part for found in imports_in(path) if found.root == "nvme_offload"
+        } - {part_of(path), "__init__", "__version__"}
+    # or it raises a CycleError with the circle
+    assert list(graphlib.TopologicalSorter(used).static_order())
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in PURE or str(path.relative_to(PACKAGE)) in PURE_MODULES], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in MODULES
+        if part_of(path) in PURE or str(path.relative_to(PACKAGE)) in PURE_MODULES
+    ],
+    ids=str,
+)
 def test_a_pure_module_needs_only_the_standard_library(path):
-    assert [found for found in imports_in(path) if found.root not in {"nvme_offload", *sys.stdlib_module_names}] == []
+    assert [
+        found
+        for found in imports_in(path)
+        if found.root not in {"nvme_offload", *sys.stdlib_module_names}
+    ] == []
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) == "sweep"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if part_of(path) == "sweep"], ids=lambda path: path.name
+)
 def test_the_sweep_never_needs_torch(path):
     # Nodes talk by torch's store, under a launcher that torch or DeepSpeed brought.
-    assert [found for found in imports_in(path) if found.root == "torch" and path.name != "launcher.py"] == []
+    assert [
+        found for found in imports_in(path) if found.root == "torch" and path.name != "launcher.py"
+    ] == []
 
 
-@pytest.mark.parametrize("module", ["nvme_offload", "nvme_offload.commands.cli", "nvme_offload.planning.plan", "nvme_offload.sweep.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "nvme_offload",
+        "nvme_offload.commands.cli",
+        "nvme_offload.planning.plan",
+        "nvme_offload.sweep.cli",
+    ],
+)
 def test_loading_stays_light(module):
     code = f"import {module}, sys; print(*sorted({{'torch', 'pandas', 'matplotlib', 'numpy', 'deepspeed'}} & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert loaded.split() == []
 
 
@@ -175,4 +225,6 @@ def draw():
         ("nvme_offload.drive", True),
         ("matplotlib.pyplot", False),
     ]
-    assert [Import(name, 1, True).part for name in ("nvme_offload", "nvme_offload.engine.Engine")] == ["__init__", "engine"]
+    assert [
+        Import(name, 1, True).part for name in ("nvme_offload", "nvme_offload.engine.Engine")
+    ] == ["__init__", "engine"]

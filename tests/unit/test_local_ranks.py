@@ -6,7 +6,14 @@ import pytest
 
 from nvme_offload.swap import tier
 
-NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE")
+NAMES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+    "WORLD_SIZE",
+)
 
 
 @pytest.mark.parametrize(
@@ -19,8 +26,15 @@ NAMES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LO
         pytest.param({"WORLD_SIZE": "2"}, 8, 2, id="lightning on one machine"),
         pytest.param({"WORLD_SIZE": "16"}, 8, 8, id="lightning on two machines"),
         pytest.param({"WORLD_SIZE": "2"}, 0, 2, id="lightning without a GPU"),
-        pytest.param({"WORLD_SIZE": "16", "SLURM_NTASKS_PER_NODE": "8"}, 1, 8, id="lightning in Slurm, where each sees its own GPU"),
-        pytest.param({"SLURM_NTASKS_PER_NODE": "8"}, 8, 1, id="one process in an allocation of Slurm"),
+        pytest.param(
+            {"WORLD_SIZE": "16", "SLURM_NTASKS_PER_NODE": "8"},
+            1,
+            8,
+            id="lightning in Slurm, where each sees its own GPU",
+        ),
+        pytest.param(
+            {"SLURM_NTASKS_PER_NODE": "8"}, 8, 1, id="one process in an allocation of Slurm"
+        ),
     ],
 )
 def test_what_launchers_tell(monkeypatch, environment, gpus, ranks):

@@ -14,7 +14,10 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    write(tmp_path / "proc/meminfo", f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\n")
+    write(
+        tmp_path / "proc/meminfo",
+        f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\n",
+    )
     return tmp_path
 
 
@@ -65,14 +68,19 @@ def test_the_limit_of_a_group_above(root):
 
 
 def test_pages_of_files_that_were_read_are_free(root):
-    """A data set that was read fills a group up to its limit, and the kernel takes those pages first."""
+    """A data set that was read fills a group up to its limit, and the kernel takes those pages
+    first.
+    """
     member(root, "0::/job\n")
     v2(root, "job", 8 * GIB, 8 * GIB, inactive_file=5 * GIB)
     assert available_bytes(root) == 5 * GIB
 
 
 def test_a_limit_of_v1_beside_v2(root):
-    member(root, "9:name=systemd:/docker/1\n5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/system.slice\n")
+    member(
+        root,
+        "9:name=systemd:/docker/1\n5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/system.slice\n",
+    )
     v1(root, "docker/1", 4 * GIB, 3 * GIB, inactive_file=2 * GIB)
     v1(root, "", UNLIMITED_V1, 20 * GIB)
     assert available_bytes(root) == 3 * GIB

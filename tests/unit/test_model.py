@@ -14,8 +14,16 @@ from nvme_offload.planning.model import of_config, of_count, of_module
 # Published models: their parameters, as transformers counts them too.
 
 
-def gated(kind: str, hidden: int, layers: int, heads: int, inner: int, vocabulary: int, **others: Any) -> dict[str, Any]:
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": inner, "vocab_size": vocabulary}
+def gated(
+    kind: str, hidden: int, layers: int, heads: int, inner: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
     return {"model_type": kind, **shape, **others}
 
 
@@ -26,17 +34,56 @@ PUBLISHED: list[tuple[int, dict[str, Any]]] = [
     (7_241_732_096, gated("mistral", 4096, 32, 32, 14336, 32000)),
     (46_702_792_704, gated("mixtral", 4096, 32, 32, 14336, 32000)),
     (7_615_616_512, gated("qwen2", 3584, 28, 28, 18944, 152064, num_key_value_heads=4)),
-    (8_190_735_360, gated("qwen3", 4096, 36, 32, 12288, 151936, num_key_value_heads=8, head_dim=128, attention_bias=False)),
+    (
+        8_190_735_360,
+        gated(
+            "qwen3",
+            4096,
+            36,
+            32,
+            12288,
+            151936,
+            num_key_value_heads=8,
+            head_dim=128,
+            attention_bias=False,
+        ),
+    ),
     (2_506_172_416, gated("gemma", 2048, 18, 8, 16384, 256000, num_key_value_heads=1)),
     (3_821_079_552, gated("phi3", 3072, 32, 32, 8192, 32064)),
-    (124_439_808, {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}),
-    (1_315_758_080, {"model_type": "opt", "hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "vocab_size": 50272}),
-    (20_554_567_680, {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "intermediate_size": 24576, "vocab_size": 50432}),
-    (7_069_016_064, {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "vocab_size": 250880}),
+    (
+        124_439_808,
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257},
+    ),
+    (
+        1_315_758_080,
+        {
+            "model_type": "opt",
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "ffn_dim": 8192,
+            "vocab_size": 50272,
+        },
+    ),
+    (
+        20_554_567_680,
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 6144,
+            "num_hidden_layers": 44,
+            "intermediate_size": 24576,
+            "vocab_size": 50432,
+        },
+    ),
+    (
+        7_069_016_064,
+        {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "vocab_size": 250880},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("parameters", "config"), PUBLISHED, ids=[config["model_type"] for _, config in PUBLISHED])
+@pytest.mark.parametrize(
+    ("parameters", "config"), PUBLISHED, ids=[config["model_type"] for _, config in PUBLISHED]
+)
 def test_a_config_tells_the_published_number_of_parameters(tmp_path, parameters, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = of_config(tmp_path)
@@ -72,11 +119,31 @@ def test_a_config_that_is_not_there_is_refused(tmp_path):
 
 def test_an_unknown_family_is_built_by_who_can(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "own"}')
-    found = of_config(tmp_path, lambda path, family: torch.nn.Linear(3, 5) if (path.name, family) == ("config.json", "own") else None)
-    assert (found.parameters, found.largest_layer, found.largest_parameter, found.source) == (20, 20, 15, str(tmp_path / "config.json"))
+    found = of_config(
+        tmp_path,
+        lambda path, family: (
+            torch.nn.Linear(3, 5) if (path.name, family) == ("config.json", "own") else None
+        ),
+    )
+    assert (found.parameters, found.largest_layer, found.largest_parameter, found.source) == (
+        20,
+        20,
+        15,
+        str(tmp_path / "config.json"),
+    )
 
 
-@pytest.mark.parametrize(("text", "count"), [("7B", 7e9), ("1.5b", 1.5e9), ("350M", 350e6), ("1300000000", 1.3e9), (" 2 T ", 2e12), ("100", 100)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7B", 7e9),
+        ("1.5b", 1.5e9),
+        ("350M", 350e6),
+        ("1300000000", 1.3e9),
+        (" 2 T ", 2e12),
+        ("100", 100),
+    ],
+)
 def test_a_count_is_read_and_given_a_usual_shape(text, count):
     found = of_count(text)
     assert (found.parameters, found.assumed) == (count, True)
@@ -95,10 +162,18 @@ def test_what_is_no_count_is_refused(text):
 
 
 def test_a_module_is_counted_with_what_it_shares_once():
-    embedding, head = torch.nn.Embedding(10, 4, device="meta"), torch.nn.Linear(4, 10, bias=False, device="meta")
+    embedding, head = (
+        torch.nn.Embedding(10, 4, device="meta"),
+        torch.nn.Linear(4, 10, bias=False, device="meta"),
+    )
     head.weight = embedding.weight
     found = of_module(torch.nn.Sequential(embedding, torch.nn.Linear(4, 4, device="meta"), head))
-    assert (found.parameters, found.largest_layer, found.largest_parameter, found.source) == (60, 40, 40, "Sequential")
+    assert (found.parameters, found.largest_layer, found.largest_parameter, found.source) == (
+        60,
+        40,
+        40,
+        "Sequential",
+    )
 
 
 def test_a_module_partitioned_by_zero3_is_counted_whole():

@@ -1,4 +1,6 @@
-"""The store that moves no byte: it takes a drive's time, and neither its room nor anybody's memory."""
+"""The store that moves no byte: it takes a drive's time, and neither its room nor anybody's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_no_byte_is_moved_and_every_one_is_counted() -> None:
 
 
 def test_transfers_take_no_less_than_the_speeds_say() -> None:
-    """In either direction, and both at once share the drive; how much longer they take is this machine's business."""
+    """In either direction, and both at once share the drive; how much longer they take is this
+    machine's business.
+    """
     read_speed, write_speed = 2e9, 4e9
     with NullStore(read_speed, write_speed) as store:
         memory = np.zeros(64 * MIB, np.uint8)
@@ -43,7 +47,8 @@ def test_transfers_take_no_less_than_the_speeds_say() -> None:
             ticket.wait(SECONDS)
         stats = store.engine.stats()
         longest = max(stats.read.busy_seconds, stats.write.busy_seconds - written.busy_seconds)
-        assert longest >= memory.size / read_speed  # the slower one, with a part of the other in between
+        # the slower one, with a part of the other in between
+        assert longest >= memory.size / read_speed
         assert longest >= 0.9 * memory.size * (1 / read_speed + 1 / write_speed)
 
 

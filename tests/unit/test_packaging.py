@@ -1,4 +1,6 @@
-"""What a newcomer meets: the README's commands, the set-up behind them, and the build's one line where a header is missing."""
+"""What a newcomer meets: the README's commands, the set-up behind them, and the build's one line
+where a header is missing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ ROOT = Path(__file__).parents[2]
 
 def quick_start_commands() -> list[tuple[str, str]]:
     """The fenced blocks under "Quick start", each as (language, text)."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Quick start\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .split("\n## Quick start\n")[1]
+        .split("\n## ")[0]
+    )
     return re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
@@ -33,9 +40,13 @@ def test_the_quick_start_is_two_shell_commands():
 
 @pytest.fixture
 def small_project(tmp_path):
-    """A project with our .ci/run, a README of its own, and a Makefile that says what it is asked for."""
+    """A project with our .ci/run, a README of its own, and a Makefile that says what it is asked
+    for.
+    """
     (tmp_path / ".ci").mkdir()
-    (tmp_path / "Makefile").write_text("test-slow:\n\t@echo slow $(ARGS)\n\ntest-portable:\n\t@echo portable $(ARGS)\n")
+    (tmp_path / "Makefile").write_text(
+        "test-slow:\n\t@echo slow $(ARGS)\n\ntest-portable:\n\t@echo portable $(ARGS)\n"
+    )
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
 
     def write(second_command: str) -> Path:
@@ -48,9 +59,17 @@ def small_project(tmp_path):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_that_fails(small_project, code):
+def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_that_fails(
+    small_project, code
+):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run([small_project(f"pwd\n(exit {code})")], capture_output=True, text=True, cwd="/", env=environment)
+    done = subprocess.run(
+        [small_project(f"pwd\n(exit {code})")],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=environment,
+    )
     assert (done.returncode, done.stderr) == (code, "")
     place, *rest = done.stdout.splitlines()
     assert Path(place).samefile(small_project("").parents[1])
@@ -64,11 +83,21 @@ def test_ci_stops_at_the_first_failure_of_the_command(small_project):
 
 def test_ci_says_when_there_is_no_command(small_project):
     done = subprocess.run([small_project("")], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "README.md has no second command under 'Quick start'\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "README.md has no second command under 'Quick start'\n",
+    )
 
 
 def test_bare_make_lists_every_target():
-    listing = subprocess.run(["make"], capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "MAKEFLAGS": ""}).stdout
+    listing = subprocess.run(
+        ["make"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": ""},
+    ).stdout
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert re.findall(r"^  make (\S+) +\S", listing, re.MULTILINE) == phony
 
@@ -89,46 +118,90 @@ def compiler_without(tmp_path):
 @pytest.mark.parametrize(
     ("header", "line"),
     [
-        ("libaio.h", "nvme-offload: libaio.h not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"),
-        ("string", "nvme-offload: no working C++ compiler; install g++ (Debian, Ubuntu) or gcc-c++ (Fedora, RHEL), or set CXX"),
+        (
+            "libaio.h",
+            "nvme-offload: libaio.h not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)",
+        ),
+        (
+            "string",
+            "nvme-offload: no working C++ compiler; install g++ (Debian, Ubuntu) or gcc-c++ (Fedora, RHEL), or set CXX",
+        ),
     ],
 )
 def test_a_build_without_what_it_needs_ends_in_one_line(compiler_without, header, line):
     pytest.importorskip("setuptools", reason="setuptools is not installed in this environment")
     environment = {**os.environ, "CXX": compiler_without(header)}
-    done = subprocess.run([sys.executable, "setup.py", "build_ext"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line + "\n")
 
 
 def test_set_up_leaves_the_users_torch_alone(tmp_path):
     """.venv sees a torch that the user's environment has, and pip is not asked for another."""
     venv.create(tmp_path / "mine")
-    packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "mine"), "platbase": str(tmp_path / "mine")})
+    packages = sysconfig.get_path(
+        "purelib", vars={"base": str(tmp_path / "mine"), "platbase": str(tmp_path / "mine")}
+    )
     (Path(packages) / "torch.py").write_text("mine = True\n")
     project = tmp_path / "project"
-    for name in ("tools/setup-env", "pyproject.toml", "setup.py", "nvme_offload/__init__.py", "aio/module.cpp"):
+    for name in (
+        "tools/setup-env",
+        "pyproject.toml",
+        "setup.py",
+        "nvme_offload/__init__.py",
+        "aio/module.cpp",
+    ):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, project / name)
 
-    # Without an index pip cannot go on to build the package: the set-up ends there, after torch was decided on.
+    # Without an index pip cannot go on to build the package: the set-up ends there, after torch was
+    # decided on.
     environment = {**os.environ, "PYTHON": str(tmp_path / "mine/bin/python"), "PIP_NO_INDEX": "1"}
-    environment = {name: value for name, value in environment.items() if name not in ("PIP_FIND_LINKS", "TORCH")}
-    done = subprocess.run([project / "tools/setup-env"], capture_output=True, text=True, env=environment)
+    environment = {
+        name: value
+        for name, value in environment.items()
+        if name not in ("PIP_FIND_LINKS", "TORCH")
+    }
+    done = subprocess.run(
+        [project / "tools/setup-env"], capture_output=True, text=True, env=environment
+    )
 
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]
-    assert said[-2:] == [f"setup: using the torch of {tmp_path}/mine/bin/python", "setup: building nvme-offload"]
-    seen = subprocess.run([project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"], capture_output=True, text=True, check=True)
+    assert said[-2:] == [
+        f"setup: using the torch of {tmp_path}/mine/bin/python",
+        "setup: building nvme-offload",
+    ]
+    seen = subprocess.run(
+        [project / ".venv/bin/python", "-c", "import torch; print(torch.__file__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert seen.stdout == f"{packages}/torch.py\n"
 
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """What `make wheel` builds, for this Python; it tries the wheel by itself, without compilers, on the libraries that the wheel carries."""
+    """What `make wheel` builds, for this Python; it tries the wheel by itself, without compilers,
+    on the libraries that the wheel carries.
+    """
     for module in ("build", "ziglang", "auditwheel", "pybind11", "setuptools"):
         pytest.importorskip(module, reason=f"{module} is not installed here")
     into = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, ROOT / "tools" / "build_wheels.py", "--no-isolation", "--into", into, sys.executable]
+    command = [
+        sys.executable,
+        ROOT / "tools" / "build_wheels.py",
+        "--no-isolation",
+        "--into",
+        into,
+        sys.executable,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if "not found below" in done.stderr:
         pytest.skip(done.stderr.strip())
@@ -144,34 +217,63 @@ def test_a_portable_wheel_carries_libraries_and_licences(distributions):
     assert re.fullmatch(r"nvme_offload-.*[-.]manylinux_2_\d+_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (extension,) = (archive.read(name) for name in names if re.match(r"nvme_offload/_aio\..*\.so", name))
+        (extension,) = (
+            archive.read(name) for name in names if re.match(r"nvme_offload/_aio\..*\.so", name)
+        )
         (record,) = (name for name in names if name.endswith("THIRD-PARTY.txt"))
         told = archive.read(record).decode()
-    assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", extension)) <= 28  # RHEL 8, and torch's own wheels
+    # RHEL 8, and torch's own wheels
+    assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", extension)) <= 28
     assert b"GLIBCXX" not in extension
-    carried = [name for name in names if name.startswith("nvme_offload.libs/") and not name.endswith("/")]
+    carried = [
+        name for name in names if name.startswith("nvme_offload.libs/") and not name.endswith("/")
+    ]
     assert sorted(re.sub(r"-.*", "", Path(name).name) for name in carried) == ["libaio", "liburing"]
-    assert all(word in told for word in ("libaio", "LGPL-2.1-or-later", "liburing", "xxHash", "pybind11"))
+    assert all(
+        word in told for word in ("libaio", "LGPL-2.1-or-later", "liburing", "xxHash", "pybind11")
+    )
     assert any(name.endswith("licenses/LGPL-2.1.txt") for name in names)
-    assert {"nvme_offload/_aio.pyi", "nvme_offload/py.typed", "nvme_offload/report/templates/report.html.j2"} <= set(names)
+    assert {
+        "nvme_offload/_aio.pyi",
+        "nvme_offload/py.typed",
+        "nvme_offload/report/templates/report.html.j2",
+    } <= set(names)
     assert not any(name.startswith(("tests/", "sweeps/", "tools/")) for name in names)
 
 
 @pytest.mark.slow
 def test_a_portable_wheel_lets_the_interpreter_end(distributions, tmp_path):
-    """Its C++ library is another than the build in place has, and so is what becomes of threads that wait at the end."""
+    """Its C++ library is another than the build in place has, and so is what becomes of threads
+    that wait at the end.
+    """
     wheel, _ = distributions
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     tests = [ROOT / "tests" / "unit" / "test_engine_lifetime.py", "-k", "stalls or ctrl_c_ended"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_a_wheel_for_another_machine_wants_its_headers(tmp_path):
     pytest.importorskip("ziglang", reason="ziglang is not installed here")
-    command = [sys.executable, ROOT / "tools" / "build_wheels.py", "--machine", "aarch64", "--sysroot", tmp_path, "--into", tmp_path / "dist", sys.executable]
+    command = [
+        sys.executable,
+        ROOT / "tools" / "build_wheels.py",
+        "--machine",
+        "aarch64",
+        "--sysroot",
+        tmp_path,
+        "--into",
+        tmp_path / "dist",
+        sys.executable,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"wheels: libaio.h not found below {tmp_path};")
@@ -187,7 +289,9 @@ def test_the_source_distribution_has_what_git_has(distributions):
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     left_out = {".gitignore", ".pre-commit-config.yaml"}
-    assert {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()} - left_out <= packed
+    assert {
+        name for name in tracked.stdout.splitlines() if (ROOT / name).exists()
+    } - left_out <= packed
 
 
 def test_the_installed_package_says_what_it_is():

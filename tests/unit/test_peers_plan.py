@@ -32,19 +32,35 @@ def write(directory: Path, text: str) -> Path:
 
 
 def test_a_case_is_every_combination(tmp_path: Path) -> None:
-    plan = read_plan(write(tmp_path, CASE + 'footprint = "8MiB"\npasses = 3\nopponent = {block_size = "64KiB", thread_count = 2}\nspeed_target = 0.9\n'))
+    plan = read_plan(
+        write(
+            tmp_path,
+            CASE
+            + 'footprint = "8MiB"\npasses = 3\nopponent = {block_size = "64KiB", thread_count = 2}\nspeed_target = 0.9\n',
+        )
+    )
     (case,) = plan.cases
     assert (plan.rounds, plan.round_trips, case.speed_target, case.cpu_target) == (2, 10, 0.9, None)
     first = Job("read", "libaio", 1 << 20, 4, 1, "huge", 8 << 20, 4 << 20, 8, 3)
     assert case.contests[0].jobs[0] == first
-    assert [(contest.jobs[0].direction, contest.jobs[0].block_size, contest.jobs[0].queue_depth) for contest in case.contests] == [
+    assert [
+        (contest.jobs[0].direction, contest.jobs[0].block_size, contest.jobs[0].queue_depth)
+        for contest in case.contests
+    ] == [
         ("read", 1 << 20, 4),
         ("read", 128 << 10, 16),
         ("mixed", 1 << 20, 4),
         ("mixed", 128 << 10, 16),
     ]
-    assert {(contest.jobs[1].block_size, contest.jobs[1].thread_count) for contest in case.contests} == {(64 << 10, 2)}
-    assert [contest.jobs[0].nbytes for contest in case.contests] == [96 << 20, 96 << 20, 192 << 20, 192 << 20]
+    assert {
+        (contest.jobs[1].block_size, contest.jobs[1].thread_count) for contest in case.contests
+    } == {(64 << 10, 2)}
+    assert [contest.jobs[0].nbytes for contest in case.contests] == [
+        96 << 20,
+        96 << 20,
+        192 << 20,
+        192 << 20,
+    ]
 
 
 def test_all_memory_is_used_unless_a_footprint_is_given(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ CONTEST = Contest(("ours", "fio"), (JOB, JOB), None)
 def rounds(*seconds: tuple[float, float]) -> list[Round]:
     made = []
     for number, (first, second) in enumerate(seconds):
-        sides = (Measurement(GIB, first, 0.2 * first, (1e-5, 3e-5)), Measurement(GIB, second, 0.1 * second))
+        sides = (
+            Measurement(GIB, first, 0.2 * first, (1e-5, 3e-5)),
+            Measurement(GIB, second, 0.1 * second),
+        )
         made.append(Round(number, number % 2, float(number), sides))
     return made
 
@@ -26,7 +29,14 @@ def rounds(*seconds: tuple[float, float]) -> list[Round]:
 def results(held: list[Round], speed_target: float | None = 0.97) -> Results:
     case = Case("One request", (CONTEST,), speed_target, 1.1)
     latencies = [Latencies("libaio", "/drive", [20e-6] * 3, [30e-6] * 3, [36e-6] * 3, [3e-6])]
-    return Results({"kernel": "Linux 6"}, Plan(3, 3, (case,)), {CONTEST: held}, {"deepspeed": "not installed"}, latencies, ["Shared machine."])
+    return Results(
+        {"kernel": "Linux 6"},
+        Plan(3, 3, (case,)),
+        {CONTEST: held},
+        {"deepspeed": "not installed"},
+        latencies,
+        ["Shared machine."],
+    )
 
 
 def test_spread_is_all_of_few_and_the_middle_of_many() -> None:
@@ -70,12 +80,17 @@ def test_report_says_what_was_found_and_where() -> None:
 def test_only_settings_that_vary_have_a_column() -> None:
     text = render(results(rounds((1.0, 1.0)), speed_target=None))
     assert "| ours GB/s | fio GB/s | speed ratio | ours CPU s/GiB |" in text
-    assert "1 request of 1 GiB, read, backend libaio, block 1 MiB, depth 16, threads 1; 1 rounds." in text
+    assert (
+        "1 request of 1 GiB, read, backend libaio, block 1 MiB, depth 16, threads 1; 1 rounds."
+        in text
+    )
 
 
 def test_what_the_other_side_has_instead_is_said() -> None:
     found = results([])
-    uneven = Contest(CONTEST.sides, (JOB, dataclasses.replace(JOB, backend="posix", thread_count=2)), None)
+    uneven = Contest(
+        CONTEST.sides, (JOB, dataclasses.replace(JOB, backend="posix", thread_count=2)), None
+    )
     found.plan = Plan(1, 1, (Case("Uneven", (uneven,), None, None),))
     found.rounds = {uneven: rounds((1.0, 1.0))}
     assert "fio has backend posix, threads 2." in render(found)
@@ -88,7 +103,20 @@ def test_a_case_that_was_not_held_is_said() -> None:
 def test_json_holds_every_run() -> None:
     document = json.loads(json.dumps(as_json(results(rounds((1.0, 1.0), (1.5, 0.5))))))
     held = document["cases"][0]["contests"][0]["rounds"]
-    assert [[side["seconds"] for side in entry["sides"]] for entry in held] == [[1.0, 1.0], [1.5, 0.5]]
+    assert [[side["seconds"] for side in entry["sides"]] for entry in held] == [
+        [1.0, 1.0],
+        [1.5, 0.5],
+    ]
     assert [entry["first"] for entry in held] == [0, 1]
-    assert held[0]["sides"][0]["submit_seconds"] == {"count": 2, "median": 2e-5, "percentile_99": 3e-5, "most": 3e-5}
-    assert document["latencies"][0]["waited"] == {"count": 3, "median": 3.6e-5, "percentile_99": 3.6e-5, "most": 3.6e-5}
+    assert held[0]["sides"][0]["submit_seconds"] == {
+        "count": 2,
+        "median": 2e-5,
+        "percentile_99": 3e-5,
+        "most": 3e-5,
+    }
+    assert document["latencies"][0]["waited"] == {
+        "count": 3,
+        "median": 3.6e-5,
+        "percentile_99": 3.6e-5,
+        "most": 3.6e-5,
+    }

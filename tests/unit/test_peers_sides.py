@@ -18,7 +18,13 @@ MIB = 1 << 20
 
 
 def job(direction: str, **changes: Any) -> Job:
-    settings = {"backend": "libaio", "block_size": 128 << 10, "queue_depth": 8, "thread_count": 1, "memory": "huge"}
+    settings = {
+        "backend": "libaio",
+        "block_size": 128 << 10,
+        "queue_depth": 8,
+        "thread_count": 1,
+        "memory": "huge",
+    }
     sizes = {"footprint_bytes": 4 * MIB, "request_bytes": 4 * MIB, "requests": 1, "passes": 1}
     return Job(**{"direction": direction, **settings, **sizes, **changes})
 
@@ -33,7 +39,13 @@ def rig(tmp_path: Path) -> Any:
 
 def fio_output(job_: Job, milliseconds: dict[str, int], nbytes: int) -> dict[str, Any]:
     entries = [
-        {"jobname": name, name: {"io_bytes": nbytes, "runtime": took}, "usr_cpu": 2.0, "sys_cpu": 8.0, "job_runtime": took}
+        {
+            "jobname": name,
+            name: {"io_bytes": nbytes, "runtime": took},
+            "usr_cpu": 2.0,
+            "sys_cpu": 8.0,
+            "job_runtime": took,
+        }
         for name, took in milliseconds.items()
     ]
     return {"jobs": entries}
@@ -51,9 +63,16 @@ def test_fio_that_moved_too_little_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "jobs", "threads", "depth"),
-    [(job("read"), 1, 1, 8), (job("read", thread_count=4), 1, 4, 8), (job("mixed"), 2, 1, 4), (job("mixed", thread_count=4), 2, 2, 8)],
+    [
+        (job("read"), 1, 1, 8),
+        (job("read", thread_count=4), 1, 4, 8),
+        (job("mixed"), 2, 1, 4),
+        (job("mixed", thread_count=4), 2, 2, 8),
+    ],
 )
-def test_fio_has_as_many_threads_and_blocks_in_flight(rig: Rig, asked: Job, jobs: int, threads: int, depth: int) -> None:
+def test_fio_has_as_many_threads_and_blocks_in_flight(
+    rig: Rig, asked: Job, jobs: int, threads: int, depth: int
+) -> None:
     command = fio.Fio.command(object.__new__(_PlainFio), rig, asked)
     assert (f"--numjobs={threads}" in command, f"--iodepth={depth}" in command) == (True, True)
     assert sum(word.startswith("--name=") for word in command) == jobs

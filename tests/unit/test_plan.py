@@ -1,4 +1,6 @@
-"""What goes where, whether it fits, and what a step takes: beside DeepSpeed's estimates, the scheduler, and steps that were measured."""
+"""What goes where, whether it fits, and what a step takes: beside DeepSpeed's estimates, the
+scheduler, and steps that were measured.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,27 @@ from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
 from nvme_offload.planning.model import Model, of_count
-from nvme_offload.planning.placement import STRATEGIES, World, fewest_bytes, needs, streamed, whole_bytes
-from nvme_offload.planning.plan import Drive, Machine, Plan, Work, activation_bytes, drive_at, ds_config, fastest, plans, this_machine, weights
+from nvme_offload.planning.placement import (
+    STRATEGIES,
+    World,
+    fewest_bytes,
+    needs,
+    streamed,
+    whole_bytes,
+)
+from nvme_offload.planning.plan import (
+    Drive,
+    Machine,
+    Plan,
+    Work,
+    activation_bytes,
+    drive_at,
+    ds_config,
+    fastest,
+    plans,
+    this_machine,
+    weights,
+)
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
@@ -62,9 +83,19 @@ print("answers:" + json.dumps(found))
 def test_bytes_are_those_of_deepspeeds_estimates():
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
-    cases = list(itertools.product((7_000_000_000, 1_610_612_737), (131_072_000,), (1, 2, 8), (1, 4), (True, False)))
+    cases = list(
+        itertools.product(
+            (7_000_000_000, 1_610_612_737), (131_072_000,), (1, 2, 8), (1, 4), (True, False)
+        )
+    )
     command = [sys.executable, "-W", "ignore", "-c", ESTIMATE, json.dumps(cases)]
-    said = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     answers = json.loads(said.rpartition("answers:")[2])
     for (total, largest, gpus, nodes, init), answer in zip(cases, answers, strict=True):
         for name, (host_bytes_of_node, gpu_bytes) in answer.items():
@@ -82,7 +113,10 @@ def test_bytes_of_what_deepspeed_does_not_estimate():
     assert ours == (400_000_000 + 2 * each, 400_000_000, 14 * each)
     assert needs(BY_NAME["nvme-both"], model, world) == (400_000_000, 400_000_000, 16 * each)
     assert needs(BY_NAME["deepspeed-nvme-both"], model, world).drive_bytes == 18 * each
-    assert needs(BY_NAME["nvme-both"], model, dataclasses.replace(world, zero_init=False)).host_bytes == 4 * 8 * each
+    assert (
+        needs(BY_NAME["nvme-both"], model, dataclasses.replace(world, zero_init=False)).host_bytes
+        == 4 * 8 * each
+    )
 
 
 # Beside the scheduler.
@@ -115,7 +149,11 @@ class Steps:
             self.schedule.discard(f"g{index}")
             self._drain()
             self._use(f"s{index}", 12 * numel, changed=True)
-            for layer in range(index * self.together, index * self.together + numel // self.size) if self.both else ():
+            for layer in (
+                range(index * self.together, index * self.together + numel // self.size)
+                if self.both
+                else ()
+            ):
                 self._use(f"p{layer}", 2 * self.size, changed=True, create=True)
         self.schedule.step()
         self._drain()
@@ -143,16 +181,21 @@ class Steps:
 
 
 @pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
-@pytest.mark.parametrize(("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 64), (7_000_000_000, 32)])
+@pytest.mark.parametrize(
+    ("parameters", "layers"), [(1_610_000_000, 24), (1_610_000_000, 64), (7_000_000_000, 32)]
+)
 @pytest.mark.parametrize("share", [0.06, 0.1, 0.3, 0.7])
 def test_what_is_streamed_is_what_the_scheduler_streams(name, parameters, layers, share):
     both = name == "nvme-both"
     budget = int(share * parameters * (16 if both else 14))
     steps = Steps(parameters, layers, budget, both)
-    # In the first all is new, in the second the order is learned, in the third who stays moves to where it belongs.
+    # In the first all is new, in the second the order is learned, in the third who stays moves to
+    # where it belongs.
     *_, (read, written) = (steps.step() for _ in range(4))
     model = Model(parameters, parameters // layers, parameters // layers)
-    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(read + written, rel=0.2)
+    assert streamed(BY_NAME[name], model, World(), budget).total == pytest.approx(
+        read + written, rel=0.2
+    )
 
 
 @pytest.mark.parametrize("name", ["nvme-optimizer", "nvme-both"])
@@ -162,13 +205,15 @@ def test_what_fits_the_budget_is_not_streamed(name):
     assert streamed(BY_NAME[name], SEVEN, World(), whole - 1).total > 0
 
 
-# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors, reports/training-h200.md and training-h200-auto.md.
+# Beside measured steps: 1.6 billion parameters on an H200 machine with 16 processors,
+# reports/training-h200.md and training-h200-auto.md.
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 54.8e9)
 MEASURED_MODEL = Model(12 * (8 * 4096**2 + 7 * 4096), 4096 * 16384, 4096 * 16384)
 MEASURED_COPIES = 137.6e9  # of `copy_bytes_per_second` there
 MEASURED = [
-    # strategy, "host_memory", GB/s of fio beside it (read, write, mixed), seconds of forward and backward, and of the optimizer, peak of host memory
+    # strategy, "host_memory", GB/s of fio beside it (read, write, mixed), seconds of forward and
+    # backward, and of the optimizer, peak of host memory
     ("nvme-optimizer", None, (2.78, 3.30, 3.16), 0.157, 1.05, 24.97e9),
     ("nvme-optimizer", 23_500_000_000, (3.81, 3.66, 4.02), 0.146, 0.96, 24.98e9),
     ("nvme-optimizer", 7_600_000_000, (3.72, 3.31, 3.59), 0.711, 9.44, 9.48e9),
@@ -181,21 +226,41 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "budget", "speeds", "passes", "update", "host_bytes"), MEASURED)
 def test_predictions_are_near_measured_steps(name, budget, speeds, passes, update, host_bytes):
-    drive = Drive("/local_nvme", 68 << 30, dict(zip(("read", "write", "mixed"), speeds, strict=True)))
-    found = by_name(plans(MEASURED_MODEL, Machine(H200, 134 << 30, MEASURED_COPIES, (drive,)), World(), budget=budget))[name]
+    drive = Drive(
+        "/local_nvme", 68 << 30, dict(zip(("read", "write", "mixed"), speeds, strict=True))
+    )
+    found = by_name(
+        plans(
+            MEASURED_MODEL,
+            Machine(H200, 134 << 30, MEASURED_COPIES, (drive,)),
+            World(),
+            budget=budget,
+        )
+    )[name]
     assert found.seconds == pytest.approx(passes + update, rel=0.15)
     assert found.update_seconds == pytest.approx(update, rel=0.15)
-    assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)  # DeepSpeed's own estimate is the farthest off
+    # DeepSpeed's own estimate is the farthest off
+    assert found.host_bytes == pytest.approx(host_bytes, rel=0.25)
 
 
-# And 400 million on a machine with 2 processors, no GPU and other work, reports/training-vda-busy.md and training-vda-others.md: only what the drive bounds.
+# And 400 million on a machine with 2 processors, no GPU and other work,
+# reports/training-vda-busy.md and training-vda-others.md: only what the drive bounds.
 
 
-@pytest.mark.parametrize(("name", "mixed", "update"), [("nvme-optimizer", 3.14, 3.53), ("nvme-both", 2.72, 4.0)])
+@pytest.mark.parametrize(
+    ("name", "mixed", "update"), [("nvme-optimizer", 3.14, 3.53), ("nvme-both", 2.72, 4.0)]
+)
 def test_predictions_are_near_measured_updates_of_a_small_machine(name, mixed, update):
     model = Model(12 * (8 * 2048**2 + 7 * 2048), 2048 * 8192, 2048 * 8192)
-    small = Machine(None, 20 << 30, 20e9, (Drive("/local_nvme", 68 << 30, {"read": 2.9, "write": 3.5, "mixed": mixed}),))
-    assert by_name(plans(model, small, World(), budget=1_000_000_000))[name].update_seconds == pytest.approx(update, rel=0.15)
+    small = Machine(
+        None,
+        20 << 30,
+        20e9,
+        (Drive("/local_nvme", 68 << 30, {"read": 2.9, "write": 3.5, "mixed": mixed}),),
+    )
+    assert by_name(plans(model, small, World(), budget=1_000_000_000))[
+        name
+    ].update_seconds == pytest.approx(update, rel=0.15)
 
 
 # More of anything is never slower, and what fits goes on fitting.
@@ -205,7 +270,14 @@ MEMORY = st.integers(1 << 30, 1 << 41)
 
 
 @given(
-    SIZES, st.sampled_from([1, 2, 8]), MEMORY, MEMORY, MEMORY, st.floats(0.1, 30), st.sampled_from(["host", "gpu", "free", "drive", "copies"]), st.floats(1, 20)
+    SIZES,
+    st.sampled_from([1, 2, 8]),
+    MEMORY,
+    MEMORY,
+    MEMORY,
+    st.floats(0.1, 30),
+    st.sampled_from(["host", "gpu", "free", "drive", "copies"]),
+    st.floats(1, 20),
 )
 def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, what, times):
     speeds = {"read": speed, "write": 0.9 * speed, "mixed": speed}
@@ -214,10 +286,15 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
         "host": dataclasses.replace(worse, host_bytes=int(host * times)),
         "gpu": dataclasses.replace(worse, gpu=Gpu("NVIDIA L4", int(gpu * times), 25e9)),
         "free": dataclasses.replace(worse, drives=(Drive("/d", int(free * times), speeds),)),
-        "drive": dataclasses.replace(worse, drives=(Drive("/d", free, {phase: value * times for phase, value in speeds.items()}),)),
+        "drive": dataclasses.replace(
+            worse,
+            drives=(Drive("/d", free, {phase: value * times for phase, value in speeds.items()}),),
+        ),
         "copies": dataclasses.replace(worse, host_bytes_per_second=50e9 * times),
     }[what]
-    pairs = list(zip(*(plans(of_count(count), each, World(ranks)) for each in (worse, better)), strict=True))
+    pairs = list(
+        zip(*(plans(of_count(count), each, World(ranks)) for each in (worse, better)), strict=True)
+    )
     for before, after in pairs:
         assert after.fits or not before.fits
         if before.fits:
@@ -228,15 +305,22 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
     if before is not None:
         assert after is not None
         assert after.seconds is not None
-        assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)  # the simplest of those that are as fast
+        # the simplest of those that are as fast
+        assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)
 
 
 @given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 16), MEMORY, MEMORY)
 def test_a_larger_budget_never_streams_more(count, name, ranks, one, other):
     small, large = sorted((one, other))
     model, world = of_count(count), World(ranks)
-    assert streamed(BY_NAME[name], model, world, large).total <= streamed(BY_NAME[name], model, world, small).total
-    assert streamed(BY_NAME[name], model, world, small).total <= (14 + 14 if name == "nvme-optimizer" else 18 + 16) * count / ranks + 1
+    assert (
+        streamed(BY_NAME[name], model, world, large).total
+        <= streamed(BY_NAME[name], model, world, small).total
+    )
+    assert (
+        streamed(BY_NAME[name], model, world, small).total
+        <= (14 + 14 if name == "nvme-optimizer" else 18 + 16) * count / ranks + 1
+    )
 
 
 @given(SIZES, st.integers(1, 64), st.integers(1, 8), st.booleans())
@@ -252,7 +336,11 @@ def test_more_ranks_never_need_more_each(count, ranks, nodes, zero_init):
 
 @given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 64))
 def test_the_least_budget_is_less_than_the_whole(count, name, ranks):
-    assert 0 < fewest_bytes(BY_NAME[name], of_count(count), World(ranks)) < whole_bytes(BY_NAME[name], of_count(count), World(ranks))
+    assert (
+        0
+        < fewest_bytes(BY_NAME[name], of_count(count), World(ranks))
+        < whole_bytes(BY_NAME[name], of_count(count), World(ranks))
+    )
 
 
 # What fits.
@@ -269,14 +357,18 @@ def test_the_fastest_that_fits_is_chosen():
         f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 2.58 GB/s) = {chosen.update_seconds:.3g} s)"
     )
     assert chosen.update_seconds == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.92))
-    assert chosen.written_bytes_a_day == pytest.approx(chosen.written_bytes * 86400 / chosen.seconds)  # type: ignore[operator]
+    assert chosen.written_bytes_a_day == pytest.approx(
+        chosen.written_bytes * 86400 / chosen.seconds
+    )  # type: ignore[operator]
     roomy = fastest(plans(SEVEN, machine(host_bytes=400 << 30), World()))
     assert roomy is not None
     assert (roomy.strategy.name, roomy.written_bytes) == ("zero2-cpu", 0)
 
 
 def test_what_does_not_fit_says_how_much_it_takes():
-    found = by_name(plans(SEVEN, machine(host_bytes=32 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)), World()))
+    found = by_name(
+        plans(SEVEN, machine(host_bytes=32 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)), World())
+    )
     assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
@@ -287,12 +379,18 @@ def test_what_does_not_fit_says_how_much_it_takes():
 
 def test_without_a_drive_nothing_is_offloaded_to_one():
     found = plans(SEVEN, machine(drives=()), World())
-    assert all("a drive: name one with --path" in plan.problems for plan in found if plan.strategy.uses_drive)
+    assert all(
+        "a drive: name one with --path" in plan.problems
+        for plan in found
+        if plan.strategy.uses_drive
+    )
 
 
 def test_a_budget_below_the_largest_parameter_is_refused():
     found = by_name(plans(SEVEN, machine(), World(), budget=1 << 30))
-    assert found["nvme-optimizer"].problems == ("1.07 GB of host memory a rank for the swapper, and the largest parameter takes 2.16 GB",)
+    assert found["nvme-optimizer"].problems == (
+        "1.07 GB of host memory a rank for the swapper, and the largest parameter takes 2.16 GB",
+    )
 
 
 def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
@@ -302,8 +400,11 @@ def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
     chosen = fastest(list(found.values()))
     assert chosen is found["nvme-optimizer"]
     assert "aio" not in ds_config(chosen, machine(drives=(Drive("/d", 1 << 40),)))
-    roomy = plans(of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World())
-    assert by_name(roomy)["nvme-optimizer"].seconds is not None  # all of it fits the memory, so nothing depends on the drive
+    roomy = plans(
+        of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World()
+    )
+    # all of it fits the memory, so nothing depends on the drive
+    assert by_name(roomy)["nvme-optimizer"].seconds is not None
 
 
 def test_without_a_gpu_everything_is_in_host_memory():
@@ -314,19 +415,30 @@ def test_without_a_gpu_everything_is_in_host_memory():
 
 
 def test_ranks_share_drives_and_memory():
-    alone, shared = (by_name(plans(SEVEN, machine(gpu=H100), World(ranks), budget=budget)) for ranks, budget in ((1, 8_000_000_000), (4, 2_000_000_000)))
+    alone, shared = (
+        by_name(plans(SEVEN, machine(gpu=H100), World(ranks), budget=budget))
+        for ranks, budget in ((1, 8_000_000_000), (4, 2_000_000_000))
+    )
     assert shared["nvme-optimizer"].drive_bytes == alone["nvme-optimizer"].drive_bytes / 4
-    assert shared["nvme-optimizer"].seconds == pytest.approx(alone["nvme-optimizer"].seconds, rel=0.1)
+    assert shared["nvme-optimizer"].seconds == pytest.approx(
+        alone["nvme-optimizer"].seconds, rel=0.1
+    )
     nodes = by_name(plans(SEVEN, machine(), World(1, nodes=4), budget=2_000_000_000))
-    assert nodes["nvme-optimizer"].seconds == pytest.approx(alone["nvme-optimizer"].seconds / 4, rel=0.15)  # type: ignore[operator]
+    assert nodes["nvme-optimizer"].seconds == pytest.approx(
+        alone["nvme-optimizer"].seconds / 4, rel=0.15
+    )  # type: ignore[operator]
 
 
 def test_compute_and_activations_are_predicted_where_tokens_are_given():
     work = Work(sequence=4096, micro_batch=2)
     assert activation_bytes(SEVEN, Work()) == 0
     assert activation_bytes(SEVEN, work) == 8192 * (4211 * (2 * 32 + 34) + 6 * 32000)
-    with_work, without = (by_name(plans(SEVEN, machine(), World(), each)) for each in (work, Work()))
-    assert with_work["zero3-cpu"].gpu_bytes - without["zero3-cpu"].gpu_bytes == activation_bytes(SEVEN, work)
+    with_work, without = (
+        by_name(plans(SEVEN, machine(), World(), each)) for each in (work, Work())
+    )
+    assert with_work["zero3-cpu"].gpu_bytes - without["zero3-cpu"].gpu_bytes == activation_bytes(
+        SEVEN, work
+    )
     compute = {term.name: term.seconds for term in with_work["zero3-cpu"].passes}["compute"]
     assert compute == pytest.approx(8 * 7e9 * 8192 / (989e12 * 0.4))
     assert with_work["zero3-cpu"].passes_seconds > compute  # copies take longer
@@ -337,10 +449,18 @@ def test_compute_and_activations_are_predicted_where_tokens_are_given():
 
 
 def test_drives_add_up_but_directories_of_one_drive_do_not():
-    one, same, other = Drive("/a", 10, SPEEDS, "x"), Drive("/a/b", 10, SPEEDS, "x"), Drive("/c", 30, {"read": 1.0, "write": 1.0, "mixed": 1.4}, "y")
+    one, same, other = (
+        Drive("/a", 10, SPEEDS, "x"),
+        Drive("/a/b", 10, SPEEDS, "x"),
+        Drive("/c", 30, {"read": 1.0, "write": 1.0, "mixed": 1.4}, "y"),
+    )
     assert machine(drives=(one, same)).speeds == SPEEDS
     assert machine(drives=(one, same)).free_bytes == 10
-    assert machine(drives=(one, other)).speeds == {"read": 4.0, "write": 3.5, "mixed": pytest.approx(4.2)}
+    assert machine(drives=(one, other)).speeds == {
+        "read": 4.0,
+        "write": 3.5,
+        "mixed": pytest.approx(4.2),
+    }
     assert machine(drives=(one, other)).free_bytes == 40
     assert weights(machine(drives=(one, other))) == [0.6667, 0.3333]
     assert machine(drives=(one, Drive("/d", 1))).speeds == {}
@@ -352,14 +472,49 @@ SETTING = Setting(1 << 20, 8, 4)
 
 
 def profile(path: str, stripe: tuple[StripePath, ...] = ()) -> Profile:
-    best = {phase: Best(**dataclasses.asdict(SETTING), gb_per_s=speed, relative=1, relative_low=1, relative_high=1) for phase, speed in SPEEDS.items()}
-    described = {"path": path, "model": "m", "filesystem": "ext4", "device": "/dev/x", "identity": "0" * 32}
-    return Profile("0", "2001-02-03T04:05:06", "", described, {"ranks": 1}, {"name": "native"}, (), best, SETTING, best, (), True, (), stripe=stripe)
+    best = {
+        phase: Best(
+            **dataclasses.asdict(SETTING),
+            gb_per_s=speed,
+            relative=1,
+            relative_low=1,
+            relative_high=1,
+        )
+        for phase, speed in SPEEDS.items()
+    }
+    described = {
+        "path": path,
+        "model": "m",
+        "filesystem": "ext4",
+        "device": "/dev/x",
+        "identity": "0" * 32,
+    }
+    return Profile(
+        "0",
+        "2001-02-03T04:05:06",
+        "",
+        described,
+        {"ranks": 1},
+        {"name": "native"},
+        (),
+        best,
+        SETTING,
+        best,
+        (),
+        True,
+        (),
+        stripe=stripe,
+    )
 
 
 def test_drives_that_were_swept_together_are_as_fast_as_together():
-    together = tuple(StripePath(path, "d", "m", SETTING, SPEEDS, dict.fromkeys(SPEEDS, 2.0), weight) for path, weight in (("/a", 0.7), ("/b", 0.3)))
-    drives = tuple(Drive(path, 1 << 40, SPEEDS, path, profile(path, together)) for path in ("/b", "/a"))
+    together = tuple(
+        StripePath(path, "d", "m", SETTING, SPEEDS, dict.fromkeys(SPEEDS, 2.0), weight)
+        for path, weight in (("/a", 0.7), ("/b", 0.3))
+    )
+    drives = tuple(
+        Drive(path, 1 << 40, SPEEDS, path, profile(path, together)) for path in ("/b", "/a")
+    )
     assert machine(drives=drives).speeds == {"read": 4.0, "write": 4.0, "mixed": 4.0}
     assert weights(machine(drives=drives)) == [0.3, 0.7]
     assert machine(drives=drives[:1]).speeds == SPEEDS
@@ -378,17 +533,31 @@ def test_the_config_is_what_the_plan_says():
         "offload_optimizer": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
         "offload_param": {"device": "nvme", "nvme_path": "/a", "pin_memory": True},
     }
-    assert config["aio"] == {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True}
+    assert config["aio"] == {
+        "block_size": 1 << 20,
+        "queue_depth": 8,
+        "intra_op_parallelism": 4,
+        "single_submit": False,
+        "overlap_events": True,
+    }
     assert config["train_micro_batch_size_per_gpu"] == 3
-    assert Settings.of(config) == Settings(host_memory=8_000_000_000, paths=("/a", "/b"), weights=(0.5, 0.5))
-    assert "nvme_offload" not in ds_config(by_name(plans(SEVEN, machine(gpu=Gpu("x", 1 << 40)), World()))["zero2"], here)
+    assert Settings.of(config) == Settings(
+        host_memory=8_000_000_000, paths=("/a", "/b"), weights=(0.5, 0.5)
+    )
+    assert "nvme_offload" not in ds_config(
+        by_name(plans(SEVEN, machine(gpu=Gpu("x", 1 << 40)), World()))["zero2"], here
+    )
 
 
 @pytest.mark.deepspeed
 def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
-    large = machine(gpu=Gpu("x", 1 << 41), host_bytes=1 << 41, drives=(Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),))
+    large = machine(
+        gpu=Gpu("x", 1 << 41),
+        host_bytes=1 << 41,
+        drives=(Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),),
+    )
     found = plans(SEVEN, large, World())
     assert all(plan.fits for plan in found)
     (tmp_path / "all.json").write_text(json.dumps([ds_config(plan, large) for plan in found]))
@@ -399,10 +568,19 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
         "    print('plan', int(zero.stage), *(part and part.device for part in (zero.offload_optimizer, zero.offload_param)))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "all.json")]
-    said = subprocess.run(command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     spoken = [line.split()[1:] for line in said.splitlines() if line.startswith("plan ")]
     words = {"gpu": "None", "host": "cpu", "drive": "nvme"}
-    wanted = [[str(plan.strategy.stage), words[plan.strategy.optimizer], words[plan.strategy.parameters]] for plan in found]
+    wanted = [
+        [str(plan.strategy.stage), words[plan.strategy.optimizer], words[plan.strategy.parameters]]
+        for plan in found
+    ]
     assert [[word.rpartition(".")[2] for word in line] for line in spoken] == wanted
 
 
@@ -411,7 +589,10 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
 
 def test_nvidia_smi_is_read():
     told = "NVIDIA H200, 143771, 5, 16\nNVIDIA L4, 23034, [N/A], [N/A]\n\nNVIDIA-SMI has failed, so, it, says\n"
-    assert machines.parse_gpus(told) == [Gpu("NVIDIA H200", 143_771 << 20, pytest.approx(54.8e9, rel=0.01)), Gpu("NVIDIA L4", 23_034 << 20, None)]
+    assert machines.parse_gpus(told) == [
+        Gpu("NVIDIA H200", 143_771 << 20, pytest.approx(54.8e9, rel=0.01)),
+        Gpu("NVIDIA L4", 23_034 << 20, None),
+    ]
 
 
 def test_the_speed_of_memory_is_measured(monkeypatch):

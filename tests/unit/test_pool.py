@@ -1,4 +1,6 @@
-"""The pool: what it hands out, who waits for what, how much is pinned, and who holds the memory until when."""
+"""The pool: what it hands out, who waits for what, how much is pinned, and who holds the memory
+until when.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,41 @@ def waiting(pool: PinnedPool, count: int) -> Callable[[], bool]:
 
 
 def in_child(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run *code* in a new interpreter without a GPU, where every warning is an error but the one that `conftest.py` lets pass."""
+    """Run *code* in a new interpreter without a GPU, where every warning is an error but the one
+    that `conftest.py` lets pass.
+    """
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code), *arguments]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": f"error,{os.environ['PYTHONWARNINGS']}", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=variables, cwd=Path(__file__).parents[2])
+    variables = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": f"error,{os.environ['PYTHONWARNINGS']}",
+        **environment,
+    }
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=variables,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 # Tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex128, torch.float8_e4m3fn, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint8,
+        torch.bool,
+        torch.bfloat16,
+        torch.float32,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.int64,
+    ],
+)
 def test_a_tensor_has_its_elements_starts_on_a_page_and_keeps_what_is_written(pool, dtype):
     first, second = pool.empty(1001, dtype), pool.empty(7, dtype)
     values = torch.arange(1001).remainder(2).to(dtype)
@@ -82,7 +109,9 @@ def test_a_tensor_may_fill_the_pool_and_a_pool_is_rounded_up_to_pages_only():
 
 @pytest.mark.parametrize("numel", [PAGE // 4 * 16 + 1, 1 << 40, (1 << 63) - 1])
 def test_what_can_never_fit_is_refused_at_once_with_the_number_to_set(pool, numel):
-    with pytest.raises(UsageError, match=r"never fit in a pool of 64 KiB: make it at least PinnedPool\((\d+)\)") as caught:
+    with pytest.raises(
+        UsageError, match=r"never fit in a pool of 64 KiB: make it at least PinnedPool\((\d+)\)"
+    ) as caught:
         pool.empty(numel, torch.float32)
     needed = int(re.search(r"PinnedPool\((\d+)\)", str(caught.value))[1])
     assert needed % PAGE == 0
@@ -95,7 +124,16 @@ def test_no_elements_need_no_room(pool):
     assert (tensor.shape, tensor.dtype, pool.used_bytes) == ((0,), torch.float16, everything.nbytes)
 
 
-@pytest.mark.parametrize(("numel", "dtype"), [(-1, torch.uint8), (1.5, torch.uint8), ("1", torch.uint8), (None, torch.uint8), (1 << 63, torch.uint8)])
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        (-1, torch.uint8),
+        (1.5, torch.uint8),
+        ("1", torch.uint8),
+        (None, torch.uint8),
+        (1 << 63, torch.uint8),
+    ],
+)
 def test_a_number_of_elements_that_is_none_is_refused(pool, numel, dtype):
     with pytest.raises(UsageError, match="numel must be"):
         pool.empty(numel, dtype)
@@ -212,7 +250,9 @@ def test_the_memory_goes_with_the_last_tensor():
 
 
 def mapping(address: int) -> dict[str, int]:
-    """Bytes by field, of the mapping that starts at *address*; nothing when there is none. Those that follow with no hole between belong to it."""
+    """Bytes by field, of the mapping that starts at *address*; nothing when there is none. Those
+    that follow with no hole between belong to it.
+    """
     found: dict[str, int] = {}
     end = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -245,7 +285,10 @@ def resident_bytes() -> int:
 def test_a_full_pool_answers_within_the_timeout_and_goes_on(pool):
     everything = pages(pool, 16)
     for timeout in (0, -1, 0.02):
-        with pytest.raises(WaitTimeout, match=r"no room for 4 KiB within .* s: 64 KiB of 64 KiB are in use, and the largest hole has 0 bytes"):
+        with pytest.raises(
+            WaitTimeout,
+            match=r"no room for 4 KiB within .* s: 64 KiB of 64 KiB are in use, and the largest hole has 0 bytes",
+        ):
             pages(pool, 1, timeout)
     del everything
     assert pages(pool, 16).numel() == pool.nbytes
@@ -254,7 +297,9 @@ def test_a_full_pool_answers_within_the_timeout_and_goes_on(pool):
 def test_a_hole_too_small_is_no_room(pool):
     held = [pages(pool, 4) for _ in range(4)]
     del held[0], held[1]
-    with pytest.raises(WaitTimeout, match="32 KiB of 64 KiB are in use, and the largest hole has 16 KiB"):
+    with pytest.raises(
+        WaitTimeout, match="32 KiB of 64 KiB are in use, and the largest hole has 16 KiB"
+    ):
         pages(pool, 5)
 
 
@@ -286,7 +331,8 @@ def test_who_waits_is_served_in_order_of_arrival(pool):
 
     def note(name: str, count: int) -> None:
         tensor = pages(pool, count, SECONDS)
-        served.append(name)  # no two of them fit beside each other, so that nobody is served in between
+        # no two of them fit beside each other, so that nobody is served in between
+        served.append(name)
         del tensor
 
     with ThreadPoolExecutor() as threads:
@@ -346,7 +392,12 @@ def test_a_signal_ends_a_wait_and_leaves_the_pool_in_order(pool, position):
         with ThreadPoolExecutor() as threads:
             first = [threads.submit(pages, pool, 16, SECONDS) for _ in range(position - 1)]
             assert eventually(waiting(pool, position - 1) if first else lambda: True)
-            threads.submit(lambda: eventually(waiting(pool, position)) and signal.pthread_kill(main, signal.SIGUSR1))
+            threads.submit(
+                lambda: (
+                    eventually(waiting(pool, position))
+                    and signal.pthread_kill(main, signal.SIGUSR1)
+                )
+            )
             with pytest.raises(Interrupted):
                 pages(pool, 3, SECONDS)
             held.clear()
@@ -361,7 +412,9 @@ def test_a_signal_ends_a_wait_and_leaves_the_pool_in_order(pool, position):
 # The engine
 
 
-def test_an_engine_reads_into_the_pool_and_keeps_the_room_until_it_is_done(backend, tmp_path, random_bytes):
+def test_an_engine_reads_into_the_pool_and_keeps_the_room_until_it_is_done(
+    backend, tmp_path, random_bytes
+):
     data = random_bytes(5 * PAGE + 3)
     path = tmp_path / "data"
     path.write_bytes(data.tobytes())
@@ -442,11 +495,17 @@ def test_under_a_limit_as_much_is_locked_as_it_allows_and_that_is_said(limit_byt
     assert (child.returncode, child.stderr) == (0, "")
     told, pinned, refusal = child.stdout.splitlines()
     limit = "64 KiB" if limit_bytes == 64 << 10 else "8 MiB"
-    assert re.fullmatch(rf".* of 16 MiB could be locked in memory: RLIMIT_MEMLOCK is {limit}; the rest may be swapped out", told)
+    assert re.fullmatch(
+        rf".* of 16 MiB could be locked in memory: RLIMIT_MEMLOCK is {limit}; the rest may be swapped out",
+        told,
+    )
     kind, locked_bytes = pinned.split()
     assert least_bytes <= int(locked_bytes) <= limit_bytes
     assert kind == ("mlock" if int(locked_bytes) else "none")
-    assert f"RLIMIT_MEMLOCK is {limit}; raise it to at least 16777216 bytes for this process (ulimit -l 16384," in refusal
+    assert (
+        f"RLIMIT_MEMLOCK is {limit}; raise it to at least 16777216 bytes for this process (ulimit -l 16384,"
+        in refusal
+    )
 
 
 def test_a_pool_grows_where_it_is():
@@ -463,7 +522,10 @@ def test_a_pool_grows_where_it_is():
         more.fill_(7)
         assert first.eq(3).all()
         assert pool.used_bytes == pool.nbytes
-        with pytest.raises(UsageError, match=f"a pool that reserved 1 TiB cannot grow to 2 TiB: make it with reserve={2 << 40}"):
+        with pytest.raises(
+            UsageError,
+            match=f"a pool that reserved 1 TiB cannot grow to 2 TiB: make it with reserve={2 << 40}",
+        ):
             pool.grow(2 << 40)
     with pytest.raises(UsageError, match="the pool is closed"):
         pool.grow(7 * PAGE)
@@ -541,7 +603,9 @@ def test_a_gpu_is_told_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda
         assert fake.registered == {tensor.data_ptr(): 4 * PAGE}
         assert (pool.pinned, pool.pinned_bytes) == ("cuda", 4 * PAGE)
         fake.result = 2
-        with pytest.warns(RuntimeWarning, match="CUDA does not register 32 KiB of host memory: error 2"):
+        with pytest.warns(
+            RuntimeWarning, match="CUDA does not register 32 KiB of host memory: error 2"
+        ):
             pool.grow(8 * PAGE)
         assert fake.registered == {}
         assert pool.pinned != "cuda"
@@ -557,7 +621,9 @@ def test_a_gpu_is_not_told_when_nothing_is_to_be_pinned(cuda):
 
 def test_a_gpu_that_refuses_is_warned_of_and_the_memory_locked(cuda):
     cuda(2)
-    with pytest.warns(RuntimeWarning, match="CUDA does not register 4 KiB of host memory: error 2; copies") as caught:
+    with pytest.warns(
+        RuntimeWarning, match="CUDA does not register 4 KiB of host memory: error 2; copies"
+    ) as caught:
         pool = PinnedPool(PAGE)
     assert caught[0].filename == __file__
     assert (pool.pinned, pool.pinned_bytes) == ("mlock", PAGE)

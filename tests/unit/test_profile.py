@@ -1,4 +1,6 @@
-"""A profile is read back as it was written, and everything else is refused with the name of the file."""
+"""A profile is read back as it was written, and everything else is refused with the name of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,17 @@ from nvme_offload.hardware.profile import (
     require_schema,
 )
 
-SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
-BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
+SETTING = Setting(
+    block_size=1 << 20,
+    queue_depth=16,
+    thread_count=2,
+    single_submit=True,
+    overlap_events=False,
+    backend="posix",
+)
+BEST = Best(
+    **dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6
+)
 TRIAL = Trial(
     phase="mixed",
     **dataclasses.asdict(SETTING),
@@ -49,20 +60,40 @@ PROFILE = Profile(
     tool_version="0.1.0",
     created="2025-01-02T03:04:05+00:00",
     command="nvme-sweep /local_nvme",
-    drive={"path": "/local_nvme", "model": "Ünïcode drive", "filesystem": "ext4", "device": "/dev/nvme0n1", "sector_bytes": 512},
+    drive={
+        "path": "/local_nvme",
+        "model": "Ünïcode drive",
+        "filesystem": "ext4",
+        "device": "/dev/nvme0n1",
+        "sector_bytes": 512,
+    },
     workload={"bytes": 1 << 30},
     engine={"backend": "posix"},
-    trials=(TRIAL, dataclasses.replace(TRIAL, control=True, samples=()), dataclasses.replace(TRIAL, flaw="drifted")),
-    best={phase: dataclasses.replace(BEST, gb_per_s=float(place)) for place, phase in enumerate(PHASES)},
+    trials=(
+        TRIAL,
+        dataclasses.replace(TRIAL, control=True, samples=()),
+        dataclasses.replace(TRIAL, flaw="drifted"),
+    ),
+    best={
+        phase: dataclasses.replace(BEST, gb_per_s=float(place))
+        for place, phase in enumerate(PHASES)
+    },
     chosen=SETTING,
-    performance={phase: dataclasses.replace(BEST, relative=float(place)) for place, phase in enumerate(PHASES)},
+    performance={
+        phase: dataclasses.replace(BEST, relative=float(place))
+        for place, phase in enumerate(PHASES)
+    },
     reasons=("the cheapest that the data cannot tell from the best",),
     steady=True,
     warnings=("the drive slowed down", "twice"),
     latencies=(Latency("read", SETTING, 100, 1.0, 2.0, 3.0, 4.5),),
     beside=(Beside("fio", "fio-3.33", "mixed", 3.5, 3.25, 1.08, 1.0, 1.1),),
-    sustained=Sustained(64 << 30, 30.0, ((15.0, 32 << 30), (30.0, 64 << 30)), 4.0, 1.0, True, 32 << 30),
-    stripe=(StripePath("/local_nvme", "/dev/nvme0n1", "", SETTING, {"mixed": 3.0}, {"mixed": 2.5}, 1.0),),
+    sustained=Sustained(
+        64 << 30, 30.0, ((15.0, 32 << 30), (30.0, 64 << 30)), 4.0, 1.0, True, 32 << 30
+    ),
+    stripe=(
+        StripePath("/local_nvme", "/dev/nvme0n1", "", SETTING, {"mixed": 3.0}, {"mixed": 2.5}, 1.0),
+    ),
     health_before=Health("nvme-cli", 40.0, 0.03, 10**13, 0),
     health_after=Health("nvme-cli", 61.5, 0.03, 10**13, 2, "it is read-only"),
 )
@@ -78,7 +109,15 @@ def test_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_comes_back_as_nothing() -> None:
-    bare = dataclasses.replace(PROFILE, latencies=(), beside=(), sustained=None, stripe=(), health_before=None, health_after=None)
+    bare = dataclasses.replace(
+        PROFILE,
+        latencies=(),
+        beside=(),
+        sustained=None,
+        stripe=(),
+        health_before=None,
+        health_after=None,
+    )
     assert Profile.from_json(bare.to_json()) == bare
 
 
@@ -93,7 +132,12 @@ def test_the_first_schema_is_read_with_its_flaws_where_they_belong() -> None:
     data["trials"][2]["stage"] = "impossible"
     old = Profile.from_json(json.dumps(data))
     assert [trial.flaw for trial in old.trials] == ["", "", "impossible"]
-    assert (old.schema_version, old.latencies, old.sustained, old.stripe) == (SCHEMA_VERSION, (), None, ())
+    assert (old.schema_version, old.latencies, old.sustained, old.stripe) == (
+        SCHEMA_VERSION,
+        (),
+        None,
+        (),
+    )
     assert old.chosen == PROFILE.chosen
     assert Profile.from_json(old.to_json()) == old
 
@@ -106,7 +150,10 @@ def test_the_second_schema_had_no_checksum() -> None:
 
 def test_an_edited_profile_is_refused() -> None:
     text = PROFILE.to_json().replace('"queue_depth": 16', '"queue_depth": 17', 1)
-    with pytest.raises(UsageError, match=r"odd\.json is not as it was written, but damaged or edited; run nvme-sweep again"):
+    with pytest.raises(
+        UsageError,
+        match=r"odd\.json is not as it was written, but damaged or edited; run nvme-sweep again",
+    ):
         Profile.from_json(text, "odd.json")
 
 
@@ -140,7 +187,13 @@ def test_the_part_that_was_tuned_can_be_taken_out() -> None:
 
 def test_a_setting_makes_the_config_of_an_engine() -> None:
     assert SETTING.config(direct="auto") == AioConfig(
-        block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix", direct="auto"
+        block_size=1 << 20,
+        queue_depth=16,
+        thread_count=2,
+        single_submit=True,
+        overlap_events=False,
+        backend="posix",
+        direct="auto",
     )
     with pytest.raises(UsageError, match="queue_depth"):
         dataclasses.replace(SETTING, queue_depth=0).config()
@@ -210,7 +263,9 @@ def test_an_incomplete_profile_is_refused(edit: Callable[[Any], None], tmp_path:
         Profile.load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"7", b'"text"', b"\x7fELF\x02\xff\xfe"], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b"null", b"7", b'"text"', b"\x7fELF\x02\xff\xfe"], ids=repr
+)
 def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_bytes(content)
@@ -234,7 +289,13 @@ def test_a_missing_file_is_the_callers_to_see(tmp_path: Path) -> None:
 
 def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The way to every value in *data*, but for what may be anything."""
-    items: Any = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items: Any = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         if place or key not in ("drive", "engine", "workload", "schema_version", "sha256"):
             yield (*place, key)
@@ -242,7 +303,9 @@ def _places(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 def test_no_value_of_another_type_is_read() -> None:
-    """Every field, by turns something that it cannot be: refused, in one line that names the file."""
+    """Every field, by turns something that it cannot be: refused, in one line that names
+    the file.
+    """
     text = PROFILE.to_json()
     tried = 0
     for place in list(_places(json.loads(text))):

@@ -20,11 +20,22 @@ from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
 from nvme_offload.swap.tier import Tier
 
-SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=2, single_submit=True, overlap_events=False, backend="posix")
-BEST = Best(**dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6)
+SETTING = Setting(
+    block_size=1 << 20,
+    queue_depth=16,
+    thread_count=2,
+    single_submit=True,
+    overlap_events=False,
+    backend="posix",
+)
+BEST = Best(
+    **dataclasses.asdict(SETTING), gb_per_s=3.25, relative=1.5, relative_low=1.4, relative_high=1.6
+)
 
 
-def profile_of(path: Path, setting: Setting = SETTING, engine: str = "native", **drive: Any) -> Profile:
+def profile_of(
+    path: Path, setting: Setting = SETTING, engine: str = "native", **drive: Any
+) -> Profile:
     return Profile(
         tool_version="0.1.0",
         created="2025-01-02T03:04:05+00:00",
@@ -48,15 +59,27 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config/nvme-offload/profiles"
 
 
-def test_any_path_on_the_drive_finds_it_and_no_other(tmp_path: Path, mounted: Callable[[str], Path], shelf: Path) -> None:
+def test_any_path_on_the_drive_finds_it_and_no_other(
+    tmp_path: Path, mounted: Callable[[str], Path], shelf: Path
+) -> None:
     deep = mounted("ext4") / "deep"
     deep.mkdir(exist_ok=True)
     kept = profile_shelf.keep(profile_of(mounted("ext4")))
     assert (kept.parent, list(shelf.iterdir())) == (shelf, [kept])
-    assert AioConfig.for_path(deep) == AioConfig.for_path(deep / "not" / "there yet") == SETTING.config()
-    assert AioConfig.for_path(str(deep), queue_depth=4) == dataclasses.replace(SETTING, queue_depth=4).config()
+    assert (
+        AioConfig.for_path(deep)
+        == AioConfig.for_path(deep / "not" / "there yet")
+        == SETTING.config()
+    )
+    assert (
+        AioConfig.for_path(str(deep), queue_depth=4)
+        == dataclasses.replace(SETTING, queue_depth=4).config()
+    )
     for other in (tmp_path, mounted("ext4-4k")):
-        with pytest.raises(UnsupportedError, match=f"no profile of the drive of {other} .* run `nvme-sweep {other}` first"):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"no profile of the drive of {other} .* run `nvme-sweep {other}` first",
+        ):
             AioConfig.for_path(other)
     with pytest.raises(UsageError, match="queue_depth"):
         AioConfig.for_path(deep, queue_depth=0)
@@ -70,7 +93,9 @@ def test_a_later_profile_takes_the_earlier_ones_place(tmp_path: Path, shelf: Pat
 
 
 def test_another_engines_profile_is_kept_apart(tmp_path: Path, shelf: Path) -> None:
-    profile_shelf.keep(profile_of(tmp_path, dataclasses.replace(SETTING, queue_depth=8), engine="deepspeed"))
+    profile_shelf.keep(
+        profile_of(tmp_path, dataclasses.replace(SETTING, queue_depth=8), engine="deepspeed")
+    )
     with pytest.raises(UnsupportedError, match="run `nvme-sweep"):
         profile_shelf.find(tmp_path)
     profile_shelf.keep(profile_of(tmp_path))
@@ -103,7 +128,9 @@ def test_where_there_is_no_profile_the_nearest_place_is_named(tmp_path: Path) ->
         AioConfig.for_path(tmp_path / "file" / "below")
 
 
-def test_a_relative_xdg_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_xdg_directory_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert profile_shelf.directory() == tmp_path / ".config/nvme-offload/profiles"
@@ -118,11 +145,18 @@ def test_without_a_home_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     script = "import os; from nvme_offload.files import sealed\nfrom nvme_offload.hardware import profile_shelf\n"
     script += "os.setuid(54321); os.environ.pop('HOME')\ntry: profile_shelf.directory()\n"
     script += "except Exception as error: print(type(error).__name__, error)"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert said == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    assert (
+        said
+        == "UnsupportedError this user has no home directory; set XDG_CONFIG_HOME to a directory that you can write to\n"
+    )
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = profile_shelf.keep(profile_of(tmp_path))
     before = kept.read_bytes()
 
@@ -135,18 +169,32 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     assert (kept.read_bytes(), list(kept.parent.iterdir())) == (before, [kept])
 
 
-def test_a_path_that_was_swept_on_another_drive_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     swept = tmp_path / "local_nvme"
     other, ours = "0" * 32, describe(tmp_path)
     for directory in (swept, swept / "job", tmp_path / "elsewhere"):
         directory.mkdir()
-    profile_shelf.keep(profile_of(swept, identity=other, model="SOLIDIGM D7", device="/dev/nvme9n1", mount_point=str(swept)))
+    profile_shelf.keep(
+        profile_of(
+            swept,
+            identity=other,
+            model="SOLIDIGM D7",
+            device="/dev/nvme9n1",
+            mount_point=str(swept),
+        )
+    )
 
     def tell(directory: Path) -> list[str]:
         caplog.clear()
         for _ in range(2):
-            Tier([str(directory)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20).close()
-        return [record.getMessage() for record in caplog.records if "nvme-sweep" in record.getMessage()]
+            Tier(
+                [str(directory)], AioConfig(backend="posix", direct="auto"), host_memory=1 << 20
+            ).close()
+        return [
+            record.getMessage() for record in caplog.records if "nvme-sweep" in record.getMessage()
+        ]
 
     for directory in (swept, swept / "job"):
         assert tell(directory) == [

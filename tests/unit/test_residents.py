@@ -20,7 +20,9 @@ def period(told: str) -> Period:
     return order.period
 
 
-def chooser(told: str, sizes: dict[str, int], carried: int = 0, ahead: int | None = None) -> Chooser:
+def chooser(
+    told: str, sizes: dict[str, int], carried: int = 0, ahead: int | None = None
+) -> Chooser:
     return Chooser(period(told), sizes, carried, ahead)
 
 
@@ -40,7 +42,8 @@ def test_the_room_for_those_who_pass(told: str, stay: str, wanted: tuple[int, in
 
 
 def test_what_is_in_use_when_a_period_ends_has_its_room_all_the_time() -> None:
-    assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).passing("") == (6, 11)  # a is read beside b and c; c itself is what is carried
+    # a is read beside b and c; c itself is what is carried
+    assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).passing("") == (6, 11)
     assert chooser("aAbBcC", {"a": 1, "b": 2, "c": 4}, ahead=10).passing("") == (4, 14)
 
 
@@ -62,4 +65,7 @@ def test_who_stays_and_who_passes_have_room_beside_each_other(nbytes: int) -> No
     assert len(set(choice.names)) == len(choice.names)
     assert choice.passing_bytes == found.passing(choice.names).nbytes
     assert choice.saved_bytes == found.saved(choice.names)
-    assert not choice.names or sum(sizes[name] for name in choice.names) + choice.passing_bytes <= nbytes
+    assert (
+        not choice.names
+        or sum(sizes[name] for name in choice.names) + choice.passing_bytes <= nbytes
+    )

@@ -22,7 +22,9 @@ each_format = pytest.mark.parametrize("name", FORMATS)
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Such small tensors gain nothing from more, and where cores are busy threads wait for each other."""
+    """Such small tensors gain nothing from more, and where cores are busy threads wait for each
+    other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,11 +42,16 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def bucket(numel: int, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A master and Adam's moments, of magnitudes over many decades."""
     scale = torch.exp(3 * normal(numel, seed=seed + 1))
-    return normal(numel, seed=seed), {"exp_avg": normal(numel, seed=seed + 2) * scale, "exp_avg_sq": scale**2}
+    return normal(numel, seed=seed), {
+        "exp_avg": normal(numel, seed=seed + 2) * scale,
+        "exp_avg_sq": scale**2,
+    }
 
 
 def packed(name: str, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
-    """A bucket of three weights of *numel* in all, packed; format, layout, buffer, weights, master and states."""
+    """A bucket of three weights of *numel* in all, packed; format, layout, buffer, weights, master
+    and states.
+    """
     format = state_format(name)
     layout = format.layout(numel, ADAM, dtype)
     buffer = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
@@ -79,7 +86,12 @@ def test_the_bytes_are_those_that_are_promised(name, dtype, slots):
 @pytest.mark.parametrize("numel", [0, 1, 63, 255, 256, 257, 100_003])
 def test_slots_are_aligned_and_share_no_byte(name, numel):
     layout = state_format(name).layout(numel, ADAM, torch.bfloat16)
-    slots = [layout.master, *itertools.chain.from_iterable((state.values, state.exponents) for state in layout.states.values())]
+    slots = [
+        layout.master,
+        *itertools.chain.from_iterable(
+            (state.values, state.exponents) for state in layout.states.values()
+        ),
+    ]
     end = 0
     for slot in filter(None, slots):
         assert slot.offset == end
@@ -116,7 +128,11 @@ def test_exact_rounds_ties_as_torch_does_and_the_others_away_from_zero():
         weight = torch.empty(2, dtype=torch.bfloat16)
         format.pack(layout, torch.empty(layout.nbytes, dtype=torch.uint8), [weight], tied, {})
         found[name] = weight.tolist()
-    assert found == {"exact": tied.bfloat16().tolist(), "split": [1 + 2**-7, 1 + 2**-6], "compact": [1 + 2**-7, 1 + 2**-6]}
+    assert found == {
+        "exact": tied.bfloat16().tolist(),
+        "split": [1 + 2**-7, 1 + 2**-6],
+        "compact": [1 + 2**-7, 1 + 2**-6],
+    }
 
 
 def test_exact_gives_views_so_that_a_step_changes_the_buffer():
@@ -129,17 +145,28 @@ def test_exact_gives_views_so_that_a_step_changes_the_buffer():
     assert torch.equal(again, master + 1)
     assert torch.equal(states_again["exp_avg"], states["exp_avg"] * 2)
     assert torch.equal(torch.cat(working), (master + 1).bfloat16())
-    assert all(tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for tensor in (back, *states_back.values()))
+    assert all(
+        tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        for tensor in (back, *states_back.values())
+    )
 
 
 def test_exact_keeps_states_of_any_type():
-    states = {"a": torch.arange(77, dtype=torch.int64), "b": normal(77).bfloat16(), "c": normal(77).double(), "d": normal(77) > 0}
+    states = {
+        "a": torch.arange(77, dtype=torch.int64),
+        "b": normal(77).bfloat16(),
+        "c": normal(77).double(),
+        "d": normal(77) > 0,
+    }
     format = state_format("exact")
     layout = format.layout(77, {key: state.dtype for key, state in states.items()}, torch.float32)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     format.pack(layout, buffer, [torch.empty(77)], None, states)
     _, back = format.unpack(layout, buffer, [])
-    assert all(torch.equal(back[key], state) and back[key].dtype == state.dtype for key, state in states.items())
+    assert all(
+        torch.equal(back[key], state) and back[key].dtype == state.dtype
+        for key, state in states.items()
+    )
 
 
 @each_format
@@ -175,7 +202,10 @@ def test_a_weight_that_was_changed_outside_has_a_master_that_rounds_to_it_or_its
 @pytest.mark.parametrize("name", ["exact", "split"])
 def test_adamw_steps_as_it_does_on_fp32_weights(name):
     sizes = [(40, 30), (7,), (1,), (3, 3, 5)]
-    plain = [torch.nn.Parameter(normal(*size, seed=number).bfloat16().float()) for number, size in enumerate(sizes)]
+    plain = [
+        torch.nn.Parameter(normal(*size, seed=number).bfloat16().float())
+        for number, size in enumerate(sizes)
+    ]
     weights = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in plain]
     adam = torch.optim.AdamW(plain, lr=1e-2, weight_decay=0.1)
     ours = PackedAdamW(weights, state_format(name), 0, bundle_elements=1000, weight_decay=0.1)
@@ -187,7 +217,10 @@ def test_adamw_steps_as_it_does_on_fp32_weights(name):
         ours.step(1e-2)
     unpacked = ours.unpacked()
     assert len(unpacked) == 2
-    assert torch.equal(torch.cat([master for master, _ in unpacked]), torch.cat([parameter.detach().flatten() for parameter in plain]))
+    assert torch.equal(
+        torch.cat([master for master, _ in unpacked]),
+        torch.cat([parameter.detach().flatten() for parameter in plain]),
+    )
     for key in ADAM:
         expected = torch.cat([adam.state[parameter][key].flatten() for parameter in plain])
         assert torch.equal(torch.cat([states[key] for _, states in unpacked]), expected)
@@ -265,7 +298,8 @@ def test_a_larger_value_in_the_block_does_not_move_the_others(factor):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_rounding_is_unbiased_wherever_values_are(signed):
-    # Between all neighbouring codes, in each of several shares of the way; the largest value sets the scale.
+    # Between all neighbouring codes, in each of several shares of the way; the largest value sets
+    # the scale.
     codes = codebook(signed=signed)
     codes = codes if signed else codes[8:]  # below that a second moment is held up
     share = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999])
@@ -275,10 +309,15 @@ def test_rounding_is_unbiased_wherever_values_are(signed):
     step = torch.nn.functional.pad(step, (0, values.numel() - step.numel()), value=1.0)
     values.view(-1, BLOCK)[:, -1] = codes[-1]
     trials = 4000
-    mean = sum(rounded(values, signed=signed, seed=seed).double() for seed in range(trials)) / trials
-    # A binomial's standard error is at most half a step over the root of the trials; six of them for some thousand values.
+    mean = (
+        sum(rounded(values, signed=signed, seed=seed).double() for seed in range(trials)) / trials
+    )
+    # A binomial's standard error is at most half a step over the root of the trials; six of them
+    # for some thousand values.
     assert ((mean - values).abs() <= 6 * 0.5 * step / trials**0.5).all()
-    assert ((mean - values) / step).mean().abs() <= 6 * 0.5 / (trials * values.numel()) ** 0.5 + 1e-6
+    assert ((mean - values) / step).mean().abs() <= 6 * 0.5 / (
+        trials * values.numel()
+    ) ** 0.5 + 1e-6
 
 
 def test_a_moment_that_moves_by_a_thousandth_a_step_follows_where_the_nearest_code_would_stick():
@@ -339,7 +378,9 @@ def test_a_run_repeats_by_its_seed_on_any_number_of_threads():
     found = {}
     for number in (1, 2, 3):
         torch.set_num_threads(number)  # one_thread puts it back
-        found[number] = {key: rounded(state, signed=key == "exp_avg", seed=7) for key, state in states.items()}
+        found[number] = {
+            key: rounded(state, signed=key == "exp_avg", seed=7) for key, state in states.items()
+        }
     for key, state in states.items():
         assert torch.equal(found[1][key], found[2][key])
         assert torch.equal(found[1][key], found[3][key])
@@ -347,7 +388,8 @@ def test_a_run_repeats_by_its_seed_on_any_number_of_threads():
 
 
 def test_rounding_is_not_the_same_at_any_two_places():
-    # 2**17 equal values in two rows of the table: were it used twice alike, the rows would agree; half of all places do by chance.
+    # 2**17 equal values in two rows of the table: were it used twice alike, the rows would agree;
+    # half of all places do by chance.
     values = torch.full((1 << 17,), 1 + 1 / 16)
     up = (rounded(values, signed=True) > values).view(2, -1)
     assert (up[0] == up[1]).double().mean().item() == pytest.approx(0.5, abs=0.01)
@@ -356,12 +398,17 @@ def test_rounding_is_not_the_same_at_any_two_places():
 def test_no_two_states_are_rounded_by_the_same_numbers():
     values = normal(10_000)
     format = state_format("compact")
-    layout = format.layout(values.numel(), {"exp_avg": torch.float32, "momentum_buffer": torch.float32}, torch.float32)
+    layout = format.layout(
+        values.numel(), {"exp_avg": torch.float32, "momentum_buffer": torch.float32}, torch.float32
+    )
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    format.pack(layout, buffer, [values], None, {"exp_avg": values, "momentum_buffer": values}, seed=1)
+    format.pack(
+        layout, buffer, [values], None, {"exp_avg": values, "momentum_buffer": values}, seed=1
+    )
     first, second = format.unpack(layout, buffer, [values])[1].values()
     up = [state > values for state in (first, second)]
-    assert (up[0] == up[1]).double().mean().item() == pytest.approx(2 / 3, abs=0.05)  # as of any two independent ones, where all shares of a step are alike
+    # as of any two independent ones, where all shares of a step are alike
+    assert (up[0] == up[1]).double().mean().item() == pytest.approx(2 / 3, abs=0.05)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -385,9 +432,14 @@ def test_fp16_weights_are_refused_with_what_to_do(name):
         state_format(name).layout(10, ADAM, torch.float16)
 
 
-@pytest.mark.parametrize(("key", "optimizer"), [("grad_avg", "RMSprop"), ("ax", "ASGD"), ("prev", "Rprop"), ("exp_avg_diff", "Adan")])
+@pytest.mark.parametrize(
+    ("key", "optimizer"),
+    [("grad_avg", "RMSprop"), ("ax", "ASGD"), ("prev", "Rprop"), ("exp_avg_diff", "Adan")],
+)
 def test_compact_refuses_a_state_that_nobody_thought_about(key, optimizer):
-    with pytest.raises(UnsupportedError, match=f'the state \'{key}\' of {optimizer}.*"split" or "exact"'):
+    with pytest.raises(
+        UnsupportedError, match=f'the state \'{key}\' of {optimizer}.*"split" or "exact"'
+    ):
         state_format("compact").layout(10, {key: torch.float32}, torch.bfloat16, optimizer)
 
 
@@ -421,7 +473,10 @@ def test_what_does_not_fit_the_layout_is_refused_and_changes_nothing():
     refused("'exp_avg_sq' is 998", states={**states, "exp_avg_sq": states["exp_avg_sq"][2:]})
     refused("master is 1000 of torch.float32 on meta", master=master.to("meta"))
     refused("on the buffer's device", working=[weight.to("meta") for weight in working])
-    refused("'exp_avg' is 1000 of torch.float64", states={**states, "exp_avg": states["exp_avg"].double()})
+    refused(
+        "'exp_avg' is 1000 of torch.float64",
+        states={**states, "exp_avg": states["exp_avg"].double()},
+    )
     with pytest.raises(UsageError, match="float32, contiguous"):
         format.unpack(layout, buffer, working, torch.empty(2000)[::2])
     assert torch.equal(buffer, before)
@@ -441,8 +496,16 @@ def test_gradients_that_misbehave_do_not_make_a_step_out_of_bounds(name, case):
 @pytest.mark.slow
 def test_a_transformer_learns_with_compact_states_as_it_does_with_exact_ones():
     text, held_out, _ = read_text(400_000)
-    recipe = Recipe(Shape(layers=3, width=96, heads=4, context=64), steps=40, batch=16, learning_rate=3e-3, warm_up=10)
-    exact, compact, again = (train(text, held_out, recipe, name, 0) for name in ("exact", "compact", "compact"))
+    recipe = Recipe(
+        Shape(layers=3, width=96, heads=4, context=64),
+        steps=40,
+        batch=16,
+        learning_rate=3e-3,
+        warm_up=10,
+    )
+    exact, compact, again = (
+        train(text, held_out, recipe, name, 0) for name in ("exact", "compact", "compact")
+    )
     assert exact.losses[0] == compact.losses[0] > 5
     assert exact.validation < 3
     # That much lies between "exact" and "split" too, which only ties tell apart.
@@ -452,5 +515,8 @@ def test_a_transformer_learns_with_compact_states_as_it_does_with_exact_ones():
 
 def test_the_table_of_a_steps_bytes_is_that_of_the_formats():
     moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    kept = {name: format.element_bytes(moments, torch.bfloat16, "AdamW") for name, format in FORMATS.items()}
+    kept = {
+        name: format.element_bytes(moments, torch.bfloat16, "AdamW")
+        for name, format in FORMATS.items()
+    }
     assert kept == traffic.STATE_BYTES

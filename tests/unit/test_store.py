@@ -1,4 +1,6 @@
-"""The store: tensors come back as they were put, in the order of the calls; room, stripes, checksums, snapshots."""
+"""The store: tensors come back as they were put, in the order of the calls; room, stripes,
+checksums, snapshots.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from numpy.testing import assert_array_equal
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
-from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError, UnsupportedError, UsageError, WaitTimeout
+from nvme_offload.errors import (
+    CorruptionError,
+    IOFailure,
+    NoSpaceError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeout,
+)
 from nvme_offload.files import sealed
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
@@ -42,7 +51,9 @@ CONFIG = AioConfig(block_size=64 << 10, queue_depth=8, thread_count=2, direct="a
 
 @pytest.fixture(autouse=True)
 def _small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a test allocates megabytes rather than gigabytes, and meets more than one file a drive."""
+    """So that a test allocates megabytes rather than gigabytes, and meets more than one file a
+    drive.
+    """
     monkeypatch.setattr(slabs, "_GROWTH_BYTES", 16 * MIB)
 
 
@@ -93,10 +104,14 @@ def needs_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.every_filesystem
 @pytest.mark.parametrize("checksum", [False, True])
-def test_tensors_of_every_size_come_back(configure: Configure, directory: Path, random_bytes: RandomBytes, checksum: bool) -> None:
+def test_tensors_of_every_size_come_back(
+    configure: Configure, directory: Path, random_bytes: RandomBytes, checksum: bool
+) -> None:
     sizes = [0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 100_003, MIB, 5 * MIB + 333, 9 * MIB]
     try:
-        store = TensorStore(directory, configure(block_size=64 << 10, queue_depth=8), checksum=checksum)
+        store = TensorStore(
+            directory, configure(block_size=64 << 10, queue_depth=8), checksum=checksum
+        )
     except UnsupportedError as error:
         pytest.skip(str(error))
     with store:
@@ -117,8 +132,12 @@ def test_every_kind_of_buffer(paths: list[Path], random_bytes: RandomBytes, nbyt
         "float64": torch.frombuffer(bytearray(raw), dtype=torch.float64).reshape(3, -1),
         "bfloat16": torch.frombuffer(bytearray(raw), dtype=torch.bfloat16),
         "bool": torch.frombuffer(bytearray((data & 1).tobytes()), dtype=torch.bool),
-        "view": torch.frombuffer(bytearray(8 + len(raw)), dtype=torch.int64)[1:].copy_(torch.frombuffer(bytearray(raw), dtype=torch.int64)),
-        "parameter": torch.nn.Parameter(torch.frombuffer(bytearray(raw), dtype=torch.float32).nan_to_num()),
+        "view": torch.frombuffer(bytearray(8 + len(raw)), dtype=torch.int64)[1:].copy_(
+            torch.frombuffer(bytearray(raw), dtype=torch.int64)
+        ),
+        "parameter": torch.nn.Parameter(
+            torch.frombuffer(bytearray(raw), dtype=torch.float32).nan_to_num()
+        ),
         "bytes": raw,
         "big-endian": data.view(">i2"),
         "records": data.view([("a", "<i4"), ("b", "<i4")]),
@@ -126,7 +145,11 @@ def test_every_kind_of_buffer(paths: list[Path], random_bytes: RandomBytes, nbyt
     }
     with TensorStore(paths, CONFIG) as store:
         for name, buffer in kinds.items():
-            wanted = buffer.detach().clone().reshape(-1).view(torch.uint8).numpy() if isinstance(buffer, torch.Tensor) else np.frombuffer(buffer, np.uint8)
+            wanted = (
+                buffer.detach().clone().reshape(-1).view(torch.uint8).numpy()
+                if isinstance(buffer, torch.Tensor)
+                else np.frombuffer(buffer, np.uint8)
+            )
             store.put(name, buffer)
             assert_array_equal(contents(store, name), wanted)
             if isinstance(buffer, torch.Tensor):
@@ -171,19 +194,27 @@ def test_a_name_has_its_last_value(store: TensorStore, random_bytes: RandomBytes
         assert store.used_bytes == -(-size // PAGE) * PAGE
     store.delete("a")
     assert ("a" in store, len(store), store.used_bytes) == (False, 0, 0)
-    for call in (lambda: store.delete("a"), lambda: store.nbytes("a"), lambda: store.get("a", bytearray(1))):
+    for call in (
+        lambda: store.delete("a"),
+        lambda: store.nbytes("a"),
+        lambda: store.get("a", bytearray(1)),
+    ):
         with pytest.raises(UsageError, match="no tensor 'a'"):
             call()
 
 
-def test_a_value_of_the_same_size_keeps_its_place(store: TensorStore, tmp_path: Path, random_bytes: RandomBytes) -> None:
+def test_a_value_of_the_same_size_keeps_its_place(
+    store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
     for _ in range(20):
         store.put("a", random_bytes(15 * MIB))
     assert store.used_bytes == 15 * MIB
     assert len(slab_descriptors(tmp_path)) == 1
 
 
-def test_room_that_was_freed_is_taken_again(store: TensorStore, tmp_path: Path, random_bytes: RandomBytes) -> None:
+def test_room_that_was_freed_is_taken_again(
+    store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
     for number in range(20):
         store.put(str(number), random_bytes(15 * MIB)).wait(SECONDS)
         store.delete(str(number))
@@ -214,7 +245,9 @@ def stalling_store(stalling_directory: Path) -> Iterator[TensorStore]:
         yield made
 
 
-def test_a_get_waits_for_the_put_before_it(stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_get_waits_for_the_put_before_it(
+    stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     old, new = random_bytes(MIB), random_bytes(MIB)
     stalling_store.put("a", old).wait(SECONDS)
     out = np.zeros(MIB, np.uint8)
@@ -233,7 +266,9 @@ def test_a_get_waits_for_the_put_before_it(stalling_store: TensorStore, stall: S
     assert ticket.wait() == MIB
 
 
-def test_puts_on_one_name_keep_their_order(stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_puts_on_one_name_keep_their_order(
+    stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     values = [random_bytes(MIB), random_bytes(MIB), random_bytes(MIB + 1)]
     with ThreadPoolExecutor(1) as threads, stall() as let_go:
         stalling_store.put("a", values[0])
@@ -245,7 +280,9 @@ def test_puts_on_one_name_keep_their_order(stalling_store: TensorStore, stall: S
     assert stalling_store.used_bytes == MIB + PAGE
 
 
-def test_a_deleted_tensor_keeps_its_room_until_its_put_is_done(stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_deleted_tensor_keeps_its_room_until_its_put_is_done(
+    stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     """Else the bytes under way would land in the tensor that has the room next."""
     mine, others = random_bytes(MIB), random_bytes(MIB)
     with stall():
@@ -261,7 +298,9 @@ def test_a_deleted_tensor_keeps_its_room_until_its_put_is_done(stalling_store: T
     assert everything(stalling_store) == {"b": others.tobytes(), "a": others[::-1].tobytes()}
 
 
-def test_a_value_of_another_size_frees_the_old_when_it_is_there(stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_value_of_another_size_frees_the_old_when_it_is_there(
+    stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     stalling_store.put("a", random_bytes(MIB)).wait(SECONDS)
     new = random_bytes(2 * MIB)
     with stall():
@@ -321,7 +360,9 @@ def test_many_threads_on_shared_and_own_names(paths: list[Path]) -> None:
 # Room and stripes
 
 
-def test_large_tensors_are_cut_by_weight_and_small_ones_spread(paths: list[Path], random_bytes: RandomBytes) -> None:
+def test_large_tensors_are_cut_by_weight_and_small_ones_spread(
+    paths: list[Path], random_bytes: RandomBytes
+) -> None:
     with TensorStore(paths, CONFIG, weights=[1, 2, 1]) as store:
         large = random_bytes(16 * MIB + 5)
         store.put("large", large)
@@ -340,20 +381,32 @@ def test_large_tensors_are_cut_by_weight_and_small_ones_spread(paths: list[Path]
 def test_reserve_allocates_once_and_by_weight(paths: list[Path], random_bytes: RandomBytes) -> None:
     with TensorStore(paths[:2], CONFIG, weights=[1, 3]) as store:
         store.reserve(80 * MIB)
-        sizes = [[os.fstat(descriptor).st_size for descriptor in slab_descriptors(path)] for path in paths[:2]]
+        sizes = [
+            [os.fstat(descriptor).st_size for descriptor in slab_descriptors(path)]
+            for path in paths[:2]
+        ]
         assert sizes == [[20 * MIB], [60 * MIB]]
-        assert [os.fstat(descriptor).st_blocks * 512 >= 20 * MIB for path in paths[:2] for descriptor in slab_descriptors(path)] == [True, True]
+        assert [
+            os.fstat(descriptor).st_blocks * 512 >= 20 * MIB
+            for path in paths[:2]
+            for descriptor in slab_descriptors(path)
+        ] == [True, True]
         for number in range(20):
             store.put(str(number), random_bytes(4 * MIB)).wait(SECONDS)
         store.reserve(80 * MIB)
         store.reserve(0)
-        assert sizes == [[os.fstat(descriptor).st_size for descriptor in slab_descriptors(path)] for path in paths[:2]]
+        assert sizes == [
+            [os.fstat(descriptor).st_size for descriptor in slab_descriptors(path)]
+            for path in paths[:2]
+        ]
         assert [store.bytes_on(path) for path in paths[:2]] == [20 * MIB, 60 * MIB]
         with pytest.raises(UsageError):
             store.reserve(-1)
 
 
-def test_what_never_fits_is_refused_with_the_numbers(paths: list[Path], random_bytes: RandomBytes) -> None:
+def test_what_never_fits_is_refused_with_the_numbers(
+    paths: list[Path], random_bytes: RandomBytes
+) -> None:
     with TensorStore(paths[:2], CONFIG) as store:
         data = random_bytes(PAGE)
         store.put("a", data)
@@ -361,7 +414,8 @@ def test_what_never_fits_is_refused_with_the_numbers(paths: list[Path], random_b
             store.reserve(1 << 60)
         text = str(caught.value)
         missing = int(text.rpartition("; ")[2].split()[0])
-        assert abs((1 << 60) - store.free_bytes - missing) < 1 << 30  # others use the drive, too, and leave it
+        # others use the drive, too, and leave it
+        assert abs((1 << 60) - store.free_bytes - missing) < 1 << 30
         assert "1048576 TiB" in text
         for path in paths[:2]:
             assert f"{path} has " in text
@@ -383,7 +437,9 @@ def test_two_stores_in_one_directory_do_not_meet(tmp_path: Path, random_bytes: R
 
 
 @pytest.mark.parametrize("nbytes", [5000, 20 * MIB])
-def test_a_flipped_bit_on_the_drive_is_found(paths: list[Path], random_bytes: RandomBytes, nbytes: int) -> None:
+def test_a_flipped_bit_on_the_drive_is_found(
+    paths: list[Path], random_bytes: RandomBytes, nbytes: int
+) -> None:
     needs_checksums(paths[0])
     with TensorStore(paths[:2], CONFIG, checksum=True) as store:
         for _ in range(2):  # also where a value was replaced
@@ -416,7 +472,13 @@ def test_a_flipped_bit_on_the_drive_is_found(paths: list[Path], random_bytes: Ra
 
 
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
-    for wrong in ({"paths": []}, {"weights": [1.0, 2.0]}, {"weights": [0.0]}, {"weights": [float("nan")]}, {"weights": [-1.0]}):
+    for wrong in (
+        {"paths": []},
+        {"weights": [1.0, 2.0]},
+        {"weights": [0.0]},
+        {"weights": [float("nan")]},
+        {"weights": [-1.0]},
+    ):
         with pytest.raises(UsageError):
             TensorStore(**{"paths": tmp_path, "config": CONFIG, **wrong})  # type: ignore[arg-type]
     with Engine(CONFIG) as engine, pytest.raises(UsageError, match="not both"):
@@ -489,7 +551,14 @@ store.close()
 
 def test_a_forked_child_can_neither_use_nor_hurt_the_store(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
-    ended = subprocess.run([sys.executable, "-c", FORK], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    ended = subprocess.run(
+        [sys.executable, "-c", FORK],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
     assert list(tmp_path.iterdir()) == []
 
@@ -498,9 +567,17 @@ def test_a_forked_child_can_neither_use_nor_hurt_the_store(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def saved(store: TensorStore, tmp_path: Path, random_bytes: RandomBytes) -> tuple[Path, dict[str, bytes]]:
+def saved(
+    store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
+) -> tuple[Path, dict[str, bytes]]:
     """A snapshot of tensors of several windows, and what is in it."""
-    values = {"": b"", "one": b"1", "odd": random_bytes(5001).tobytes(), "large": random_bytes(19 * MIB + 7).tobytes(), "π/\n": random_bytes(PAGE).tobytes()}
+    values = {
+        "": b"",
+        "one": b"1",
+        "odd": random_bytes(5001).tobytes(),
+        "large": random_bytes(19 * MIB + 7).tobytes(),
+        "π/\n": random_bytes(PAGE).tobytes(),
+    }
     for name, value in values.items():
         store.put(name, value)
     directory = tmp_path / "deep" / "snapshot"
@@ -509,9 +586,14 @@ def saved(store: TensorStore, tmp_path: Path, random_bytes: RandomBytes) -> tupl
 
 
 @pytest.mark.parametrize("checksums", [(False, False), (False, True), (True, False), (True, True)])
-def test_a_snapshot_is_restored_into_any_store(paths: list[Path], random_bytes: RandomBytes, checksums: tuple[bool, bool]) -> None:
+def test_a_snapshot_is_restored_into_any_store(
+    paths: list[Path], random_bytes: RandomBytes, checksums: tuple[bool, bool]
+) -> None:
     needs_checksums(paths[0])
-    values = {str(size): random_bytes(size).tobytes() for size in (0, 3, 9 * MIB, PAGE, 21 * MIB + 4097, 77)}
+    values = {
+        str(size): random_bytes(size).tobytes()
+        for size in (0, 3, 9 * MIB, PAGE, 21 * MIB + 4097, 77)
+    }
     with TensorStore(paths[:2], CONFIG, weights=[1, 2], checksum=checksums[0]) as store:
         for name, value in values.items():
             store.put(name, value)
@@ -527,11 +609,15 @@ def test_a_snapshot_is_restored_into_any_store(paths: list[Path], random_bytes: 
         assert store.restore(paths[2]) == ["77", str(9 * MIB)]
         values.update({name: values[name][::-1] for name in ("77", str(9 * MIB))})
         assert everything(store) == {**values, "other": b"kept"}
-        assert store.used_bytes == sum(-(-len(value) // PAGE) * PAGE for value in [*values.values(), b"kept"])
+        assert store.used_bytes == sum(
+            -(-len(value) // PAGE) * PAGE for value in [*values.values(), b"kept"]
+        )
 
 
 @pytest.mark.every_filesystem
-def test_snapshots_on_every_filesystem(tmp_path: Path, directory: Path, random_bytes: RandomBytes) -> None:
+def test_snapshots_on_every_filesystem(
+    tmp_path: Path, directory: Path, random_bytes: RandomBytes
+) -> None:
     """Also on one without O_DIRECT, though the store demands it of its own drive."""
     data = random_bytes(9 * MIB + 1)
     with TensorStore(tmp_path, AioConfig(direct=True)) as store:
@@ -545,7 +631,9 @@ def test_snapshots_on_every_filesystem(tmp_path: Path, directory: Path, random_b
     assert {entry.stat().st_mode & 0o777 for entry in (directory / "snapshot").iterdir()} == {0o600}
 
 
-def test_a_snapshot_takes_the_place_of_the_last(store: TensorStore, saved: tuple[Path, dict[str, bytes]]) -> None:
+def test_a_snapshot_takes_the_place_of_the_last(
+    store: TensorStore, saved: tuple[Path, dict[str, bytes]]
+) -> None:
     directory, _ = saved
     before = {entry.name for entry in directory.iterdir()}
     (directory / ("tensors-" + "0" * 32)).write_bytes(b"left from a process that was killed")
@@ -570,7 +658,9 @@ def test_an_empty_snapshot(store: TensorStore, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_damaged_snapshot_is_refused_and_changes_nothing(store: TensorStore, saved: tuple[Path, dict[str, bytes]], random_bytes: RandomBytes) -> None:
+def test_a_damaged_snapshot_is_refused_and_changes_nothing(
+    store: TensorStore, saved: tuple[Path, dict[str, bytes]], random_bytes: RandomBytes
+) -> None:
     directory, values = saved
     data = next(entry for entry in directory.iterdir() if entry.name.startswith("tensors-"))
     manifest = directory / "snapshot.json"
@@ -589,7 +679,9 @@ def test_a_damaged_snapshot_is_refused_and_changes_nothing(store: TensorStore, s
         "another number": lambda: manifest.write_bytes(said.replace(b"5001", b"5002")),
         "another place": lambda: manifest.write_bytes(resealed(said, tensors=[["a", 0, 1 << 40]])),
         "outside": lambda: manifest.write_bytes(resealed(said, data="../elsewhere")),
-        "twice": lambda: manifest.write_bytes(resealed(said, tensors=[["a", 0, 5], ["a", PAGE, 5]])),
+        "twice": lambda: manifest.write_bytes(
+            resealed(said, tensors=[["a", 0, 5], ["a", PAGE, 5]])
+        ),
         "odd window": lambda: manifest.write_bytes(resealed(said, windows=[[100, 5]])),
         "no list": lambda: manifest.write_bytes(resealed(said, windows=5)),
     }
@@ -616,7 +708,9 @@ def resealed(text: bytes, **changes: object) -> bytes:
     return sealed.dumps(manifest).encode()
 
 
-def test_what_is_no_snapshot_of_ours(store: TensorStore, saved: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+def test_what_is_no_snapshot_of_ours(
+    store: TensorStore, saved: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
     directory, _ = saved
     with pytest.raises(UsageError, match="is not a directory"):
         store.restore(tmp_path / "missing")
@@ -636,17 +730,27 @@ def test_what_is_no_snapshot_of_ours(store: TensorStore, saved: tuple[Path, dict
         store.restore(directory)
 
 
-def test_a_directory_takes_one_writer_at_a_time(store: TensorStore, saved: tuple[Path, dict[str, bytes]]) -> None:
+def test_a_directory_takes_one_writer_at_a_time(
+    store: TensorStore, saved: tuple[Path, dict[str, bytes]]
+) -> None:
     directory, values = saved
-    with snapshot.Snapshot(store.engine, directory).opened() as first, snapshot.Snapshot(store.engine, directory).opened() as second:
-        assert first.sizes() == second.sizes() == {name: len(value) for name, value in values.items()}
+    with (
+        snapshot.Snapshot(store.engine, directory).opened() as first,
+        snapshot.Snapshot(store.engine, directory).opened() as second,
+    ):
+        assert (
+            first.sizes() == second.sizes() == {name: len(value) for name, value in values.items()}
+        )
         with pytest.raises(UsageError, match="in use"):
             store.snapshot(directory)
     store.snapshot(directory, ["one"])
 
 
 def test_a_build_without_checksums_sums_by_itself(
-    store: TensorStore, saved: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: TensorStore,
+    saved: tuple[Path, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     needs_checksums(tmp_path)
     directory, values = saved
@@ -666,8 +770,12 @@ def test_a_build_without_checksums_sums_by_itself(
     assert everything(store) == values
 
 
-def test_a_snapshot_is_of_one_moment_for_each_name(stalling_store: TensorStore, stall: Stall, tmp_path: Path, random_bytes: RandomBytes) -> None:
-    """A put under way is waited for, and what is put or deleted while a snapshot is written does not reach it."""
+def test_a_snapshot_is_of_one_moment_for_each_name(
+    stalling_store: TensorStore, stall: Stall, tmp_path: Path, random_bytes: RandomBytes
+) -> None:
+    """A put under way is waited for, and what is put or deleted while a snapshot is written does
+    not reach it.
+    """
     first, second = random_bytes(MIB), random_bytes(MIB)
     with ThreadPoolExecutor(1) as threads, stall() as let_go:
         stalling_store.put("a", first)
@@ -708,7 +816,9 @@ def test_names_sizes_and_timeouts_are_checked_at_the_door(tmp_path: Path) -> Non
         assert store.names() == ["a"]
 
 
-def test_a_failure_beside_an_exception_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_beside_an_exception_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Engine(_faults=[(0, 1 << 30, FaultKind.FAIL, 5)]) as engine:
 
         def leave() -> None:

@@ -1,4 +1,6 @@
-"""Puts and gets that start after others, and those that are cancelled: values keep the order of their names, and room is neither lost nor given twice."""
+"""Puts and gets that start after others, and those that are cancelled: values keep the order of
+their names, and room is neither lost nor given twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from nvme_offload._aio import FaultKind
-from nvme_offload.errors import CancelledError, CorruptionError, IOFailure, UnsupportedError, UsageError
+from nvme_offload.errors import (
+    CancelledError,
+    CorruptionError,
+    IOFailure,
+    UnsupportedError,
+    UsageError,
+)
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
 from nvme_offload.store import slabs
@@ -40,7 +48,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def store_on(directory: Path, **settings: object) -> Iterator[TensorStore]:
-    """A store on two drives, with room allocated, so that a put in a stall need not wait for the filesystem."""
+    """A store on two drives, with room allocated, so that a put in a stall need not wait for the
+    filesystem.
+    """
     paths = [directory / "one", directory / "two"]
     for path in paths:
         path.mkdir(exist_ok=True)
@@ -66,8 +76,12 @@ def contents(store: TensorStore, name: str) -> Bytes:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_a_get_that_names_the_put_need_not_wait_for_it(store: TensorStore, stall: Stall, random_bytes: RandomBytes, nbytes: int) -> None:
-    """The room of one value is read into while the value leaves it: what a swapper does all the time."""
+def test_a_get_that_names_the_put_need_not_wait_for_it(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes, nbytes: int
+) -> None:
+    """The room of one value is read into while the value leaves it: what a swapper does all the
+    time.
+    """
     leaving, coming = random_bytes(nbytes), random_bytes(nbytes)
     store.put("coming", coming).wait(SECONDS)
     memory, again = leaving.copy(), np.zeros(nbytes, np.uint8)
@@ -86,7 +100,9 @@ def test_a_get_that_names_the_put_need_not_wait_for_it(store: TensorStore, stall
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[::-1], [PAGE, PAGE]], ids=str)
-def test_a_get_after_a_put_has_its_value_whatever_its_size(store: TensorStore, stall: Stall, random_bytes: RandomBytes, sizes: list[int]) -> None:
+def test_a_get_after_a_put_has_its_value_whatever_its_size(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes, sizes: list[int]
+) -> None:
     old, new = (random_bytes(nbytes) for nbytes in sizes)
     store.put("a", old).wait(SECONDS)
     out, third = np.zeros_like(new), random_bytes(new.size)
@@ -101,7 +117,9 @@ def test_a_get_after_a_put_has_its_value_whatever_its_size(store: TensorStore, s
     assert store.used_bytes == -(-third.size // PAGE) * PAGE
 
 
-def test_a_put_that_names_the_gets_need_not_wait_for_them(store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_put_that_names_the_gets_need_not_wait_for_them(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     old, new, other = random_bytes(PAGE), random_bytes(PAGE), random_bytes(PAGE)
     store.put("a", old).wait(SECONDS)
     outs = [np.zeros_like(old) for _ in range(3)]
@@ -118,20 +136,29 @@ def test_a_put_that_names_the_gets_need_not_wait_for_them(store: TensorStore, st
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_a_cancelled_put_leaves_what_was_there(store: TensorStore, stall: Stall, random_bytes: RandomBytes, nbytes: int) -> None:
-    """A value of the same size, one of another size, and none; with the gets that were to follow it."""
+def test_a_cancelled_put_leaves_what_was_there(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes, nbytes: int
+) -> None:
+    """A value of the same size, one of another size, and none; with the gets that were to follow
+    it.
+    """
     old = random_bytes(nbytes)
     for name in ("same", "other"):
         store.put(name, old).wait(SECONDS)
     used = store.used_bytes
     with stall() as let_go:
         blocker = store.put("b", random_bytes(PAGE))
-        puts = {name: store.put(name, random_bytes(size), after=[blocker]) for name, size in (("same", nbytes), ("other", 2 * PAGE), ("new", nbytes))}
+        puts = {
+            name: store.put(name, random_bytes(size), after=[blocker])
+            for name, size in (("same", nbytes), ("other", 2 * PAGE), ("new", nbytes))
+        }
         get = store.get("same", np.zeros(nbytes, np.uint8), after=[puts["same"]])
         for put in puts.values():
             assert put.cancel()
             assert not put.cancel()
-            with pytest.raises(CancelledError, match=rf"it was cancelled before it started, of tensor '{put.name}'"):
+            with pytest.raises(
+                CancelledError, match=rf"it was cancelled before it started, of tensor '{put.name}'"
+            ):
                 put.wait(0)
         with pytest.raises(CancelledError, match="a transfer that it was to follow failed"):
             get.wait(0)
@@ -143,7 +170,9 @@ def test_a_cancelled_put_leaves_what_was_there(store: TensorStore, stall: Stall,
     assert_array_equal(contents(store, "other"), old)
 
 
-def test_a_cancelled_get_leaves_its_memory_and_the_value(store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_a_cancelled_get_leaves_its_memory_and_the_value(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(SIZES[1])
     store.put("a", data).wait(SECONDS)
     out = np.zeros_like(data)
@@ -160,7 +189,9 @@ def test_a_cancelled_get_leaves_its_memory_and_the_value(store: TensorStore, sta
     assert_array_equal(contents(store, "a"), data[::-1])
 
 
-def test_what_started_is_not_cancelled(store: TensorStore, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_what_started_is_not_cancelled(
+    store: TensorStore, stall: Stall, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(SIZES[1])
     with stall() as let_go:
         put = store.put("a", data)
@@ -177,7 +208,9 @@ def test_what_started_is_not_cancelled(store: TensorStore, stall: Stall, random_
     assert_array_equal(contents(store, "a"), data)
 
 
-def test_nobody_hears_of_what_was_cancelled(stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_nobody_hears_of_what_was_cancelled(
+    stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     with store_on(stalling_directory) as store, stall():
         blocker = store.put("b", random_bytes(PAGE))
         held = store.put("a", random_bytes(PAGE), after=[blocker])
@@ -185,7 +218,9 @@ def test_nobody_hears_of_what_was_cancelled(stalling_directory: Path, stall: Sta
         held.cancel()
 
 
-def test_closing_waits_for_what_is_held(stalling_directory: Path, random_bytes: RandomBytes) -> None:
+def test_closing_waits_for_what_is_held(
+    stalling_directory: Path, random_bytes: RandomBytes
+) -> None:
     data = random_bytes(SIZES[1])
     out = np.zeros_like(data)
     with store_on(stalling_directory) as store:
@@ -194,10 +229,16 @@ def test_closing_waits_for_what_is_held(stalling_directory: Path, random_bytes: 
 
 
 def test_another_stores_ticket(stalling_directory: Path, random_bytes: RandomBytes) -> None:
-    """Of the same engine it can be followed, of another not: then nothing is left under way, and nothing is there."""
+    """Of the same engine it can be followed, of another not: then nothing is left under way, and
+    nothing is there.
+    """
     data = random_bytes(SIZES[1])
     out = np.zeros_like(data)
-    with Engine(CONFIG) as engine, store_on(stalling_directory, config=None, engine=engine) as one, store_on(stalling_directory) as stranger:
+    with (
+        Engine(CONFIG) as engine,
+        store_on(stalling_directory, config=None, engine=engine) as one,
+        store_on(stalling_directory) as stranger,
+    ):
         with store_on(stalling_directory, config=None, engine=engine) as two:
             two.put("a", data).wait(SECONDS)
             two.get("a", out, after=[one.put("b", data)]).wait(SECONDS)
@@ -208,12 +249,19 @@ def test_another_stores_ticket(stalling_directory: Path, random_bytes: RandomByt
     assert_array_equal(out, data)
 
 
-def test_a_put_that_fails_takes_its_followers_with_it(tmp_path: Path, random_bytes: RandomBytes) -> None:
-    """The read into the room that it was to leave does not start, so the newest bytes are still in memory."""
+def test_a_put_that_fails_takes_its_followers_with_it(
+    tmp_path: Path, random_bytes: RandomBytes
+) -> None:
+    """The read into the room that it was to leave does not start, so the newest bytes are still in
+    memory.
+    """
     coming, leaving = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     memory = leaving.copy()
     count = sum(1 for _ in range(0, SIZES[1], 64 << 10)) + 4  # transfers of the first put, and more
-    with Engine(CONFIG, _faults=[(count, 1 << 20, FaultKind.FAIL, errno.EIO)]) as engine, store_on(tmp_path, config=None, engine=engine) as store:
+    with (
+        Engine(CONFIG, _faults=[(count, 1 << 20, FaultKind.FAIL, errno.EIO)]) as engine,
+        store_on(tmp_path, config=None, engine=engine) as store,
+    ):
         store.put("coming", coming).wait(SECONDS)
         put = store.put("leaving", memory)
         get = store.get("coming", memory, after=[put])
@@ -227,7 +275,9 @@ def test_a_put_that_fails_takes_its_followers_with_it(tmp_path: Path, random_byt
             store.get("leaving", memory, after=[put])
 
 
-def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(stalling_directory: Path, stall: Stall, random_bytes: RandomBytes) -> None:
+def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
+    stalling_directory: Path, stall: Stall, random_bytes: RandomBytes
+) -> None:
     """The sum is that of the put which is under way, not that of the value before it."""
     old, new = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     with store_on(stalling_directory, checksum=True) as store:
@@ -235,8 +285,12 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(stalling
         extent = store._values.current("a").extents[0]
         with stall() as let_go:
             put = store.put("a", new)
-            damage = store.engine.write(~new[5:6], extent.file, extent.offset + 5, after=put._transfers)
-            damaged = store.get("a", np.zeros_like(new), after=[put, SimpleNamespace(_transfers=[damage])])  # type: ignore[list-item]
+            damage = store.engine.write(
+                ~new[5:6], extent.file, extent.offset + 5, after=put._transfers
+            )
+            damaged = store.get(
+                "a", np.zeros_like(new), after=[put, SimpleNamespace(_transfers=[damage])]
+            )  # type: ignore[list-item]
             let_go()
             with pytest.raises(CorruptionError, match="of tensor 'a'"):
                 damaged.wait(SECONDS)

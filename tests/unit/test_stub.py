@@ -1,4 +1,6 @@
-"""nvme_offload/_aio.pyi says of the extension what it is: the same names, arguments, defaults and kinds of values."""
+"""nvme_offload/_aio.pyi says of the extension what it is: the same names, arguments, defaults and
+kinds of values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from nvme_offload import _aio
 
 STUB = Path(_aio.__file__).with_name("_aio.pyi")
 
-# What pybind11 says of an argument, as a stub says it; a std::string is made of either kind of string.
+# What pybind11 says of an argument, as a stub says it; a std::string is made of either kind of
+# string.
 SAME = {"SupportsInt": "int", "SupportsFloat": "float", "Sequence": "list", "bytes": "str"}
 MADE_ELSEWHERE = ("File", "Request")  # by functions of the module: they have no constructor
 
@@ -25,17 +28,26 @@ def kinds(annotation: ast.expr | None) -> set[str]:
         return kinds(annotation.value)
     if isinstance(annotation, ast.Attribute):
         return kinds(ast.Name(annotation.attr))
-    name = annotation.id if isinstance(annotation, ast.Name) else str(getattr(annotation, "value", ""))
+    name = (
+        annotation.id if isinstance(annotation, ast.Name) else str(getattr(annotation, "value", ""))
+    )
     return set() if name == "SupportsIndex" else {SAME.get(name, name)}
 
 
-def signature(function: ast.FunctionDef) -> tuple[list[tuple[str, frozenset[str], bool]], frozenset[str]]:
-    """Arguments, each with its kinds and whether it may be left out, and the kinds of what is returned."""
-    arguments = [argument for argument in function.args.args if argument.arg not in ("self", "arg0")]
+def signature(
+    function: ast.FunctionDef,
+) -> tuple[list[tuple[str, frozenset[str], bool]], frozenset[str]]:
+    """Arguments, each with its kinds and whether it may be left out, and the kinds of what is
+    returned.
+    """
+    arguments = [
+        argument for argument in function.args.args if argument.arg not in ("self", "arg0")
+    ]
     required = len(arguments) - len(function.args.defaults)
-    return [(argument.arg, frozenset(kinds(argument.annotation)), index >= required) for index, argument in enumerate(arguments)], frozenset(
-        kinds(function.returns)
-    )
+    return [
+        (argument.arg, frozenset(kinds(argument.annotation)), index >= required)
+        for index, argument in enumerate(arguments)
+    ], frozenset(kinds(function.returns))
 
 
 def stated(documented: object) -> ast.FunctionDef:
@@ -52,7 +64,9 @@ def described(tree: ast.Module | ast.ClassDef) -> dict[str, ast.AST]:
             names[node.name] = node
         elif isinstance(node, ast.Assign):
             names[node.targets[0].id] = node.value
-    return {name: node for name, node in names.items() if not name.startswith("_") or name == "__init__"}
+    return {
+        name: node for name, node in names.items() if not name.startswith("_") or name == "__init__"
+    }
 
 
 def compare(node: ast.AST, found: object, where: str) -> list[str]:
@@ -79,7 +93,9 @@ def test_the_stub_is_the_module():
         assert isinstance(node, ast.ClassDef)
         members = described(node)
         is_enum = hasattr(found, "__members__")
-        real = {member for member in vars(found) if not member.startswith("_") or member == "__init__"} - ({"name", "value", "__init__"} if is_enum else set())
+        real = {
+            member for member in vars(found) if not member.startswith("_") or member == "__init__"
+        } - ({"name", "value", "__init__"} if is_enum else set())
         real -= {"__init__"} if name in MADE_ELSEWHERE else set()
         if set(members) != real:
             differences.append(f"{name}: {sorted(set(members) ^ real)} are in one of both only")
@@ -97,5 +113,13 @@ def test_a_stub_that_is_wrong_would_be_noticed():
         "after: list[Request]) -> Request: ..."
     )
     assert compare(ast.parse(wrong).body[0], _aio.Engine.submit_at, "Engine.submit_at")
-    assert compare(ast.parse(wrong.replace("nbytes: str", "size: int")).body[0], _aio.Engine.submit_at, "Engine.submit_at")
-    assert not compare(ast.parse(wrong.replace("nbytes: str", "nbytes: int")).body[0], _aio.Engine.submit_at, "Engine.submit_at")
+    assert compare(
+        ast.parse(wrong.replace("nbytes: str", "size: int")).body[0],
+        _aio.Engine.submit_at,
+        "Engine.submit_at",
+    )
+    assert not compare(
+        ast.parse(wrong.replace("nbytes: str", "nbytes: int")).body[0],
+        _aio.Engine.submit_at,
+        "Engine.submit_at",
+    )

@@ -41,11 +41,20 @@ def make_swapper(store: TensorStore) -> Iterator[MakeSwapper]:
 
 
 def pattern(number: int, nbytes: int = SIZE) -> torch.Tensor:
-    return torch.arange(number, number + nbytes, dtype=torch.int64).mul(31).remainder(251).to(torch.uint8)
+    return (
+        torch.arange(number, number + nbytes, dtype=torch.int64)
+        .mul(31)
+        .remainder(251)
+        .to(torch.uint8)
+    )
 
 
-def train(swapper: TensorSwapper, order: list[int], contents: dict[int, int], changed: bool = True) -> tuple[SwapperStats, SwapperStats]:
-    """One step: each value of *order* is checked, changed and let go; the counters before and after."""
+def train(
+    swapper: TensorSwapper, order: list[int], contents: dict[int, int], changed: bool = True
+) -> tuple[SwapperStats, SwapperStats]:
+    """One step: each value of *order* is checked, changed and let go; the counters before and
+    after.
+    """
     before = swapper.stats()
     for number in order:
         tensor = swapper.swap_in(f"n{number}")
@@ -78,7 +87,9 @@ def test_what_fits_never_touches_the_drive(make_swapper: MakeSwapper, store: Ten
 
 
 @pytest.mark.parametrize(("values", "ahead"), [(2, 0), (3, 1), (6, 1), (6, 2), (8, 2), (11, 3)])
-def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(make_swapper: MakeSwapper, values: int, ahead: int) -> None:
+def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(
+    make_swapper: MakeSwapper, values: int, ahead: int
+) -> None:
     count, steps = 12, 6
     swapper = make_swapper(values, lookahead_bytes=ahead * SIZE)
     contents = fill(swapper, count)
@@ -90,7 +101,8 @@ def test_in_a_cycle_what_does_not_fit_and_what_is_read_ahead_is_read(make_swappe
     misses = after.misses - before.misses
     assert (count - values) * steps <= misses <= (count - values + streams) * steps
     assert after.hits - before.hits == count * steps - misses
-    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + streams  # what is read for the next step already
+    # what is read for the next step already
+    assert (after.bytes_read - before.bytes_read) // SIZE <= misses + streams
     assert after.unused_prefetches == 0
     assert after.peak_bytes <= values * SIZE
 
@@ -118,7 +130,9 @@ def test_another_order_in_between_changes_no_contents(make_swapper: MakeSwapper)
     assert after.misses - before.misses < 18
 
 
-def test_hints_read_ahead_where_nothing_is_learned(make_swapper: MakeSwapper, store: TensorStore) -> None:
+def test_hints_read_ahead_where_nothing_is_learned(
+    make_swapper: MakeSwapper, store: TensorStore
+) -> None:
     swapper = make_swapper(4, lookahead_bytes=2 * SIZE)
     for number in range(8):
         swapper.swap_out(f"n{number}", pattern(number))
@@ -168,9 +182,18 @@ def test_a_value_may_be_shorter_than_its_room(make_swapper: MakeSwapper) -> None
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.tensor(3.5), torch.arange(6.0).reshape(2, 3).t(), torch.tensor([True, False]), torch.empty(0), torch.ones(3).bfloat16()]
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor([True, False]),
+        torch.empty(0),
+        torch.ones(3).bfloat16(),
+    ],
 )
-def test_tensors_of_every_kind_are_copied_in(make_swapper: MakeSwapper, tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind_are_copied_in(
+    make_swapper: MakeSwapper, tensor: torch.Tensor
+) -> None:
     swapper = make_swapper(1)
     swapper.swap_out("value", tensor)
     swapper.swap_out("other", pattern(1))
@@ -203,7 +226,9 @@ def test_scratch_memory_is_part_of_the_budget(make_swapper: MakeSwapper) -> None
     train(swapper, list(range(6)), contents)
 
 
-def test_flush_writes_what_changed_once_and_keeps_it_in_memory(make_swapper: MakeSwapper, store: TensorStore) -> None:
+def test_flush_writes_what_changed_once_and_keeps_it_in_memory(
+    make_swapper: MakeSwapper, store: TensorStore
+) -> None:
     swapper = make_swapper(4)
     contents = fill(swapper, 3)
     swapper.flush()
@@ -223,7 +248,9 @@ def test_flush_writes_what_changed_once_and_keeps_it_in_memory(make_swapper: Mak
     assert swapper.stats().bytes_written == 4 * SIZE
 
 
-def test_a_discarded_value_is_gone_from_memory_and_drive(make_swapper: MakeSwapper, store: TensorStore) -> None:
+def test_a_discarded_value_is_gone_from_memory_and_drive(
+    make_swapper: MakeSwapper, store: TensorStore
+) -> None:
     swapper = make_swapper(2)
     fill(swapper, 5)
     for name in list(swapper.names()):
@@ -261,7 +288,10 @@ def test_what_would_do_is_said_and_does(make_swapper: MakeSwapper) -> None:
     for name in "abc":
         swapper.swap_out(name, pattern(1))
     held = swapper.swap_in("b")  # in the middle
-    with pytest.raises(OutOfHostMemoryError, match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes"):
+    with pytest.raises(
+        OutOfHostMemoryError,
+        match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes",
+    ):
         swapper.create("wide", 2 * SIZE)
     assert torch.equal(held, pattern(1))
     swapper.release("b", changed=False)
@@ -279,7 +309,12 @@ def test_the_pool_is_taken_whole_and_given_back(store: TensorStore) -> None:
     assert pool.used_bytes == 0
     assert store.names() == []
     swapper.close()
-    for call in (lambda: swapper.swap_in("value"), lambda: swapper.create("new", 1), swapper.flush, swapper.step):
+    for call in (
+        lambda: swapper.swap_in("value"),
+        lambda: swapper.create("new", 1),
+        swapper.flush,
+        swapper.step,
+    ):
         with pytest.raises(UsageError, match="closed"):
             call()
 
@@ -297,7 +332,9 @@ def test_threads_take_turns(make_swapper: MakeSwapper) -> None:
                     wrong.append(number)
                 swapper.release(f"n{number}", changed=True)
 
-    threads = [threading.Thread(target=use, args=([first, first + 3, first + 6],)) for first in range(3)]
+    threads = [
+        threading.Thread(target=use, args=([first, first + 3, first + 6],)) for first in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -333,17 +370,26 @@ class Patient:
         return name in self.store
 
 
-def test_a_long_wait_says_what_it_is_for(store: TensorStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_says_what_it_is_for(
+    store: TensorStore, caplog: pytest.LogCaptureFixture
+) -> None:
     with TensorSwapper(Patient(store, 2), PinnedPool(SIZE, pin=False)) as swapper:
         swapper.swap_out("a", pattern(1))
         swapper.swap_out("b", pattern(2))
         assert torch.equal(swapper.swap_in("a"), pattern(1))
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are under way" for seconds in (5, 10)]
+    assert told == [
+        f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are under way"
+        for seconds in (5, 10)
+    ]
 
 
-def test_small_values_and_none_come_back_when_the_room_that_they_wait_for_is_written(make_swapper: MakeSwapper) -> None:
-    """A value without bytes takes room like any other, and waits for it, although nothing is read."""
+def test_small_values_and_none_come_back_when_the_room_that_they_wait_for_is_written(
+    make_swapper: MakeSwapper,
+) -> None:
+    """A value without bytes takes room like any other, and waits for it, although nothing
+    is read.
+    """
     swapper = make_swapper(2)
     for number in range(12):
         nbytes = 0 if number % 3 == 0 else 1000 * number

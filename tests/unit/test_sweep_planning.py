@@ -1,4 +1,6 @@
-"""`python -m sweeps.planning`: the models' tensors, the uses of their steps, the least that can be moved, and one small run."""
+"""`python -m sweeps.planning`: the models' tensors, the uses of their steps, the least that can be
+moved, and one small run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from sweeps.planning.__main__ import main  # noqa: E402
 from sweeps.planning.uses import Event, groups_of, made, rounds, step  # noqa: E402
 
 # As the models' own pages have them.
-KNOWN = {"gpt2": (148, 124_439_808), "llama2-7b": (291, 6_738_415_616), "llama3-70b": (723, 70_553_706_496), "qwen3-moe": (531, 30_532_122_624)}
+KNOWN = {
+    "gpt2": (148, 124_439_808),
+    "llama2-7b": (291, 6_738_415_616),
+    "llama3-70b": (723, 70_553_706_496),
+    "qwen3-moe": (531, 30_532_122_624),
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -43,15 +50,29 @@ def test_a_small_width_form_has_all_tensors(name: str) -> None:
 @pytest.mark.parametrize("size", ["7b", "13b"])
 def test_the_llama_that_wants_no_transformers_has_the_same_tensors(size: str) -> None:
     with torch.device("meta"):
-        ours = [(name, tuple(parameter.shape)) for name, parameter in Llama(Sizes.of(size, None)).named_parameters()]
+        ours = [
+            (name, tuple(parameter.shape))
+            for name, parameter in Llama(Sizes.of(size, None)).named_parameters()
+        ]
         small = [name for name, _ in Llama(Sizes.of(size, 64)).named_parameters()]
-    theirs = [(tensor.name.removeprefix("model."), tensor.shape) for tensor in tensors(config_of(f"llama2-{size}"))]
+    theirs = [
+        (tensor.name.removeprefix("model."), tensor.shape)
+        for tensor in tensors(config_of(f"llama2-{size}"))
+    ]
     assert sorted(ours) == sorted(theirs)
     assert small == [name for name, _ in ours]
 
 
 def test_a_config_json_is_a_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**config_of("llama2-7b", 64), "num_hidden_layers": 3, "architectures": ["LlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                **config_of("llama2-7b", 64),
+                "num_hidden_layers": 3,
+                "architectures": ["LlamaForCausalLM"],
+            }
+        )
+    )
     for place in (tmp_path, tmp_path / "config.json"):
         assert len(tensors(config_of(str(place)))) == 3 * 9 + 3
     (tmp_path / "config.json").write_text("{}")
@@ -67,14 +88,24 @@ def test_a_config_json_is_a_model(tmp_path: Path) -> None:
 def test_experts_are_values_of_their_own() -> None:
     config = config_of("qwen3-moe", 64)
     split = list(split_experts(tensors(config), 128))
-    assert sum(tensor.elements for tensor, _ in split) == sum(tensor.elements for tensor in tensors(config))
+    assert sum(tensor.elements for tensor, _ in split) == sum(
+        tensor.elements for tensor in tensors(config)
+    )
     assert len({expert for _, expert in split if expert}) == 48 * 128
     groups = groups_of(split, 0)
     assert all(len(group.tensors) == 2 for group in groups if group.expert)
     events = step(groups, 0.25, random.Random(1))
-    touched = {event.name for event in events if event.phase == "update" and event.verb == "change" and ".experts." in event.name}
+    touched = {
+        event.name
+        for event in events
+        if event.phase == "update" and event.verb == "change" and ".experts." in event.name
+    }
     assert len(touched) == 48 * 32 * 2
-    assert touched != {event.name for event in step(groups, 0.25, random.Random(2)) if event.phase == "update" and event.verb == "change"}
+    assert touched != {
+        event.name
+        for event in step(groups, 0.25, random.Random(2))
+        if event.phase == "update" and event.verb == "change"
+    }
 
 
 def test_a_step_uses_everything_and_leaves_what_was_there() -> None:
@@ -100,13 +131,22 @@ def test_the_least_that_can_be_moved() -> None:
     from sweeps.planning.least import least_bytes
 
     def period(end: str, count: int) -> list[Event]:
-        return [Event(verb, str(number), 100, "") for number in range(count) for verb in ("need", end)]  # type: ignore[arg-type]
+        return [
+            Event(verb, str(number), 100, "") for number in range(count) for verb in ("need", end)
+        ]  # type: ignore[arg-type]
 
     assert least_bytes(period("release", 8), 800) == pytest.approx(0)
-    # Of the others there is room for two whenever one is in use; each is read as far as it was not kept.
+    # Of the others there is room for two whenever one is in use; each is read as far as it was not
+    # kept.
     assert least_bytes(period("release", 8), 300) == pytest.approx(100 * (8 - 8 * 2 / 7))
     assert least_bytes(period("change", 8), 300) == pytest.approx(200 * (8 - 8 * 2 / 7))
-    dropped = [Event("create", "g", 100, ""), Event("change", "g", 100, ""), *period("release", 1), Event("need", "g", 100, ""), Event("drop", "g", 100, "")]
+    dropped = [
+        Event("create", "g", 100, ""),
+        Event("change", "g", 100, ""),
+        *period("release", 1),
+        Event("need", "g", 100, ""),
+        Event("drop", "g", 100, ""),
+    ]
     assert least_bytes(dropped, 200) == pytest.approx(0)
     assert least_bytes(dropped, 100) == pytest.approx(300)  # out and in, and the other one in
     with pytest.raises(ValueError, match="does not fit"):
@@ -115,19 +155,29 @@ def test_the_least_that_can_be_moved() -> None:
 
 def test_rounds() -> None:
     begin, one = rounds(300, there_and_back=True, changed=True)
-    assert [event.name for event in one[::2]] == [*map(str, range(300)), *map(str, reversed(range(300)))]
+    assert [event.name for event in one[::2]] == [
+        *map(str, range(300)),
+        *map(str, reversed(range(300))),
+    ]
     assert {event.nbytes for event in begin} == {event.nbytes for event in one}
     assert {event.verb for event in one} == {"need", "change"}
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**config_of("llama2-7b"), "num_hidden_layers": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config_of("llama2-7b"), "num_hidden_layers": 2})
+    )
     drive = ["--timed", "--read", "0.5", "--write", "0.5"]
     shapes = ["--models", str(tmp_path), "--width", "64", "--rounds", "16", "--steps", "1"]
-    ran = CliRunner().invoke(main, [*shapes, *drive, "--output", str(tmp_path / "out")], catch_exceptions=False)
+    ran = CliRunner().invoke(
+        main, [*shapes, *drive, "--output", str(tmp_path / "out")], catch_exceptions=False
+    )
     assert ran.exit_code == 0
     model, *others = json.loads((tmp_path / "out.json").read_text())["figures"]
-    assert [one["title"] for one in others] == [f"16 values, {order}" for order in ("cyclic", "cyclic, changed", "there and back", "there and back, changed")]
+    assert [one["title"] for one in others] == [
+        f"16 values, {order}"
+        for order in ("cyclic", "cyclic, changed", "there and back", "there and back, changed")
+    ]
     assert model["read_bytes"] > model["held_bytes"] - model["memory_bytes"]
     assert others[0]["written_bytes"] == 0 < others[1]["written_bytes"]
     assert all(one["seconds"] > 0 < one["floor_seconds"] for one in [model, *others])

@@ -69,8 +69,15 @@ with offload:
 
 @pytest.mark.parametrize("what", LEFT_OPEN)
 def test_what_nobody_closed_is_closed_in_its_order_when_the_interpreter_ends(what, tmp_path):
-    """torch has registered the end of all finalizers by then, so that what is registered later is run before."""
+    """torch has registered the end of all finalizers by then, so that what is registered later is
+    run before.
+    """
     code = f"import sys, torch\npath = sys.argv[1]\n{LEFT_OPEN[what]}"
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     said = [line for line in ended.stderr.splitlines() if "is on the root filesystem" not in line]
     assert (ended.returncode, said) == (0, [])

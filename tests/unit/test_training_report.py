@@ -68,16 +68,41 @@ def plan_of(directory: Path, text: str = PLAN) -> Plan:
     return read_plan(path)
 
 
-def run(variant: str, number: int, optimizer: float, losses: tuple[str, ...] = ("0x1.8p+0", "0x1.4p+0", "0x1.2p+0"), error: str | None = None) -> Run:
+def run(
+    variant: str,
+    number: int,
+    optimizer: float,
+    losses: tuple[str, ...] = ("0x1.8p+0", "0x1.4p+0", "0x1.2p+0"),
+    error: str | None = None,
+) -> Run:
     """Three steps, of which the first takes ten times as long; 1 GB each way in the optimizer."""
     events: list[dict[str, Any]] = []
     clock = 100.0
 
     def phase(name: str, step: int | None, seconds: float, peak: int, moved: int = 0) -> None:
         nonlocal clock
-        figures = {"cpu_seconds": 0.5, "read_bytes": moved, "written_bytes": moved, "peak_bytes": peak, "after_bytes": peak - 1}
-        figures |= {"busy_seconds": seconds / 2, "planning_seconds": 1e-3 if moved else 0.0, "uses": 20 if moved else 0}
-        events.append({"event": "phase", "name": name, "step": step, "began": clock, "ended": clock + seconds, **figures})
+        figures = {
+            "cpu_seconds": 0.5,
+            "read_bytes": moved,
+            "written_bytes": moved,
+            "peak_bytes": peak,
+            "after_bytes": peak - 1,
+        }
+        figures |= {
+            "busy_seconds": seconds / 2,
+            "planning_seconds": 1e-3 if moved else 0.0,
+            "uses": 20 if moved else 0,
+        }
+        events.append(
+            {
+                "event": "phase",
+                "name": name,
+                "step": step,
+                "began": clock,
+                "ended": clock + seconds,
+                **figures,
+            }
+        )
         clock += seconds
 
     phase("init", None, 5.0, 9_000_000_000)
@@ -86,18 +111,30 @@ def run(variant: str, number: int, optimizer: float, losses: tuple[str, ...] = (
         phase("forward", step, 0.1 * slow, 1_000_000_000)
         phase("backward", step, 0.5 * slow, 2_000_000_000)
         phase("optimizer", step, optimizer * slow, 3_000_000_000, 10**9)
-        events.append({"event": "step", "number": step, "loss": loss, "ended": clock, "stats": None})
+        events.append(
+            {"event": "step", "number": step, "loss": loss, "ended": clock, "stats": None}
+        )
     if error is None:
         events.append({"event": "done", "kinds": {"end": {"heap": 10**9}}, "versions": ["torch 2"]})
         events.append({"event": "weights", "digest": "00ff"})
-    samples = [Sample(101.0, Memory(8, 8, 6, 1, 1, 2, 0)), Sample(1e9, Memory(99, 99, 99, 0, 0, 0, 0))]
+    samples = [
+        Sample(101.0, Memory(8, 8, 6, 1, 1, 2, 0)),
+        Sample(1e9, Memory(99, 99, 99, 0, 0, 0, 0)),
+    ]
     made = assemble(variant, number, 90.0, error, events, samples)
     made.drive = Speeds(4e9, 4e9, 2e9)
     return made
 
 
 def results(directory: Path, runs: list[Run]) -> Results:
-    return Results({"kernel": "Linux 6"}, plan_of(directory), runs, [], [Speeds(4e9, 4e9, 2e9)], ["Shared machine."])
+    return Results(
+        {"kernel": "Linux 6"},
+        plan_of(directory),
+        runs,
+        [],
+        [Speeds(4e9, 4e9, 2e9)],
+        ["Shared machine."],
+    )
 
 
 def test_a_variant_is_the_common_configuration_and_what_it_says_otherwise(tmp_path: Path) -> None:
@@ -105,12 +142,16 @@ def test_a_variant_is_the_common_configuration_and_what_it_says_otherwise(tmp_pa
     config = plan.named("mine").ds_config_at("/drive")
     assert config == {
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/drive"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/drive"},
+        },
         "aio": {"queue_depth": 4},
         "nvme_offload": {"host_memory": "1GB"},
     }
     assert [variant.drives for variant in plan.variants] == [True, True, False]
-    assert "nvme_path" not in plan.named("mine").ds_config["zero_optimization"]["offload_optimizer"]  # the plan stays as it was
+    # the plan stays as it was
+    assert "nvme_path" not in plan.named("mine").ds_config["zero_optimization"]["offload_optimizer"]
     assert (plan.aio["block_size"], plan.aio["queue_depth"]) == (1 << 20, 4)
 
 
@@ -131,7 +172,10 @@ def test_merged_leaves_both_as_they_were() -> None:
         (PLAN.replace('title = "ours"', ""), "title"),
         (PLAN.replace('name = "none"', 'name = "mine"'), "same name"),
         (PLAN.replace("hidden", "hid"), "hid"),
-        (PLAN.replace("hidden = 16, blocks = 2", 'name = "gpt2", blocks = 2, hidden = 16'), "either hidden and blocks, or a name"),
+        (
+            PLAN.replace("hidden = 16, blocks = 2", 'name = "gpt2", blocks = 2, hidden = 16'),
+            "either hidden and blocks, or a name",
+        ),
         (PLAN.replace("blocks = 2", "blocks = 2, width = 8"), "small-width"),
     ],
 )
@@ -168,14 +212,18 @@ def test_measures_of_a_run() -> None:
     assert found.measure("settled_peak", 1) == 3_000_000_000
     assert found.peak_bytes("backward") == 2_000_000_000
     assert found.moved(("forward", "optimizer"), 1) == (10**9, 10**9)
-    assert found.at_peak == Memory(8, 8, 6, 1, 1, 2, 0)  # the sample from after the end does not count
+    # the sample from after the end does not count
+    assert found.at_peak == Memory(8, 8, 6, 1, 1, 2, 0)
     assert found.share("optimizer_floor", 1) == pytest.approx(0.8)
     assert found.share("forward_floor", 1) is None  # nothing was moved
 
 
 def test_a_run_that_failed_has_no_figures_that_it_did_not_come_to() -> None:
     found = run("stock", 0, 1.0, losses=(), error="RuntimeError: buffers")
-    assert [found.measure(name, 1) for name in ("optimizer", "update", "step", "cold", "peak", "settled_peak")] == [None] * 6
+    assert [
+        found.measure(name, 1)
+        for name in ("optimizer", "update", "step", "cold", "peak", "settled_peak")
+    ] == [None] * 6
     assert found.peak_bytes() == 9_000_000_000
 
 
@@ -189,16 +237,27 @@ def test_the_floor_is_the_slowest_way() -> None:
 def test_ratios_are_of_the_same_round() -> None:
     mine = [run("mine", 0, 1.0), run("mine", 1, 2.0), run("mine", 2, 9.0)]
     stock = [run("stock", 1, 4.0), run("stock", 0, 4.0)]
-    assert ratios(mine, stock, lambda found: found.measure("optimizer", 1)) == pytest.approx((0.25, 0.375, 0.5))
+    assert ratios(mine, stock, lambda found: found.measure("optimizer", 1)) == pytest.approx(
+        (0.25, 0.375, 0.5)
+    )
     assert ratios(mine, [], lambda found: found.measure("optimizer", 1)) is None
 
 
 def test_targets(tmp_path: Path) -> None:
     shown = results(tmp_path, [run("stock", 0, 3.0), run("mine", 0, 1.25)])
-    assert [found and round(found.median, 3) for found in (reached(shown, target) for target in shown.plan.targets)] == [0.5, 0.8]
+    assert [
+        found and round(found.median, 3)
+        for found in (reached(shown, target) for target in shown.plan.targets)
+    ] == [0.5, 0.8]
     text = render(shown)
-    assert "| ours | backward + optimizer | over DeepSpeed | <= 0.65 | 0.50 [0.50 to 0.50] | met |" in text
-    assert "| ours | optimizer phase: floor / time | beside fio | >= 0.9 | 0.80 [0.80 to 0.80] | missed |" in text
+    assert (
+        "| ours | backward + optimizer | over DeepSpeed | <= 0.65 | 0.50 [0.50 to 0.50] | met |"
+        in text
+    )
+    assert (
+        "| ours | optimizer phase: floor / time | beside fio | >= 0.9 | 0.80 [0.80 to 0.80] | missed |"
+        in text
+    )
 
 
 def test_each_phase_has_what_the_drive_and_the_planner_did(tmp_path: Path) -> None:
@@ -209,7 +268,13 @@ def test_each_phase_has_what_the_drive_and_the_planner_did(tmp_path: Path) -> No
 
 
 def test_a_model_by_name_has_all_of_its_tensors(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, PLAN.replace("{ hidden = 16, blocks = 2 }", '{ name = "llama2-7b", width = 16, batch = 2, tokens = 8 }'))
+    plan = plan_of(
+        tmp_path,
+        PLAN.replace(
+            "{ hidden = 16, blocks = 2 }",
+            '{ name = "llama2-7b", width = 16, batch = 2, tokens = 8 }',
+        ),
+    )
     assert plan.model.title == "the 291 tensors of llama2-7b at width 16, a batch of 2 x 8 tokens"
     assert plan.model.config is not None
     assert plan.model.config["num_hidden_layers"] == 32
@@ -220,7 +285,9 @@ def test_unequal_losses_or_weights_are_named(tmp_path: Path) -> None:
     equal = [run("stock", 0, 1.0), run("mine", 0, 1.0), run("none", 0, 1.0, losses=("0x0p+0",) * 3)]
     assert unequal(results(tmp_path, equal)) == []
     assert "are equal bit for bit: DeepSpeed, ours." in render(results(tmp_path, equal))
-    assert "Nothing of the kind is asked of no offload; its are others." in render(results(tmp_path, equal))
+    assert "Nothing of the kind is asked of no offload; its are others." in render(
+        results(tmp_path, equal)
+    )
     other = run("mine", 1, 1.0, losses=("0x1.8p+0", "0x1.4p+0", "0x1.3p+0"))
     assert unequal(results(tmp_path, [*equal, other])) == ["mine"]
     weights = dataclasses.replace(run("mine", 1, 1.0), weights="0000")
@@ -238,7 +305,9 @@ def test_failures_are_told_and_the_rest_stands(tmp_path: Path) -> None:
 
 
 def test_json_has_every_run(tmp_path: Path) -> None:
-    document = json.loads(json.dumps(as_json(results(tmp_path, [run("stock", 0, 1.0), run("mine", 0, 1.0)]))))
+    document = json.loads(
+        json.dumps(as_json(results(tmp_path, [run("stock", 0, 1.0), run("mine", 0, 1.0)])))
+    )
     assert [entry["variant"] for entry in document["runs"]] == ["stock", "mine"]
     assert document["runs"][1]["measures"]["optimizer"] == pytest.approx(1.0)
     assert document["runs"][1]["phases"][0]["name"] == "init"

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md has every message of an error and of a warning that the sources can make, and what sweep and doctor find, with its cure."""
+"""docs/troubleshooting.md has every message of an error and of a warning that the sources can make,
+and what sweep and doctor find, with its cure.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,19 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = sorted((ROOT / "nvme_offload").rglob("*.py"))
 
 # Where the family begins, and what else of Python's and click's reaches a user with words of ours.
-FAMILY = {"OffloadError", "ClickException", "UsageError", "BadParameter", "ValueError", "PermissionError", "ChildProcessError"}
+FAMILY = {
+    "OffloadError",
+    "ClickException",
+    "UsageError",
+    "BadParameter",
+    "ValueError",
+    "PermissionError",
+    "ChildProcessError",
+}
 LOGGED = {"warning", "error", "exception", "critical", "warn"}
 _EDGES = " ,.;:()'\"…"
-TELLING_CHARACTERS = 25  # clauses of a message are taken until there are so many: what a reader would search for
+# clauses of a message are taken until there are so many: what a reader would search for
+TELLING_CHARACTERS = 25
 
 
 class Message(NamedTuple):
@@ -29,7 +40,10 @@ class Message(NamedTuple):
 def family(trees: list[ast.Module]) -> set[str]:
     """The names of all classes of errors."""
     bases = {
-        node.name: {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
+        node.name: {
+            base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+            for base in node.bases
+        }
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
@@ -56,7 +70,9 @@ class Reader:
     """Finds the messages of one module."""
 
     def __init__(self, tree: ast.Module, kinds: set[str]) -> None:
-        self.functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self.functions = {
+            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }
         self.inside: dict[ast.AST, ast.FunctionDef | None] = {}
         self._note(tree, None)
         self.raisers = set(kinds)
@@ -78,8 +94,17 @@ class Reader:
             function = self.inside[node]
             if function is None or function.name == "__init__":
                 continue
-            messages = {argument.arg for argument in function.args.args} & {"message", "reason", "text"}
-            if messages & {name.id for argument in node.args for name in ast.walk(argument) if isinstance(name, ast.Name)}:
+            messages = {argument.arg for argument in function.args.args} & {
+                "message",
+                "reason",
+                "text",
+            }
+            if messages & {
+                name.id
+                for argument in node.args
+                for name in ast.walk(argument)
+                if isinstance(name, ast.Name)
+            }:
                 self.raisers.add(function.name)
         return len(self.raisers) > before
 
@@ -87,7 +112,14 @@ class Reader:
         """Line and fixed pieces of every string that a place may say."""
         for node, function in self.inside.items():
             if self._says(node):
-                for argument in [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg in ("message", "reason"))]:
+                for argument in [
+                    *node.args,
+                    *(
+                        keyword.value
+                        for keyword in node.keywords
+                        if keyword.arg in ("message", "reason")
+                    ),
+                ]:
                     for pieces in self.strings(argument, function):
                         yield node.lineno, pieces
             for argument in self._found(node, function):
@@ -95,7 +127,9 @@ class Reader:
                     yield node.lineno, first_sentence(pieces)
 
     def _found(self, node: ast.AST, function: ast.FunctionDef | None) -> list[ast.expr]:
-        """What the place says of a drive or a machine that could be better: a warning of the sweep's, or a `Finding` of the doctor's."""
+        """What the place says of a drive or a machine that could be better: a warning of the
+        sweep's, or a `Finding` of the doctor's.
+        """
         warns = function is not None and function.name.endswith("warnings")
         if isinstance(node, ast.Yield) and warns:
             return [node.value] if node.value else []
@@ -103,17 +137,27 @@ class Reader:
             return node.value.elts if isinstance(node.value, ast.List) else []
         if called(node) == "append" and (warns or getattr(node.func.value, "id", "") == "warnings"):
             return node.args
-        if called(node) == "Finding" and {"warning", "problem"} & {constant.value for constant in ast.walk(node.args[1]) if isinstance(constant, ast.Constant)}:
+        if called(node) == "Finding" and {"warning", "problem"} & {
+            constant.value
+            for constant in ast.walk(node.args[1])
+            if isinstance(constant, ast.Constant)
+        }:
             return node.args[2:3]
         return []
 
-    def strings(self, node: ast.AST, function: ast.FunctionDef | None, depth: int = 0) -> Iterator[list[str]]:
+    def strings(
+        self, node: ast.AST, function: ast.FunctionDef | None, depth: int = 0
+    ) -> Iterator[list[str]]:
         """The fixed pieces of each string that *node* may be."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield [piece for part in re.split(r"%\w", node.value) for piece in (part, "")][:-1]
         elif isinstance(node, ast.JoinedStr):
             yield [part.value if isinstance(part, ast.Constant) else "" for part in node.values]
-            for name in [part.value for part in node.values if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name)]:
+            for name in [
+                part.value
+                for part in node.values
+                if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name)
+            ]:
                 yield from self.strings(name, function, depth)
         elif isinstance(node, ast.BinOp):
             for side in (node.left, node.right):
@@ -123,9 +167,18 @@ class Reader:
                 yield from self.strings(side, function, depth)
         elif isinstance(node, ast.Name) and function is not None and depth < 2:
             for other, place in self.inside.items():
-                if place is function and isinstance(other, ast.Assign) and any(node.id in names_of(target) for target in other.targets):
+                if (
+                    place is function
+                    and isinstance(other, ast.Assign)
+                    and any(node.id in names_of(target) for target in other.targets)
+                ):
                     yield from self.strings(other.value, function, depth + 1)
-        elif isinstance(node, ast.Call) and called(node) in self.functions and called(node) not in self.raisers and depth < 2:
+        elif (
+            isinstance(node, ast.Call)
+            and called(node) in self.functions
+            and called(node) not in self.raisers
+            and depth < 2
+        ):
             helper = self.functions[called(node)]
             for other in ast.walk(helper):
                 if isinstance(other, ast.Return) and other.value is not None:
@@ -150,16 +203,23 @@ def first_sentence(pieces: list[str]) -> list[str]:
 
 def plain(text: str) -> str:
     """*text* without what Markdown needs and with single blanks."""
-    return " ".join(re.sub(r"\\([|<>_*])", r"\1", text).replace("`", "").replace("<br>", " ").split())
+    return " ".join(
+        re.sub(r"\\([|<>_*])", r"\1", text).replace("`", "").replace("<br>", " ").split()
+    )
 
 
 def phrase_of(pieces: list[str]) -> str:
-    """What a reader would search for: the first clauses of the longest piece or, where that says too little, all pieces; "" where there are no words.
+    """What a reader would search for: the first clauses of the longest piece or, where that says
+    too little, all pieces; "" where there are no words.
 
     What varies is "…", also on the page.
     """
     longest = plain(max(pieces, key=len)).strip(_EDGES)
-    words = longest if len(longest) >= TELLING_CHARACTERS else re.sub("…[… ]*…", "…", plain("".join(piece or "…" for piece in pieces)))
+    words = (
+        longest
+        if len(longest) >= TELLING_CHARACTERS
+        else re.sub("…[… ]*…", "…", plain("".join(piece or "…" for piece in pieces)))
+    )
     clauses = re.split(r"(?<=[;:]) ", words.strip(_EDGES))
     taken = clauses.pop(0)
     while clauses and len(taken) < TELLING_CHARACTERS:
@@ -171,7 +231,8 @@ def phrase_of(pieces: list[str]) -> str:
 def python_messages() -> Iterator[Message]:
     """Those of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    kinds = family(list(trees.values())) | {"fail"}  # a method of the reader of configs, which others call
+    # a method of the reader of configs, which others call
+    kinds = family(list(trees.values())) | {"fail"}
     for path, tree in trees.items():
         for line, pieces in Reader(tree, kinds).messages():
             yield Message(f"{path.relative_to(ROOT)}:{line}", phrase_of(pieces))
@@ -181,18 +242,29 @@ def core_messages() -> Iterator[Message]:
     """Those of the C++ core: the strings of each statement that throws."""
     for path in sorted((ROOT / "aio").glob("*.cpp")):
         text = path.read_text(encoding="utf-8")
-        for statement in re.finditer(r"\b(?:throw (?:Misuse|Unsupported)\b|raise\b|const std::string text =).*?;\n", text, re.DOTALL):
+        for statement in re.finditer(
+            r"\b(?:throw (?:Misuse|Unsupported)\b|raise\b|const std::string text =).*?;\n",
+            text,
+            re.DOTALL,
+        ):
             joined = re.sub(r'"\s*\n\s*"', "", statement[0])
-            pieces = [piece.replace('\\"', '"') for piece in re.findall(r'"((?:[^"\\]|\\.)*)"', joined)]
+            pieces = [
+                piece.replace('\\"', '"') for piece in re.findall(r'"((?:[^"\\]|\\.)*)"', joined)
+            ]
             for piece in pieces:
-                yield Message(f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, statement.start()) + 1}", phrase_of([piece]))
+                yield Message(
+                    f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, statement.start()) + 1}",
+                    phrase_of([piece]),
+                )
 
 
 MESSAGES = sorted({message for message in [*python_messages(), *core_messages()] if message.phrase})
 
 
 def test_the_messages_are_found():
-    """What follows would pass where nothing was found: some of each kind, by way of each way there is to say them."""
+    """What follows would pass where nothing was found: some of each kind, by way of each way there
+    is to say them.
+    """
     phrases = {message.phrase for message in MESSAGES}
     for known in (
         "the tensor is not contiguous",  # raised
@@ -215,13 +287,21 @@ def test_the_messages_are_found():
 def test_the_page_has_every_message():
     page = plain(PAGE.read_text(encoding="utf-8"))
     missing = [f"{place}: {phrase}" for place, phrase in MESSAGES if phrase not in page]
-    assert not missing, "give each a row in docs/troubleshooting.md, with what to do:\n" + "\n".join(missing)
+    assert not missing, (
+        "give each a row in docs/troubleshooting.md, with what to do:\n" + "\n".join(missing)
+    )
 
 
 def rows() -> list[list[str]]:
     """The cells of each row of the page's tables of messages."""
-    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [re.split(r"(?<!\\) \| ", row.removeprefix("| ").removesuffix(" |")) for table in tables for row in table.splitlines()]
+    tables = re.findall(
+        r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return [
+        re.split(r"(?<!\\) \| ", row.removeprefix("| ").removesuffix(" |"))
+        for table in tables
+        for row in table.splitlines()
+    ]
 
 
 def test_the_page_has_no_message_that_nothing_says():

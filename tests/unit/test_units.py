@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from nvme_offload.units import format_bytes, parse_bytes
 
-FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+FACTORS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
 
 
 @pytest.mark.parametrize(
@@ -38,15 +48,41 @@ def test_parses(text: str | int, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1.5", "0.3KiB", "1e9", "1,5GB", "1 G B", "1PB", "0x10", "1GiBs", "nan", "None", ".5GiB", -4096, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-1",
+        "1.5",
+        "0.3KiB",
+        "1e9",
+        "1,5GB",
+        "1 G B",
+        "1PB",
+        "0x10",
+        "1GiBs",
+        "nan",
+        "None",
+        ".5GiB",
+        -4096,
+        True,
+    ],
+)
 def test_refuses_what_is_no_size_and_repeats_it(text: str | int) -> None:
     with pytest.raises(ValueError, match="is not a") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
 
 
-@given(number=st.decimals(min_value=0, max_value=10**6, places=3), prefix=st.sampled_from(sorted(FACTORS)), suffix=st.sampled_from(["", "B"]))
-def test_parses_exactly_what_is_a_whole_number_of_bytes(number: Decimal, prefix: str, suffix: str) -> None:
+@given(
+    number=st.decimals(min_value=0, max_value=10**6, places=3),
+    prefix=st.sampled_from(sorted(FACTORS)),
+    suffix=st.sampled_from(["", "B"]),
+)
+def test_parses_exactly_what_is_a_whole_number_of_bytes(
+    number: Decimal, prefix: str, suffix: str
+) -> None:
     exact = number * FACTORS[prefix]
     text = f"{number}{prefix}{suffix}"
     if exact == int(exact):

@@ -1,4 +1,6 @@
-"""Reads and writes of a checkpoint's files that end with an exception leave nothing in flight, and no failure that nobody waited for."""
+"""Reads and writes of a checkpoint's files that end with an exception leave nothing in flight, and
+no failure that nobody waited for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_every_read_ends_before_the_first_failure_is_raised(tmp_path):
     whole.write_bytes(bytes(range(256)) * 4096)
     into = torch.empty(256 * 4096, dtype=torch.uint8)
     with Engine(CONFIG) as engine:
-        tickets = [engine.read(torch.empty(8192, dtype=torch.uint8), short), engine.read(into, whole), engine.read(torch.empty(20, dtype=torch.uint8), short)]
+        tickets = [
+            engine.read(torch.empty(8192, dtype=torch.uint8), short),
+            engine.read(into, whole),
+            engine.read(torch.empty(20, dtype=torch.uint8), short),
+        ]
         with pytest.raises(TruncatedError):
             archive.wait_all(tickets)
         assert all(ticket.done() for ticket in tickets)
@@ -53,12 +59,18 @@ def test_a_loan_that_lacks_a_tensor_leaves_no_write_in_flight(tmp_path):
     parts = [archive.Part(provider, "first", 0), archive.Part(provider, "second", 5000)]
     with Engine(CONFIG) as engine:
         with pytest.raises(KeyError, match="second"):
-            archive.write(str(tmp_path / "file.pt"), {"value": archive.offloaded(10_000, torch.int64, parts)}, engine)
+            archive.write(
+                str(tmp_path / "file.pt"),
+                {"value": archive.offloaded(10_000, torch.int64, parts)},
+                engine,
+            )
         assert engine.stats().write.in_flight == 0
 
 
 def test_a_file_that_is_read_to_be_verified_fails_once(tmp_path):
-    """The first of its reads and the second, which is under way by then, fail: one error is raised, and nothing is left to be told."""
+    """The first of its reads and the second, which is under way by then, fail: one error is raised,
+    and nothing is left to be told.
+    """
     path = tmp_path / "states.pt"
     path.write_bytes(bytes(3 * manifest.PIECE_BYTES))
     with Engine(CONFIG) as engine:

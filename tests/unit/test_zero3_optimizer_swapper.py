@@ -1,4 +1,6 @@
-"""`OptimizerSwapper`: "compact" tells of second moments that are too far apart for it, and of no others."""
+"""`OptimizerSwapper`: "compact" tells of second moments that are too far apart for it, and of no
+others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
         FORMATS["compact"],
         states,
         1024,
-        Working(torch.bfloat16, lambda _, place: place.copy_(working), lambda _, changed: working.copy_(changed)),
+        Working(
+            torch.bfloat16,
+            lambda _, place: place.copy_(working),
+            lambda _, changed: working.copy_(changed),
+        ),
     )
     with caplog.at_level(logging.WARNING, logger="nvme_offload"):
         swapper.initialize_parameters([parameter], [working])
@@ -39,4 +45,6 @@ def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
             swapper.swap_out_optimizer_state(parameter)
     swapper.close()
     tier.close()
-    assert caplog.text.count("has too few bits for second moments of one block that are more than 30 octaves apart") == (decades == 8)
+    assert caplog.text.count(
+        "has too few bits for second moments of one block that are more than 30 octaves apart"
+    ) == (decades == 8)

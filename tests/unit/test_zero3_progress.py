@@ -24,7 +24,9 @@ def engine_after(step, seconds=2.0, waited=0.5, read=3_000_000_000, written=1_00
         peak_bytes=0,
         tuned_bytes_per_second=None,
     )
-    return types.SimpleNamespace(optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=stats)))
+    return types.SimpleNamespace(
+        optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=stats))
+    )
 
 
 def test_metrics_are_of_the_steps_since_the_last():
@@ -33,11 +35,21 @@ def test_metrics_are_of_the_steps_since_the_last():
     first = engine_after(1)
     assert progress.see(first)
     assert not progress.see(first)  # a micro-batch later
-    assert progress.metrics() == {"nvme_wait_share": 0.25, "nvme_gb_per_s": 2.0, "nvme_read_gb": 3.0, "nvme_written_gb": 1.0}
+    assert progress.metrics() == {
+        "nvme_wait_share": 0.25,
+        "nvme_gb_per_s": 2.0,
+        "nvme_read_gb": 3.0,
+        "nvme_written_gb": 1.0,
+    }
     assert progress.metrics() == {}
     assert progress.see(engine_after(2, waited=0.0))
     assert progress.see(engine_after(3, seconds=6.0, waited=4.0, read=1_000_000_000))
-    assert progress.metrics() == {"nvme_wait_share": 0.5, "nvme_gb_per_s": 0.75, "nvme_read_gb": 2.0, "nvme_written_gb": 1.0}
+    assert progress.metrics() == {
+        "nvme_wait_share": 0.5,
+        "nvme_gb_per_s": 0.75,
+        "nvme_read_gb": 2.0,
+        "nvme_written_gb": 1.0,
+    }
 
 
 def test_the_summary_is_of_all_steps(caplog):
@@ -48,12 +60,18 @@ def test_the_summary_is_of_all_steps(caplog):
         progress.metrics()
         progress.see(engine_after(1, seconds=6.0, waited=3.5))  # of another engine
         progress.tell_summary()
-    assert caplog.messages == ["2 steps in 8 s, 4 s each: 50% of it waiting for the drive; read 6 GB and wrote 2 GB, 1 GB/s"]
+    assert caplog.messages == [
+        "2 steps in 8 s, 4 s each: 50% of it waiting for the drive; read 6 GB and wrote 2 GB, 1 GB/s"
+    ]
 
 
 def test_a_micro_batch_before_the_first_step_shows_nothing_and_is_no_reason_to_warn(caplog):
     progress = Progress()
-    assert not progress.see(types.SimpleNamespace(optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=None))))
+    assert not progress.see(
+        types.SimpleNamespace(
+            optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=None))
+        )
+    )
     assert caplog.messages == []
 
 

@@ -32,13 +32,27 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 def test_whole_parameters_and_buffers_are_put_on_the_device(moved: list[tuple[int, str]]) -> None:
     module = torch.nn.BatchNorm1d(4)
-    module.weight.ds_status, module.bias.ds_status = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
-    param_swapper.return_to_device(module)  # not the bias: its partition is elsewhere, and is gathered where it belongs
-    assert moved == [(tensor.data_ptr(), "cuda:1") for tensor in (module.weight, module.running_mean, module.running_var, module.num_batches_tracked)]
+    module.weight.ds_status, module.bias.ds_status = (
+        ZeroParamStatus.AVAILABLE,
+        ZeroParamStatus.NOT_AVAILABLE,
+    )
+    # not the bias: its partition is elsewhere, and is gathered where it belongs
+    param_swapper.return_to_device(module)
+    assert moved == [
+        (tensor.data_ptr(), "cuda:1")
+        for tensor in (
+            module.weight,
+            module.running_mean,
+            module.running_var,
+            module.num_batches_tracked,
+        )
+    ]
 
 
 @pytest.mark.parametrize("status", [None, ZeroParamStatus.NOT_AVAILABLE])
-def test_a_module_that_was_not_used_before_is_left_as_it_is(moved: list[tuple[int, str]], status: ZeroParamStatus | None) -> None:
+def test_a_module_that_was_not_used_before_is_left_as_it_is(
+    moved: list[tuple[int, str]], status: ZeroParamStatus | None
+) -> None:
     module = torch.nn.BatchNorm1d(4)
     for param in module.parameters():
         if status is not None:

@@ -12,7 +12,13 @@ import torch
 
 from nvme_offload import AioConfig, NVMeOptimizer, UnsupportedError, UsageError, save_on_nvme
 from nvme_offload.zero3 import settings
-from nvme_offload.zero3.settings import Settings, aio_config, nvme_paths, question, refuse_what_wants_memory
+from nvme_offload.zero3.settings import (
+    Settings,
+    aio_config,
+    nvme_paths,
+    question,
+    refuse_what_wants_memory,
+)
 from nvme_offload.zero3.shared_tier import tier_of
 
 
@@ -36,13 +42,20 @@ def test_every_key_is_read():
         "state_format": "exact",
         "missing_gradients": "last",
     }
-    assert of(**section) == Settings("deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True, "exact", "last")
+    assert of(**section) == Settings(
+        "deepspeed", 4096, "posix", ("/a", "/b"), (1.0, 2.5), True, "exact", "last"
+    )
     assert of(**json.loads(json.dumps(section))) == of(**section)
 
 
-@pytest.mark.parametrize(("key", "value"), [("state_format", "split"), ("missing_gradients", "zero")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("state_format", "split"), ("missing_gradients", "zero")]
+)
 def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
-    with pytest.raises(UsageError, match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out'):
+    with pytest.raises(
+        UsageError,
+        match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out',
+    ):
         of(swappers="deepspeed", **{key: value})
 
 
@@ -51,21 +64,38 @@ def test_equal_settings_are_one_key_of_a_dict():
 
 
 @pytest.mark.parametrize(
-    ("written", "nbytes"), [("8GB", 8 * 10**9), ("8GiB", 8 << 30), ("1.5 KiB", 1536), ("4096", 4096), (1, 1), (1 << 40, 1 << 40), (8e9, 8 * 10**9)]
+    ("written", "nbytes"),
+    [
+        ("8GB", 8 * 10**9),
+        ("8GiB", 8 << 30),
+        ("1.5 KiB", 1536),
+        ("4096", 4096),
+        (1, 1),
+        (1 << 40, 1 << 40),
+        (8e9, 8 * 10**9),
+    ],
 )
 def test_host_memory_is_bytes_or_a_size(written, nbytes):
     assert of(host_memory=written).host_memory == nbytes
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "", "much", "-8GB", "0GB", "0.5", [], {}])
+@pytest.mark.parametrize(
+    "wrong", [0, -1, 1.5, True, None, "", "much", "-8GB", "0GB", "0.5", [], {}]
+)
 def test_another_host_memory_is_refused(wrong):
-    with pytest.raises(UsageError, match=r'"host_memory" in "nvme_offload" must be "auto", bytes, or a size such as "8GB", not '):
+    with pytest.raises(
+        UsageError,
+        match=r'"host_memory" in "nvme_offload" must be "auto", bytes, or a size such as "8GB", not ',
+    ):
         of(host_memory=wrong)
 
 
 @pytest.mark.parametrize("key", ["host_memroy", "nvme_path", "device", "thread_count", ""])
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
-    with pytest.raises(UsageError, match=r"backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights$") as refusal:
+    with pytest.raises(
+        UsageError,
+        match=r"backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights$",
+    ) as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)
 
@@ -89,7 +119,9 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
 def test_another_value_is_refused_with_those_that_are_possible(key, wrong, possible):
     with pytest.raises(UsageError) as refusal:
         of(**{key: wrong})
-    assert str(refusal.value) == f'"{key}" in "nvme_offload" must be one of {possible}, not {wrong!r}'
+    assert (
+        str(refusal.value) == f'"{key}" in "nvme_offload" must be one of {possible}, not {wrong!r}'
+    )
 
 
 @pytest.mark.parametrize("wrong", ["/local_nvme", [], [1], None, {"/a": 1}, ["/a", None]])
@@ -100,25 +132,41 @@ def test_paths_are_a_list_of_directories(wrong):
 
 @pytest.mark.parametrize("wrong", [[1], [1, 2, 3], [1, 0], [1, -1], [1, True], [1, "2"], 2, None])
 def test_weights_are_a_number_for_each_path(wrong):
-    with pytest.raises(UsageError, match='"weights" in "nvme_offload" must have a number above 0 for each of the 2 "paths"'):
+    with pytest.raises(
+        UsageError,
+        match='"weights" in "nvme_offload" must have a number above 0 for each of the 2 "paths"',
+    ):
         of(paths=["/a", "/b"], weights=wrong)
 
 
 def test_weights_without_paths_are_refused():
     for section in ({"weights": [1]}, {"weights": []}):
-        with pytest.raises(UsageError, match=r'^"weights" in "nvme_offload" are the shares of "paths", and there are none'):
+        with pytest.raises(
+            UsageError,
+            match=r'^"weights" in "nvme_offload" are the shares of "paths", and there are none',
+        ):
             of(**section)
 
 
 QUESTIONED = [
-    ({"nvme_ofload": {"host_memory": 1}}, "nothing reads 'nvme_ofload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?"),
-    ({"nvme-offload": {}}, "nothing reads 'nvme-offload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?"),
+    (
+        {"nvme_ofload": {"host_memory": 1}},
+        "nothing reads 'nvme_ofload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?",
+    ),
+    (
+        {"nvme-offload": {}},
+        "nothing reads 'nvme-offload' in the DeepSpeed configuration: is it \"nvme_offload\", misspelt?",
+    ),
     *(
         (
             {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
             f'"{name}" has "device": "nvme", and with "stage": {stage} nothing goes to a drive: that needs "stage": 3',
         )
-        for stage, name in ((1, "offload_optimizer"), (2, "offload_optimizer"), (2, "offload_param"))
+        for stage, name in (
+            (1, "offload_optimizer"),
+            (2, "offload_optimizer"),
+            (2, "offload_param"),
+        )
     ),
     ({"nvme_offload": {"host_memory": "900TB"}}, '"host_memory" of 819 TiB is more than the '),
 ]
@@ -139,7 +187,13 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
         {},
         {"nvme_offload": {"host_memory": "1GB"}, "nvme_ofload": {}},
         {"activation_checkpointing": {}, "aio": {}, "offload": {}, "zero_optimization": None},
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": None}},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+                "offload_param": None,
+            }
+        },
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     ],
 )
@@ -151,60 +205,113 @@ def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
 
 @pytest.mark.parametrize("section", [None, [], "native", 1, True])
 def test_the_section_is_a_section(section):
-    with pytest.raises(UsageError, match=r'"nvme_offload" in the DeepSpeed configuration must be a section, \{\.\.\.\}'):
+    with pytest.raises(
+        UsageError,
+        match=r'"nvme_offload" in the DeepSpeed configuration must be a section, \{\.\.\.\}',
+    ):
         Settings.of({"nvme_offload": section})
 
 
 def test_the_engine_is_made_as_the_section_aio_says():
-    aio = {"block_size": 1 << 16, "queue_depth": 7, "single_submit": True, "overlap_events": False, "intra_op_parallelism": 3, "use_gds": False}
-    expected = AioConfig(block_size=1 << 16, queue_depth=7, single_submit=True, overlap_events=False, thread_count=3, backend="posix", direct="auto")
+    aio = {
+        "block_size": 1 << 16,
+        "queue_depth": 7,
+        "single_submit": True,
+        "overlap_events": False,
+        "intra_op_parallelism": 3,
+        "use_gds": False,
+    }
+    expected = AioConfig(
+        block_size=1 << 16,
+        queue_depth=7,
+        single_submit=True,
+        overlap_events=False,
+        thread_count=3,
+        backend="posix",
+        direct="auto",
+    )
     assert aio_config({"aio": aio}, of(backend="posix"), "/nowhere") == expected
 
 
 @pytest.mark.parametrize(
     ("threads", "thread_count"),
-    [({}, AioConfig().thread_count), ({"thread_count": 2}, 2), ({"intra_op_parallelism": 3}, 3), ({"intra_op_parallelism": 3, "thread_count": 2}, 3)],
+    [
+        ({}, AioConfig().thread_count),
+        ({"thread_count": 2}, 2),
+        ({"intra_op_parallelism": 3}, 3),
+        ({"intra_op_parallelism": 3, "thread_count": 2}, 3),
+    ],
 )
 def test_deepspeeds_key_for_threads_is_the_one_that_counts(threads, thread_count):
     assert aio_config({"aio": threads}, Settings(), "/nowhere").thread_count == thread_count
 
 
-@pytest.mark.parametrize("wrong", [{"block_size": 1000}, {"queue_depth": 0}, {"intra_op_parallelism": "two"}])
+@pytest.mark.parametrize(
+    "wrong", [{"block_size": 1000}, {"queue_depth": 0}, {"intra_op_parallelism": "two"}]
+)
 def test_a_setting_that_the_engine_refuses_is_named(wrong):
     with pytest.raises(UsageError) as refusal:
         aio_config({"aio": wrong}, Settings(), "/nowhere")
-    assert "thread_count" in str(refusal.value) if "intra_op_parallelism" in wrong else next(iter(wrong)) in str(refusal.value)
+    assert (
+        "thread_count" in str(refusal.value)
+        if "intra_op_parallelism" in wrong
+        else next(iter(wrong)) in str(refusal.value)
+    )
 
 
-def test_without_the_section_and_a_profile_the_defaults_hold_and_say_so(tmp_path, monkeypatch, caplog):
+def test_without_the_section_and_a_profile_the_defaults_hold_and_say_so(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     with caplog.at_level(logging.INFO, "nvme_offload"):
-        assert aio_config({}, of(backend="posix"), str(tmp_path)) == AioConfig(backend="posix", direct="auto")
+        assert aio_config({}, of(backend="posix"), str(tmp_path)) == AioConfig(
+            backend="posix", direct="auto"
+        )
     assert f"no tuned settings for {tmp_path}" in caplog.text
 
 
 def test_paths_are_from_the_root_on_whatever_they_were(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert of(paths=["drive", "~/drive", "/a/../b"]).paths == (f"{tmp_path}/drive", "/home/somebody/drive", "/b")
-    sections = {"offload_param": {"device": "nvme", "nvme_path": "drive"}, "offload_optimizer": {"device": "nvme", "nvme_path": f"{tmp_path}/drive"}}
+    assert of(paths=["drive", "~/drive", "/a/../b"]).paths == (
+        f"{tmp_path}/drive",
+        "/home/somebody/drive",
+        "/b",
+    )
+    sections = {
+        "offload_param": {"device": "nvme", "nvme_path": "drive"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": f"{tmp_path}/drive"},
+    }
     assert nvme_paths({"zero_optimization": sections}) == (f"{tmp_path}/drive",)
 
 
 @pytest.mark.parametrize("wrong", ["file", "file/below", "/proc/none"])
 def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wrong):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=re.escape(str(tmp_path / wrong)) + " (is not a directory|does not exist), and none is made: "):
+    with pytest.raises(
+        UsageError,
+        match=re.escape(str(tmp_path / wrong))
+        + " (is not a directory|does not exist), and none is made: ",
+    ):
         tier_of({"nvme_offload": {"paths": [str(tmp_path / wrong)]}})
-    with pytest.raises(UsageError, match=r" (is not a directory|does not exist), and none is made: "):
+    with pytest.raises(
+        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+    ):
         NVMeOptimizer([torch.nn.Parameter(torch.ones(1))], paths=str(tmp_path / wrong))
-    with pytest.raises(UsageError, match=r" (is not a directory|does not exist), and none is made: "):
+    with pytest.raises(
+        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+    ):
         save_on_nvme(str(tmp_path / wrong))
 
 
 def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        tier_of({"nvme_offload": {"paths": [place], "backend": "posix"}, "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False}}).close()
+        tier_of(
+            {
+                "nvme_offload": {"paths": [place], "backend": "posix"},
+                "aio": {"num_threads": 4, "queue_depth": 4, "use_gds": False},
+            }
+        ).close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
         f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
@@ -218,18 +325,43 @@ ON_A_DRIVE = {"offload_param": {"device": "nvme", "nvme_path": "/drive"}}
     ("key", "asked"),
     [
         ("zenflow", {"zero_optimization": {**ON_A_DRIVE, "zenflow": {"topk_ratio": 0.1}}}),
-        ("super_offload", {"zero_optimization": {**ON_A_DRIVE, "offload_optimizer": {"device": "cpu", "super_offload": True}}}),
+        (
+            "super_offload",
+            {
+                "zero_optimization": {
+                    **ON_A_DRIVE,
+                    "offload_optimizer": {"device": "cpu", "super_offload": True},
+                }
+            },
+        ),
         ("writer", {"zero_optimization": ON_A_DRIVE, "checkpoint": {"writer": {"type": "fast"}}}),
     ],
 )
 def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
-    with pytest.raises(UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'):
+    with pytest.raises(
+        UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'
+    ):
         refuse_what_wants_memory(asked)
     refuse_what_wants_memory({**asked, "nvme_offload": {"swappers": "deepspeed"}})
-    refuse_what_wants_memory({**asked, "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}}})
+    refuse_what_wants_memory(
+        {
+            **asked,
+            "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}},
+        }
+    )
 
 
-@pytest.mark.parametrize("harmless", [{}, {"checkpoint": {"tag_validation": "Ignore"}}, {"checkpoint": {"writer": None}}, {"checkpoint": None}])
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {},
+        {"checkpoint": {"tag_validation": "Ignore"}},
+        {"checkpoint": {"writer": None}},
+        {"checkpoint": None},
+    ],
+)
 def test_what_works_anywhere_is_not_refused(harmless):
     offload = {"device": "nvme", "nvme_path": "/drive", "super_offload": False}
-    refuse_what_wants_memory({"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless})
+    refuse_what_wants_memory(
+        {"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless}
+    )

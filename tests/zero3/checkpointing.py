@@ -1,6 +1,8 @@
-"""Trains small models as `training.py` does, from and to checkpoints, and prints one JSON object a line for each life of an engine.
+"""Trains small models as `training.py` does, from and to checkpoints, and prints one JSON object a
+line for each life of an engine.
 
-The one argument is a JSON object as `training.main` takes it, with "lives" instead of "cases": objects with the fields of `Life`.
+The one argument is a JSON object as `training.main` takes it, with "lives" instead of "cases":
+objects with the fields of `Life`.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ MODELS["wide"] = lambda: Chain(*(torch.nn.Linear(1024, 1024) for _ in range(16))
 
 @dataclasses.dataclass
 class Life:
-    """One engine: what it is made of, what it loads before step *first*, and what it saves and where while it goes to step *last*.
+    """One engine: what it is made of, what it loads before step *first*, and what it saves and
+    where while it goes to step *last*.
 
-    saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive that is filled up between two saves to it.
-    kill: where in the last save the process is to end itself. universal: a directory to convert to a universal checkpoint first.
-    weights: of which directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model: where to write the 16-bit weights.
-    failing: the last rank fails in a save more, to the first directory. breaking: saves there again, each with something missing.
+    saves: pairs of a step, before which to save, and a directory. full: a directory, on a drive
+    that is filled up between two saves to it. kill: where in the last save the process is to end
+    itself. universal: a directory to convert to a universal checkpoint first. weights: of which
+    directory to compare the weights, as DeepSpeed's tools read them, with the engine's. model:
+    where to write the 16-bit weights. failing: the last rank fails in a save more, to the first
+    directory. breaking: saves there again, each with something missing.
     """
 
     name: str
@@ -106,9 +111,16 @@ def live(life: Life, directory: str) -> dict[str, Any]:
         training._step(engine, step, 0)
     if life.model:
         engine.save_16bit_model(life.model)
-        result["16bit"] = {name: _hash(tensor) for name, tensor in torch.load(Path(life.model) / "pytorch_model.bin").items()}
+        result["16bit"] = {
+            name: _hash(tensor)
+            for name, tensor in torch.load(Path(life.model) / "pytorch_model.bin").items()
+        }
     result["end"] = training._final(engine)
-    result |= {"told": training.told, "global_steps": engine.global_steps, "rates": [group["lr"] for group in engine.optimizer.param_groups]}
+    result |= {
+        "told": training.told,
+        "global_steps": engine.global_steps,
+        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+    }
     engine.destroy()
     return result
 
@@ -138,7 +150,9 @@ def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
     from nvme_offload.zero3 import archive
 
     def fail(*_: Any) -> None:
-        raise IOFailure(5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0)
+        raise IOFailure(
+            5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0
+        )
 
     before, write = contents(place), archive.write
     comm.barrier()
@@ -155,7 +169,9 @@ def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
 
 
 def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
-    """What is said of saves from which states are missing, by how they went: as they would with another DeepSpeed, or by a fault here."""
+    """What is said of saves from which states are missing, by how they went: as they would with
+    another DeepSpeed, or by a fault here.
+    """
     from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -173,7 +189,9 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
         "all states": lambda tree: states(tree).clear(),
         "those of one sub-group": lambda tree: states(tree).popitem(),
         "one state of one": lambda tree: states(tree)[0].pop(tensors(states(tree)[0])[-1]),
-        "a part of a state": lambda tree: states(tree)[0].update({tensors(states(tree)[0])[0]: torch.zeros(3)}),
+        "a part of a state": lambda tree: states(tree)[0].update(
+            {tensors(states(tree)[0])[0]: torch.zeros(3)}
+        ),
         "one master": lambda tree: tree[FP32_FLAT_GROUPS].pop(),
         "all masters": lambda tree: tree.pop(FP32_FLAT_GROUPS),
         "a part of a master": lambda tree: tree[FP32_FLAT_GROUPS].__setitem__(0, torch.zeros(3)),
@@ -191,7 +209,10 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
     class Other(TorchCheckpointEngine):  # another one, of whose files we know nothing
         pass
 
-    ways: dict[str, Any] = {name: lambda lose=lose: setattr(Stage3, "_rigid_state_dict", losing(lose)) for name, lose in losses.items()}
+    ways: dict[str, Any] = {
+        name: lambda lose=lose: setattr(Stage3, "_rigid_state_dict", losing(lose))
+        for name, lose in losses.items()
+    }
     ways["the method renamed"] = lambda: delattr(Stage3, "_rigid_state_dict")
     ways["the file"] = lambda: setattr(kind, "_save_zero_checkpoint", lambda *_, **__: None)
     before, told, plain = contents(place), {}, engine.checkpoint_engine
@@ -201,19 +222,27 @@ def save_with_something_missing(engine: Any, place: Path) -> dict[str, Any]:
         for name, damage in ways.items():
             damage()
             try:
-                engine.save_checkpoint(str(place) if writer is plain else f"{place} other", tag="tag")
+                engine.save_checkpoint(
+                    str(place) if writer is plain else f"{place} other", tag="tag"
+                )
                 said = "it was saved"
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
             Stage3._rigid_state_dict, kind._save_zero_checkpoint = made, kept
             told[name if writer is plain else f"{name}, by another writer"] = said
         engine.checkpoint_engine = plain
-    return {"told": told, "untouched": contents(place) == before, "shown": [str(path) for path in place.parent.glob(f"{place.name} other/latest")]}
+    return {
+        "told": told,
+        "untouched": contents(place) == before,
+        "shown": [str(path) for path in place.parent.glob(f"{place.name} other/latest")],
+    }
 
 
 @contextlib.contextmanager
 def memory_growth(result: dict[str, Any], key: str) -> Iterator[None]:
-    """Note under *key* by how many bytes the memory of this process was at most larger meanwhile than at the beginning."""
+    """Note under *key* by how many bytes the memory of this process was at most larger meanwhile
+    than at the beginning.
+    """
 
     def kilobytes(field: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -227,11 +256,17 @@ def memory_growth(result: dict[str, Any], key: str) -> Iterator[None]:
 
 
 def contents(place: Path) -> dict[str, str]:
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in place.rglob("*") if path.is_file() and path.name != "filling"}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in place.rglob("*")
+        if path.is_file() and path.name != "filling"
+    }
 
 
 def end_in_the_middle(where: str) -> None:
-    """Have this process killed by the next save, while it writes ("writing") or when everything is written ("written")."""
+    """Have this process killed by the next save, while it writes ("writing") or when everything is
+    written ("written").
+    """
     from nvme_offload.zero3 import archive, checkpoint
 
     def end(*_: Any) -> None:
@@ -255,18 +290,35 @@ def convert(place: Path) -> None:
     """Make *place*/universal of *place*/tag."""
     from deepspeed.checkpoint import ds_to_universal
 
-    settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True, "inject_missing_state": True}
-    ds_to_universal.main(argparse.Namespace(input_folder=str(place / "tag"), output_folder=str(place / "universal"), **settings))
+    settings = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+        "inject_missing_state": True,
+    }
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(place / "tag"), output_folder=str(place / "universal"), **settings
+        )
+    )
     (place / "latest_universal").write_text("universal")
 
 
 def compare_weights(engine: Any, place: str) -> list[str]:
-    """Which weights are not those that *engine* has, as DeepSpeed's tool finds them in the checkpoint."""
+    """Which weights are not those that *engine* has, as DeepSpeed's tool finds them in the
+    checkpoint.
+    """
     from deepspeed import utils, zero
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed.utils.zero_to_fp32 import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
 
     found = get_fp32_state_dict_from_zero_checkpoint(place, "tag")
-    convert_zero_checkpoint_to_fp32_state_dict(place, str(Path(place) / "converted"), max_shard_size=None, tag="tag")
+    convert_zero_checkpoint_to_fp32_state_dict(
+        place, str(Path(place) / "converted"), max_shard_size=None, tag="tag"
+    )
     (converted,) = (torch.load(path) for path in (Path(place) / "converted").glob("*.bin"))
     wrong = []
     for name, parameter in engine.module.named_parameters():

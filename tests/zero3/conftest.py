@@ -1,4 +1,6 @@
-"""Training runs in processes of their own, see `launch`; without DeepSpeed none of it can be tested."""
+"""Training runs in processes of their own, see `launch`; without DeepSpeed none of it can be
+tested.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for launch, models and training, which a script imports too
+# for launch, models and training, which a script imports too
+sys.path.append(str(Path(__file__).parent))
 
-TRAINS = {"test_checkpoint_faults.py", "test_checkpoint_power_loss.py", "test_faults.py", "test_parity.py", "test_recovery.py"}
+TRAINS = {
+    "test_checkpoint_faults.py",
+    "test_checkpoint_power_loss.py",
+    "test_faults.py",
+    "test_parity.py",
+    "test_recovery.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cpu_adam() -> None:
     """DeepSpeed's CPU Adam, compiled before a run with a limit of time needs it."""
     code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
     if done.returncode != 0:
-        pytest.skip(f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}")
+        pytest.skip(
+            f"DeepSpeed's CPU Adam cannot be compiled here: {(done.stderr or 'it says nothing').splitlines()[-1]}"
+        )

@@ -1,6 +1,8 @@
-"""Saves a small checkpoint once, and loads it with one fault after the other in its files; prints what came of each kind as JSON.
+"""Saves a small checkpoint once, and loads it with one fault after the other in its files; prints
+what came of each kind as JSON.
 
-The one argument is a JSON object as `checkpointing.main` takes it, with "count", how many faults, and "seed".
+The one argument is a JSON object as `checkpointing.main` takes it, with "count", how many faults,
+and "seed".
 """
 
 from __future__ import annotations
@@ -32,11 +34,18 @@ def main(request: dict[str, Any]) -> None:
     place = Path(request["directory"], "checkpoints")
     engine.save_checkpoint(str(place), tag="step1", client_state={"told": 1})
     saved = training._final(engine)
-    whole = {path: path.read_bytes() for path in [place / "latest", *sorted((place / "step1").iterdir())]}
+    whole = {
+        path: path.read_bytes() for path in [place / "latest", *sorted((place / "step1").iterdir())]
+    }
 
     def check() -> bool:
         path, state = engine.load_checkpoint(str(place))
-        return path is not None and state["told"] == 1 and engine.global_steps == 1 and training._final(engine) == saved
+        return (
+            path is not None
+            and state["told"] == 1
+            and engine.global_steps == 1
+            and training._final(engine) == saved
+        )
 
     draw = random.Random(request["seed"])
     ends: Counter[str] = Counter()

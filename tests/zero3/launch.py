@@ -1,4 +1,6 @@
-"""Runs of `training.py`: `Case`, which says what to train, and `train`, which has processes of their own do it, one for each rank."""
+"""Runs of `training.py`: `Case`, which says what to train, and `train`, which has processes of
+their own do it, one for each rank.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ SCRIPT = Path(__file__).with_name("training.py")
 class Case:
     """One training run; every field has the plainest value unless given.
 
-    parameters, states: the device of parameters and of optimizer states, "none", "cpu" or "nvme"; a run on stock DeepSpeed has "cpu" for "nvme".
-    overflow_step: the step whose loss is too large for 16 bit. groups: parameter groups, which differ in learning rate and weight decay.
-    persistence: elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes without gradients after each step.
-    fragments: get and set what DeepSpeed's fragment functions can. engines: how many train by turns. lives: how often the engine is made and destroyed.
-    loop: of `outside.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of steps of our own.
-    zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only read by this package) and of the whole configuration.
+    parameters, states: the device of parameters and of optimizer states, "none", "cpu" or "nvme"; a
+    run on stock DeepSpeed has "cpu" for "nvme". overflow_step: the step whose loss is too large for
+    16 bit. groups: parameter groups, which differ in learning rate and weight decay. persistence:
+    elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes
+    without gradients after each step. fragments: get and set what DeepSpeed's fragment functions
+    can. engines: how many train by turns. lives: how often the engine is made and destroyed. loop:
+    of `outside.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of
+    steps of our own. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
+    read by this package) and of the whole configuration.
     """
 
     name: str = ""
@@ -63,7 +68,9 @@ class Case:
 
 @dataclasses.dataclass
 class Rank:
-    """What one rank told: a result for each case it finished, its exit status (None: killed when time was up) and the end of its complaints."""
+    """What one rank told: a result for each case it finished, its exit status (None: killed when
+    time was up) and the end of its complaints.
+    """
 
     results: list[dict[str, Any]]
     status: int | None
@@ -78,39 +85,79 @@ class Process(NamedTuple):
     complaints: IO[str]
 
 
-def train(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = PATIENCE, **request: Any) -> list[dict[str, Any]]:
-    """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of `training.main`'s *request*.
+def train(
+    cases: Sequence[Case],
+    directory: Path,
+    *,
+    ours: bool = True,
+    ranks: int = 1,
+    timeout: float = PATIENCE,
+    **request: Any,
+) -> list[dict[str, Any]]:
+    """The results of rank 0 for *cases*, on this package or on stock DeepSpeed, with other keys of
+    `training.main`'s *request*.
 
     What goes wrong in a case is in its result, as "error", and takes no other case with it.
     """
-    return each_by_itself(cases, lambda rest: run(rest, directory, ours=ours, ranks=ranks, timeout=timeout, **request))
+    return each_by_itself(
+        cases, lambda rest: run(rest, directory, ours=ours, ranks=ranks, timeout=timeout, **request)
+    )
 
 
-def each_by_itself(work: Sequence[Any], begin: Callable[[Sequence[Any]], list[Rank]]) -> list[dict[str, Any]]:
-    """A result for each piece of *work*, with those of the other ranks under "ranks"; *begin* has new processes do what it is given, in order.
+def each_by_itself(
+    work: Sequence[Any], begin: Callable[[Sequence[Any]], list[Rank]]
+) -> list[dict[str, Any]]:
+    """A result for each piece of *work*, with those of the other ranks under "ranks"; *begin* has
+    new processes do what it is given, in order.
 
-    A piece at which a process ends, or a rank fails that others wait for, has an "error", and new processes go on with the next.
+    A piece at which a process ends, or a rank fails that others wait for, has an "error", and new
+    processes go on with the next.
     """
     results: list[dict[str, Any]] = []
     while len(results) < len(work):
         rest = work[len(results) :]
         every = begin(rest)
         done = min(len(rank.results) for rank in every)
-        results += [{**every[0].results[number], "ranks": [rank.results[number] for rank in every[1:]]} for number in range(done)]
+        results += [
+            {**every[0].results[number], "ranks": [rank.results[number] for rank in every[1:]]}
+            for number in range(done)
+        ]
         if done < len(rest):
             results.append(_failure(every, done))
     return results
 
 
 def _failure(every: list[Rank], at: int) -> dict[str, Any]:
-    """What piece *at* came to, that not every rank finished: the error of the one that told of one, or else how the first ended that did not tell."""
-    told = next((rank.results[at] for rank in every if len(rank.results) > at and "error" in rank.results[at]), None)
-    number, silent = next((number, rank) for number, rank in enumerate(every) if len(rank.results) <= at)
-    ended = {"error": "Ended", "message": f"rank {number} of {len(every)} ended with {silent.status}:\n{silent.complaints}"}
+    """What piece *at* came to, that not every rank finished: the error of the one that told of one,
+    or else how the first ended that did not tell.
+    """
+    told = next(
+        (
+            rank.results[at]
+            for rank in every
+            if len(rank.results) > at and "error" in rank.results[at]
+        ),
+        None,
+    )
+    number, silent = next(
+        (number, rank) for number, rank in enumerate(every) if len(rank.results) <= at
+    )
+    ended = {
+        "error": "Ended",
+        "message": f"rank {number} of {len(every)} ended with {silent.status}:\n{silent.complaints}",
+    }
     return {**(told or ended), "ranks": []}
 
 
-def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, timeout: float = PATIENCE, **request: Any) -> list[Rank]:
+def run(
+    cases: Sequence[Case],
+    directory: Path,
+    *,
+    ours: bool = True,
+    ranks: int = 1,
+    timeout: float = PATIENCE,
+    **request: Any,
+) -> list[Rank]:
     """What each rank made of *cases*."""
     with contextlib.ExitStack() as stack:
         started = stack.enter_context(start(cases, directory, ours=ours, ranks=ranks, **request))
@@ -119,13 +166,31 @@ def run(cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int
 
 @contextlib.contextmanager
 def start(
-    cases: Sequence[Case], directory: Path, *, ours: bool = True, ranks: int = 1, script: Path = SCRIPT, accelerator: str = "cpu", **request: Any
+    cases: Sequence[Case],
+    directory: Path,
+    *,
+    ours: bool = True,
+    ranks: int = 1,
+    script: Path = SCRIPT,
+    accelerator: str = "cpu",
+    **request: Any,
 ) -> Iterator[list[Process]]:
     """One process for each rank, killed at the end of the context if it has not ended by then."""
-    text = json.dumps({"cases": [dataclasses.asdict(case) for case in cases], "directory": str(directory), "ours": ours, **request})
+    text = json.dumps(
+        {
+            "cases": [dataclasses.asdict(case) for case in cases],
+            "directory": str(directory),
+            "ours": ours,
+            **request,
+        }
+    )
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(nvme_offload.__file__).parents[1]), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(
+                None, [str(Path(nvme_offload.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+            )
+        ),
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         "MASTER_ADDR": "127.0.0.1",
@@ -136,8 +201,11 @@ def start(
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks):
-            # Files, not pipes: a rank whose pipe is full would stand still while another is read, and with it all of them.
-            answers, complaints = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            # Files, not pipes: a rank whose pipe is full would stand still while another is read,
+            # and with it all of them.
+            answers, complaints = (
+                stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
+            )
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore::FutureWarning", str(script), text],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -157,11 +225,23 @@ def finish(process: Process, timeout: float) -> Rank:
     except subprocess.TimeoutExpired:
         _end(process.process)
         status = None
-    told, complaints = (file.seek(0) or file.read() for file in (process.answers, process.complaints))
+    told, complaints = (
+        file.seek(0) or file.read() for file in (process.answers, process.complaints)
+    )
     return Rank([json.loads(line) for line in told.splitlines()], status, complaints[-4000:])
 
 
-COMPARED = ("losses", "norms", "scales", "skipped", "weights", "masters", "states", "scalars", "observed")
+COMPARED = (
+    "losses",
+    "norms",
+    "scales",
+    "skipped",
+    "weights",
+    "masters",
+    "states",
+    "scalars",
+    "observed",
+)
 
 
 def differences(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
@@ -170,7 +250,9 @@ def differences(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
         if "error" in other:
             return [f"{one}: {other['error']}: {other['message']}"]
     found = []
-    for rank, (mine, theirs) in enumerate(zip([result, *result["ranks"]], [reference, *reference["ranks"]], strict=True)):
+    for rank, (mine, theirs) in enumerate(
+        zip([result, *result["ranks"]], [reference, *reference["ranks"]], strict=True)
+    ):
         if "error" in mine or "error" in theirs:
             found.append(f"rank {rank}: {mine.get('message')} / {theirs.get('message')}")
             continue
@@ -181,10 +263,18 @@ def differences(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
 
 def _unlike(mine: Any, theirs: Any) -> list[Any]:
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        return [key for key in [*mine, *(theirs.keys() - mine.keys())] if key not in mine or key not in theirs or mine[key] != theirs[key]]
+        return [
+            key
+            for key in [*mine, *(theirs.keys() - mine.keys())]
+            if key not in mine or key not in theirs or mine[key] != theirs[key]
+        ]
     if len(mine) != len(theirs):
         return [f"{len(mine)} != {len(theirs)}"]
-    return [f"{index}: {one} != {other}" for index, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other]
+    return [
+        f"{index}: {one} != {other}"
+        for index, (one, other) in enumerate(zip(mine, theirs, strict=True))
+        if one != other
+    ]
 
 
 def _free_port() -> int:

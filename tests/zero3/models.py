@@ -1,4 +1,6 @@
-"""The models that `training.py` trains, small ones with what has gone wrong before, and their inputs."""
+"""The models that `training.py` trains, small ones with what has gone wrong before, and their
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Chain(nn.Module):
-    """Layers one after another, each with a residual where its shape allows; *features* are those of the input."""
+    """Layers one after another, each with a residual where its shape allows; *features* are those
+    of the input.
+    """
 
     def __init__(self, *layers: nn.Module, features: int) -> None:
         super().__init__()
@@ -62,7 +66,9 @@ class Checkpointed(Chain):
 
 
 class Words(nn.Module):
-    """An embedding larger than everything behind it, used again for the output where it is *tied*."""
+    """An embedding larger than everything behind it, used again for the output where it is
+    *tied*.
+    """
 
     def __init__(self, words: int, features: int, tied: bool) -> None:
         super().__init__()
@@ -81,7 +87,9 @@ class Words(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer that is not trained, and once it is adapted a small one beside it that is; where it is *shifted*, so is what that one adds."""
+    """A layer that is not trained, and once it is adapted a small one beside it that is; where it
+    is *shifted*, so is what that one adds.
+    """
 
     def __init__(self, features: int, shifted: bool) -> None:
         super().__init__()
@@ -90,21 +98,30 @@ class Adapted(nn.Module):
 
     def adapt(self, rank: int) -> None:
         features = self.base.in_features
-        self.down, self.up = nn.Linear(features, rank, bias=False), nn.Linear(rank, features, bias=False)
+        self.down, self.up = (
+            nn.Linear(features, rank, bias=False),
+            nn.Linear(rank, features, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.shift(self.up(self.down(x.to(self.down.weight.dtype)))).to(x.dtype)
+        return self.base(x) + self.shift(self.up(self.down(x.to(self.down.weight.dtype)))).to(
+            x.dtype
+        )
 
 
 class AdaptedChain(Chain):
     def adapt(self) -> None:
-        """Add the small layers: in 32 bit beside the others of 16, where zero.Init made those and is over."""
+        """Add the small layers: in 32 bit beside the others of 16, where zero.Init made those and
+        is over.
+        """
         for layer in self.layers:
             layer.adapt(3)
 
 
 class Sometimes(Chain):
-    """Layers of which the second rests in every other forward pass: its parameters then get no gradient."""
+    """Layers of which the second rests in every other forward pass: its parameters then get no
+    gradient.
+    """
 
     passes = 0
 
@@ -117,7 +134,9 @@ class Sometimes(Chain):
 
 
 class Dropped(Chain):
-    """Layers of which another one rests in each forward pass, and the last is frozen in the second and third: parameters without a gradient, by turns."""
+    """Layers of which another one rests in each forward pass, and the last is frozen in the second
+    and third: parameters without a gradient, by turns.
+    """
 
     passes = 0
 
@@ -133,34 +152,61 @@ class Dropped(Chain):
 
 
 def odd() -> nn.Module:
-    return Chain(nn.Linear(33, 17), nn.Linear(17, 71), nn.LayerNorm(71), nn.Linear(71, 3), Scale(), features=33)
+    return Chain(
+        nn.Linear(33, 17),
+        nn.Linear(17, 71),
+        nn.LayerNorm(71),
+        nn.Linear(71, 3),
+        Scale(),
+        features=33,
+    )
 
 
 def misaligned() -> nn.Module:
-    return Chain(Bias(1000), nn.Linear(2048, 2048, bias=False), nn.Linear(2048, 1024, bias=False), features=2048)
+    return Chain(
+        Bias(1000),
+        nn.Linear(2048, 2048, bias=False),
+        nn.Linear(2048, 1024, bias=False),
+        features=2048,
+    )
 
 
 def blocks() -> nn.Module:
-    return Chain(*(layer for _ in range(4) for layer in (nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64))), features=64)
+    return Chain(
+        *(
+            layer
+            for _ in range(4)
+            for layer in (nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64))
+        ),
+        features=64,
+    )
 
 
 def frozen() -> nn.Module:
-    model = Chain(nn.Linear(33, 40), nn.Linear(40, 40), nn.Linear(40, 41), nn.Linear(41, 3), features=33)
+    model = Chain(
+        nn.Linear(33, 40), nn.Linear(40, 40), nn.Linear(40, 41), nn.Linear(41, 3), features=33
+    )
     model.layers[1].requires_grad_(False)
     model.layers[2].bias.requires_grad_(False)
     return model
 
 
 def adapted() -> nn.Module:
-    return AdaptedChain(*(Adapted(64, shifted) for shifted in (False, True, True, False)), features=64)
+    return AdaptedChain(
+        *(Adapted(64, shifted) for shifted in (False, True, True, False)), features=64
+    )
 
 
 def checkpointed() -> nn.Module:
-    return Checkpointed(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=False)
+    return Checkpointed(
+        nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=False
+    )
 
 
 def reentrant() -> nn.Module:
-    return Checkpointed(nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=True)
+    return Checkpointed(
+        nn.Linear(32, 48), nn.Linear(48, 48), nn.Linear(48, 48), features=32, reentrant=True
+    )
 
 
 def embedding() -> nn.Module:
@@ -179,13 +225,36 @@ def dropped() -> nn.Module:
     return Dropped(*(nn.Linear(64, 64) for _ in range(6)), features=64)
 
 
-MODELS = {made.__name__: made for made in (odd, misaligned, blocks, frozen, adapted, checkpointed, reentrant, embedding, tied, sometimes, dropped)}
+MODELS = {
+    made.__name__: made
+    for made in (
+        odd,
+        misaligned,
+        blocks,
+        frozen,
+        adapted,
+        checkpointed,
+        reentrant,
+        embedding,
+        tied,
+        sometimes,
+        dropped,
+    )
+}
 
 
 class Sign(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023), with what no optimizer of torch has: a state in 16 bit, one that comes at the third step, one that is no tensor."""
+    """Lion (Chen et al., 2023), with what no optimizer of torch has: a state in 16 bit, one that
+    comes at the third step, one that is no tensor.
+    """
 
-    def __init__(self, params: Iterator[nn.Parameter], lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self,
+        params: Iterator[nn.Parameter],
+        lr: float = 1e-3,
+        beta: float = 0.9,
+        weight_decay: float = 0.1,
+    ) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -201,8 +270,12 @@ class Sign(torch.optim.Optimizer):
                 state["count"] += 1
                 if state["count"] == 3:
                     state["late"] = parameter.clone()
-                direction = state["momentum"].to(parameter.dtype).lerp(parameter.grad, 1 - group["beta"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.sign(), alpha=-group["lr"])
+                direction = (
+                    state["momentum"].to(parameter.dtype).lerp(parameter.grad, 1 - group["beta"])
+                )
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    direction.sign(), alpha=-group["lr"]
+                )
                 if "late" in state:
                     parameter.lerp_(state["late"], 0.01)
                 state["momentum"] = direction.to(torch.bfloat16)  # another tensor at each step
@@ -220,7 +293,8 @@ OPTIMIZERS = {
     "sign": lambda groups: Sign(groups),
 }
 
-# What each keeps for an element, and what for a tensor. DeepSpeed's CPU Adam comes through the configuration.
+# What each keeps for an element, and what for a tensor. DeepSpeed's CPU Adam comes through the
+# configuration.
 ELEMENTWISE = {
     "cpu_adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),

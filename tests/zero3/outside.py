@@ -1,6 +1,8 @@
-"""Models and loops of others, for `training.py` and `parity_models.py`: transformers' by their configurations, tiny, at random; PEFT, the Trainer, Accelerate.
+"""Models and loops of others, for `training.py` and `parity_models.py`: transformers' by their
+configurations, tiny, at random; PEFT, the Trainer, Accelerate.
 
-A model takes one tensor and gives one, so that whatever trains those of `models.py` trains these; what else the model wants is made of that tensor.
+A model takes one tensor and gives one, so that whatever trains those of `models.py` trains these;
+what else the model wants is made of that tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +17,29 @@ import torch
 from torch import nn
 
 WORDS = 96
-SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 FEWER_HEADS = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64}
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 class Outside(nn.Module):
-    """*model*, which *call* calls with what `inputs` gives: *words*, or pictures of so many *pixels* to a side."""
+    """*model*, which *call* calls with what `inputs` gives: *words*, or pictures of so many
+    *pixels* to a side.
+    """
 
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor], words: int = 8, pixels: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        words: int = 8,
+        pixels: int = 0,
+    ) -> None:
         super().__init__()
         self.model = model
         self._call = call
@@ -46,20 +62,37 @@ def _language_model(name: str, **options: Any) -> nn.Module:
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**options, **ENDS)
-    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config)
+    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+        config
+    )
 
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0)
-    return Outside(T5ForConditionalGeneration(config), lambda model, x: model(input_ids=x, decoder_input_ids=x.flip(1), use_cache=False).logits)
+    config = T5Config(
+        vocab_size=WORDS,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    return Outside(
+        T5ForConditionalGeneration(config),
+        lambda model, x: model(input_ids=x, decoder_input_ids=x.flip(1), use_cache=False).logits,
+    )
 
 
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return Outside(BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=64)), lambda model, x: model(input_ids=x).logits)
+    return Outside(
+        BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=64)),
+        lambda model, x: model(input_ids=x).logits,
+    )
 
 
 def _vit() -> nn.Module:
@@ -67,11 +100,18 @@ def _vit() -> nn.Module:
 
     sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     config = ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=5)
-    return Outside(ViTForImageClassification(config), lambda model, x: model(pixel_values=x).logits, pixels=16)
+    return Outside(
+        ViTForImageClassification(config), lambda model, x: model(pixel_values=x).logits, pixels=16
+    )
 
 
 def _llava() -> nn.Module:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     seen = {key: value for key, value in SIZES.items() if key != "vocab_size"}
     config = LlavaConfig(
@@ -97,7 +137,10 @@ def _lora() -> nn.Module:
     """Llama that is not trained, with adapters that are."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(_language_model("Llama", **FEWER_HEADS), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    model = get_peft_model(
+        _language_model("Llama", **FEWER_HEADS),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0),
+    )
     return Outside(model, _logits)
 
 
@@ -117,12 +160,28 @@ class Distilled(Outside):
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
-    "gpt2": lambda: Outside(_language_model("GPT2", vocab_size=WORDS, n_embd=32, n_layer=3, n_head=4, n_positions=64), _logits),
+    "gpt2": lambda: Outside(
+        _language_model("GPT2", vocab_size=WORDS, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+        _logits,
+    ),
     "mixtral": lambda: Outside(_language_model("Mixtral", **FEWER_HEADS, **EXPERTS), _logits),
     "qwen2-moe": lambda: Outside(
-        _language_model("Qwen2Moe", **FEWER_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16), _logits
+        _language_model(
+            "Qwen2Moe",
+            **FEWER_HEADS,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+        _logits,
     ),
-    "mamba": lambda: Outside(_language_model("Mamba", vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=4), _logits),
+    "mamba": lambda: Outside(
+        _language_model(
+            "Mamba", vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, state_size=4
+        ),
+        _logits,
+    ),
     "t5": _t5,
     "bert": _bert,
     "vit": _vit,
@@ -139,7 +198,9 @@ def generate(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     """Words that the model goes on with, as people look at them in mid-training."""
     engine.eval()
     with torch.no_grad():
-        found = engine.module.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False, synced_gpus=True)
+        found = engine.module.model.generate(
+            torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False, synced_gpus=True
+        )
     engine.train()
     return [found]
 
@@ -150,21 +211,32 @@ def average(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
 
     for name, parameter in engine.module.named_parameters():
         with zero.GatheredParameters([parameter]):
-            kept[name] = parameter.data.float().clone() if name not in kept else kept[name].lerp(parameter.data.float(), 0.1)
+            kept[name] = (
+                parameter.data.float().clone()
+                if name not in kept
+                else kept[name].lerp(parameter.data.float(), 0.1)
+            )
     return list(kept.values())
 
 
 LOOPS = {"generate": generate, "average": average}
 
 
-# Programs that make their own engine: each is given the configuration, where to write, and its rank's number of steps.
+# Programs that make their own engine: each is given the configuration, where to write, and its
+# rank's number of steps.
 
 
 def with_trainer(config: dict[str, Any], place: Path) -> dict[str, Any]:
-    """The Trainer of transformers, which is made anew after half of the steps and goes on from its checkpoint."""
+    """The Trainer of transformers, which is made anew after half of the steps and goes on from its
+    checkpoint.
+    """
     from transformers import Trainer, TrainingArguments
 
-    data = [{"input_ids": row, "labels": row} for row in (torch.arange(8) + 3 * number for number in range(16)) for row in [row % 90 + 3]]
+    data = [
+        {"input_ids": row, "labels": row}
+        for row in (torch.arange(8) + 3 * number for number in range(16))
+        for row in [row % 90 + 3]
+    ]
     losses = []
     for steps, resumed in ((2, None), (4, str(place / "checkpoint-2"))):
         arguments = TrainingArguments(
@@ -182,7 +254,9 @@ def with_trainer(config: dict[str, Any], place: Path) -> dict[str, Any]:
             disable_tqdm=True,
         )
         torch.manual_seed(0)
-        trainer = Trainer(model=_language_model("Llama", **FEWER_HEADS), args=arguments, train_dataset=data)
+        trainer = Trainer(
+            model=_language_model("Llama", **FEWER_HEADS), args=arguments, train_dataset=data
+        )
         trainer.train(resume_from_checkpoint=resumed)
         losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {"engine": trainer.model_wrapped, "losses": losses}
@@ -194,12 +268,17 @@ def with_accelerate(config: dict[str, Any], place: Path) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)  # of the Trainer that was here before
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as its launcher says it; without, a processor alone is trained without DeepSpeed
+    # as its launcher says it; without, a processor alone is trained without DeepSpeed
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config)))
     torch.manual_seed(0)
     model = _language_model("Llama", **FEWER_HEADS)
-    loader = torch.utils.data.DataLoader([torch.arange(8) + 3 + number for number in range(16)], batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    loader = torch.utils.data.DataLoader(
+        [torch.arange(8) + 3 + number for number in range(16)], batch_size=2
+    )
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader
+    )
     losses = []
     for words in loader:
         with accelerator.accumulate(model):

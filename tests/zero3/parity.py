@@ -1,8 +1,11 @@
-"""Many combinations of what `test_parity.py` has few of: `python tests/zero3/parity.py --combinations 300`, or `make parity`.
+"""Many combinations of what `test_parity.py` has few of: `python tests/zero3/parity.py
+--combinations 300`, or `make parity`.
 
-Combinations are drawn so that every pair of values of two dimensions comes up, then at random until there are enough; the same ones for the same seed.
-Each is trained on this package and on stock DeepSpeed with `device: "cpu"`. Prints a table of the values of each dimension with how many combinations
-had it and how many of them differed, and then what differed; the exit status is 1 when anything did.
+Combinations are drawn so that every pair of values of two dimensions comes up, then at random until
+there are enough; the same ones for the same seed. Each is trained on this package and on stock
+DeepSpeed with `device: "cpu"`. Prints a table of the values of each dimension with how many
+combinations had it and how many of them differed, and then what differed; the exit status is 1 when
+anything did.
 """
 
 from __future__ import annotations
@@ -26,9 +29,29 @@ AT_ONCE = 15  # combinations in one process
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2),
-    "model": ("odd", "blocks", "embedding", "tied", "frozen", "checkpointed", "reentrant", "misaligned"),
+    "model": (
+        "odd",
+        "blocks",
+        "embedding",
+        "tied",
+        "frozen",
+        "checkpointed",
+        "reentrant",
+        "misaligned",
+    ),
     "dtype": ("bf16", "fp16", "fp32"),
-    "optimizer": ("adamw", "cpu_adam", "amsgrad", "momentum", "sgd", "adagrad", "nadam", "radam", "rmsprop", "sign"),
+    "optimizer": (
+        "adamw",
+        "cpu_adam",
+        "amsgrad",
+        "momentum",
+        "sgd",
+        "adagrad",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "sign",
+    ),
     "parameters, states": (("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"), ("nvme", "cpu")),
     "host_memory": ("smallest", "double", "auto"),
     "sub_group_size": (1, 500, 5000, 1_000_000_000),
@@ -50,7 +73,11 @@ def possible(combination: Combination) -> bool:
         return False  # DeepSpeed makes it anew with one group
     if combination["overflow_step"] is not None and combination["dtype"] != "fp16":
         return False  # nothing overflows
-    if combination["optimizer"] == "sgd" and combination["states"] == "cpu" and combination["fragments"]:
+    if (
+        combination["optimizer"] == "sgd"
+        and combination["states"] == "cpu"
+        and combination["fragments"]
+    ):
         return False
     if combination["optimizer"] == "sign" and combination["host_memory"] == "smallest":
         return False  # keeps more later on than a budget can be planned by
@@ -67,7 +94,10 @@ def draw(count: int, seed: int) -> list[Combination]:
         missing |= set(pairs(one(generator)))
     chosen = []
     while missing or len(chosen) < count:
-        best = max((one(generator) for _ in range(60 if missing else 1)), key=lambda candidate: len(missing.intersection(pairs(candidate))))
+        best = max(
+            (one(generator) for _ in range(60 if missing else 1)),
+            key=lambda candidate: len(missing.intersection(pairs(candidate))),
+        )
         missing.difference_update(pairs(best))
         chosen.append(best)
     return chosen
@@ -121,12 +151,22 @@ def main() -> None:
                 if found:
                     failed.append((combination, found))
                     print(case_of(combination), *found[:3], sep="\n  ", file=sys.stderr, flush=True)
-            print(f"{done} of {len(chosen)} after {time.monotonic() - began:.0f} s, {len(failed)} differ", file=sys.stderr, flush=True)
+            print(
+                f"{done} of {len(chosen)} after {time.monotonic() - began:.0f} s, {len(failed)} differ",
+                file=sys.stderr,
+                flush=True,
+            )
     print(table(chosen, counts, failed, arguments.seed, time.monotonic() - began))
     sys.exit(bool(failed))
 
 
-def table(chosen: list[Combination], counts: dict[Any, list[int]], failed: list[Any], seed: int, seconds: float) -> str:
+def table(
+    chosen: list[Combination],
+    counts: dict[Any, list[int]],
+    failed: list[Any],
+    seed: int,
+    seconds: float,
+) -> str:
     import deepspeed
     import torch
 
@@ -139,7 +179,9 @@ def table(chosen: list[Combination], counts: dict[Any, list[int]], failed: list[
         "|---|---|---:|---:|",
     ]
     for (name, value), (count, bad) in counts.items():
-        lines.append(f"| {name} | {' / '.join(value) if isinstance(value, tuple) else value} | {count} | {bad} |")
+        lines.append(
+            f"| {name} | {' / '.join(value) if isinstance(value, tuple) else value} | {count} | {bad} |"
+        )
     for combination, found in failed:
         lines += ["", repr(case_of(combination)), *(f"    {line[:400]}" for line in found[:6])]
     return "\n".join(lines)

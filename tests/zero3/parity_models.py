@@ -1,7 +1,9 @@
-"""Programs of others on this package and on stock DeepSpeed: `python tests/zero3/parity_models.py [--only "llama;lora"]`, or `make parity-models`.
+"""Programs of others on this package and on stock DeepSpeed: `python tests/zero3/parity_models.py
+[--only "llama;lora"]`, or `make parity-models`.
 
-Each is trained with parameters and states on a drive, in less host memory than they have, and with `device: "cpu"`. Prints a table of what was compared
-and what differed; the exit status is 1 when anything did, or could not be trained.
+Each is trained with parameters and states on a drive, in less host memory than they have, and with
+`device: "cpu"`. Prints a table of what was compared and what differed; the exit status is 1 when
+anything did, or could not be trained.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from launch import COMPARED, Case, differences, train
 
 SMALL = {"host_memory": "smallest"}
 ALL = Case(parameters="nvme", sub_group_size=9000, clipping=1.0, section=SMALL)
-HOSTED = ALL.but(clipping=0.0, section={"host_memory": 1_000_000}, top={"gradient_clipping": "auto"})
+HOSTED = ALL.but(
+    clipping=0.0, section={"host_memory": 1_000_000}, top={"gradient_clipping": "auto"}
+)
 
 CASES = {
     "llama": ALL.but(model="llama"),
@@ -35,7 +39,9 @@ CASES = {
     "llava": ALL.but(model="llava"),
     "lora": ALL.but(model="lora"),
     "distilled": ALL.but(model="distilled"),
-    "llama, fp16, accumulated": ALL.but(model="llama", dtype="fp16", accumulation=2, overflow_step=1, steps=4),
+    "llama, fp16, accumulated": ALL.but(
+        model="llama", dtype="fp16", accumulation=2, overflow_step=1, steps=4
+    ),
     "llama, two groups, evaluated": ALL.but(model="llama", evaluate=True, groups=2),
     "llama, generation in mid-training": ALL.but(model="llama", loop="generate"),
     "llama, moving average": ALL.but(model="llama", loop="average"),
@@ -46,14 +52,21 @@ CASES = {
 ON_TWO_RANKS = {"llama": CASES["llama"], "mixtral": CASES["mixtral"], "lora": CASES["lora"]}
 
 
-def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def pairs(
+    cases: dict[str, Case], directory: Path, ranks: int = 1
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """The results of *cases* on this package and on stock DeepSpeed."""
     places = [directory / "ours", directory / "stock"]
     for place in places:
         place.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        every = [pool.submit(train, list(cases.values()), place, ranks=ranks, ours=ours) for place, ours in zip(places, (True, False), strict=True)]
-        return dict(zip(cases, zip(*(results.result() for results in every), strict=True), strict=True))
+        every = [
+            pool.submit(train, list(cases.values()), place, ranks=ranks, ours=ours)
+            for place, ours in zip(places, (True, False), strict=True)
+        ]
+        return dict(
+            zip(cases, zip(*(results.result() for results in every), strict=True), strict=True)
+        )
 
 
 def row(name: str, ranks: int, mine: dict[str, Any], reference: dict[str, Any]) -> str:
@@ -71,10 +84,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the table there, too")
     arguments = parser.parse_args()
     began, failed = time.monotonic(), []
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed", "transformers", "accelerate", "peft"))
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "deepspeed", "transformers", "accelerate", "peft")
+    )
     rows = []
     for ranks, cases in ((1, CASES), (2, ON_TWO_RANKS)):
-        chosen = {name: case for name, case in cases.items() if not arguments.only or name in arguments.only.split(";")}
+        chosen = {
+            name: case
+            for name, case in cases.items()
+            if not arguments.only or name in arguments.only.split(";")
+        }
         with tempfile.TemporaryDirectory(prefix="parity-") as place:
             for name, (mine, reference) in pairs(chosen, Path(place), ranks).items():
                 rows.append(row(name, ranks, mine, reference))

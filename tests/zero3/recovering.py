@@ -1,9 +1,11 @@
-"""Trains a small model through steps that are cut short, and prints one JSON object: what `test_recovery.py` asks for.
+"""Trains a small model through steps that are cut short, and prints one JSON object: what
+`test_recovery.py` asks for.
 
-The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for an exception at every
-"stride"th call of a step in turn, "passes" for one at every "stride"th call of the user's code, and of swapper and store, in forward and backward,
-"write" for a drive on which no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment function with an unknown
-key, "none" for nothing.
+The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "cut": "calls" for
+an exception at every "stride"th call of a step in turn, "passes" for one at every "stride"th call
+of the user's code, and of swapper and store, in forward and backward, "write" for a drive on which
+no write succeeds meanwhile, "interrupt" for Ctrl-C in the optimizer, "fragment" for a fragment
+function with an unknown key, "none" for nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ CALLS = {
 
 
 class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
-    """Raises at one call while it is armed: the calls into swapper, store, optimizer and torch are counted, the first two also as they return."""
+    """Raises at one call while it is armed: the calls into swapper, store, optimizer and torch are
+    counted, the first two also as they return.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +46,11 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
         self.left = -1
         self.where = ""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ != "_set_grad_enabled":  # with which torch itself puts back at the end of a no_grad what no load can
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # with which torch itself puts back at the end of a no_grad what no load can
+        if function.__name__ != "_set_grad_enabled":
             self.count("torch")
         return function(*args, **(kwargs or {}))
 
@@ -56,10 +63,14 @@ class Cuts(TorchFunctionMode):  # type: ignore[misc]  # untyped
     def error(self) -> BaseException:
         from nvme_offload import IOFailure
 
-        io = IOFailure(5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0)
+        io = IOFailure(
+            5, "Input/output error", operation="write", path="nowhere", offset=0, nbytes=1, done=0
+        )
         return (io, KeyboardInterrupt(), RuntimeError("made up"))[self.number % 3]
 
-    def around(self, where: str, function: Callable[..., Any], twice: bool = True) -> Callable[..., Any]:
+    def around(
+        self, where: str, function: Callable[..., Any], twice: bool = True
+    ) -> Callable[..., Any]:
         @functools.wraps(function)
         def counted(*args: Any, **named: Any) -> Any:
             self.count(where)
@@ -94,7 +105,14 @@ def main(request: dict[str, Any]) -> None:
     place = str(Path(request["directory"], "checkpoint"))
     at_every = functools.partial(at_calls, stride=request.get("stride", 1))
     in_passes = functools.partial(at_passes, stride=request.get("stride", 1))
-    cuts = {"calls": at_every, "passes": in_passes, "write": in_a_write, "none": undisturbed, "interrupt": by_ctrl_c, "fragment": by_a_fragment}
+    cuts = {
+        "calls": at_every,
+        "passes": in_passes,
+        "write": in_a_write,
+        "none": undisturbed,
+        "interrupt": by_ctrl_c,
+        "fragment": by_a_fragment,
+    }
     result = cuts[request["cut"]](training, place)
     print(json.dumps(result), file=answers, flush=True)
     deepspeed.comm.destroy_process_group()
@@ -117,16 +135,22 @@ def finish(training: Training, engine: Any, last: int = FIRST + 2) -> dict[str, 
 
 
 def reference(training: Training, engine: Any, place: str) -> tuple[dict[str, Any], list[str]]:
-    """What one step comes to after a load, and what is wrong with it: it is what comes of the run that goes on, unless that has last gradients."""
+    """What one step comes to after a load, and what is wrong with it: it is what comes of the run
+    that goes on, unless that has last gradients.
+    """
     passes = getattr(engine.module, "passes", 0)
     on = finish(training, engine, FIRST + 1)
     load(engine, place, passes)
     whole = finish(training, engine, FIRST + 1)
-    return whole, [] if whole == on or training.case.section.get("missing_gradients") == "last" else ["a load with nothing before it: other bits"]
+    return whole, [] if whole == on or training.case.section.get(
+        "missing_gradients"
+    ) == "last" else ["a load with nothing before it: other bits"]
 
 
 def load(engine: Any, place: str, passes: int) -> None:
-    """Bring back what was saved, on the same engine; and of what is the user's to bring back, the number of *passes* that some models count."""
+    """Bring back what was saved, on the same engine; and of what is the user's to bring back, the
+    number of *passes* that some models count.
+    """
     engine.load_checkpoint(place, tag="tag")
     if hasattr(engine.module, "passes"):
         engine.module.passes = passes
@@ -134,7 +158,12 @@ def load(engine: Any, place: str, passes: int) -> None:
 
 def other(end: dict[str, Any], whole: dict[str, Any]) -> list[str]:
     """The names of what is not the same in both."""
-    return [f"{key} {name}" for key in whole for name in whole[key] if end[key][name] != whole[key][name]]
+    return [
+        f"{key} {name}"
+        for key in whole
+        for name in whole[key]
+        if end[key][name] != whole[key][name]
+    ]
 
 
 def count_calls(cuts: Cuts) -> None:
@@ -147,11 +176,19 @@ def count_calls(cuts: Cuts) -> None:
             setattr(owner, name, cuts.around(f"{owner.__name__}.{name}", getattr(owner, name)))
 
 
-Armed = Callable[[int], contextlib.AbstractContextManager[None]]  # the context of a step that is cut at the call of that number
+# the context of a step that is cut at the call of that number
+Armed = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
-def one_by_one(training: Training, place: str, stride: int, arm: Callable[[Any, Cuts], tuple[Armed, Callable[[], list[str]]]]) -> dict[str, Any]:
-    """Cut a step at every *stride*th of its calls, and load and go on after each. *arm* also has what is to be said of an engine after a cut."""
+def one_by_one(
+    training: Training,
+    place: str,
+    stride: int,
+    arm: Callable[[Any, Cuts], tuple[Armed, Callable[[], list[str]]]],
+) -> dict[str, Any]:
+    """Cut a step at every *stride*th of its calls, and load and go on after each. *arm* also has
+    what is to be said of an engine after a cut.
+    """
     engine = begin(training, place)
     passes = getattr(engine.module, "passes", 0)
     whole, wrong = reference(training, engine, place)
@@ -186,12 +223,18 @@ def one_by_one(training: Training, place: str, stride: int, arm: Callable[[Any, 
 
 
 def at_passes(training: Training, place: str, stride: int) -> dict[str, Any]:
-    """An exception at every *stride*th call that the forward and backward passes of a step make, of the user's hooks, the swapper's or the store's."""
+    """An exception at every *stride*th call that the forward and backward passes of a step make, of
+    the user's hooks, the swapper's or the store's.
+    """
 
     def arm(engine: Any, cuts: Cuts) -> tuple[Armed, Callable[[], list[str]]]:
         for layer in engine.module.layers:
             layer.register_forward_pre_hook(lambda *_: cuts.count("forward"))
-            layer.register_forward_hook(lambda layer, inputs, output: output.register_hook(lambda _: cuts.count("backward")) and None)
+            layer.register_forward_hook(
+                lambda layer, inputs, output: (
+                    output.register_hook(lambda _: cuts.count("backward")) and None
+                )
+            )
         step = engine.step
 
         def past(*args: Any, **named: Any) -> None:
@@ -237,7 +280,11 @@ def at_calls(training: Training, place: str, stride: int) -> dict[str, Any]:
 
         def faults() -> list[str]:
             found = []
-            for refused in (engine.optimizer.step, engine.optimizer.state_dict) if engine.optimizer.partly_changed else ():
+            for refused in (
+                (engine.optimizer.step, engine.optimizer.state_dict)
+                if engine.optimizer.partly_changed
+                else ()
+            ):
                 try:
                     refused()
                     found.append(f"{refused.__name__} went on")
@@ -287,7 +334,9 @@ def by_ctrl_c(training: Training, place: str) -> dict[str, Any]:
 
 
 def by_a_fragment(training: Training, place: str) -> dict[str, Any]:
-    """A logger asks for Adam's states of an optimizer that has others, between backward and step and after it."""
+    """A logger asks for Adam's states of an optimizer that has others, between backward and step
+    and after it.
+    """
     from deepspeed import utils
 
     engine = begin(training, place)
@@ -303,7 +352,10 @@ def by_a_fragment(training: Training, place: str) -> dict[str, Any]:
                 except KeyError as error:
                     raised.append(str(error))
         try:
-            utils.safe_set_full_fp32_param(next(iter(engine.module.parameters())), next(iter(engine.module.parameters())).new_zeros(3))
+            utils.safe_set_full_fp32_param(
+                next(iter(engine.module.parameters())),
+                next(iter(engine.module.parameters())).new_zeros(3),
+            )
         except (AssertionError, RuntimeError) as error:
             raised.append(str(error))
 

@@ -1,4 +1,6 @@
-"""Checkpoints with states on a drive, against the run that was not interrupted, to the bit: other processes, devices, cuts, ranks, drives and tools."""
+"""Checkpoints with states on a drive, against the run that was not interrupted, to the bit: other
+processes, devices, cuts, ranks, drives and tools.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ CASES = {
     case.name: case
     for case in (
         Case(name="states", states="nvme", persistence=100),
-        Case(name="both", model="frozen", parameters="nvme", states="nvme", zero_init=True, persistence=50),
+        Case(
+            name="both",
+            model="frozen",
+            parameters="nvme",
+            states="nvme",
+            zero_init=True,
+            persistence=50,
+        ),
         Case(name="parameters", parameters="nvme", states="cpu", zero_init=True),
         Case(name="fp16", dtype="fp16", overflow_step=1, clipping=0.5),
         Case(name="groups", model="blocks", groups=2, sub_group_size=9000, section=SMALL),
@@ -41,24 +50,36 @@ FROM_CPU = ("states", "both", "groups")
 
 
 class Results(dict[str, dict[str, Any]]):
-    """What rank 0 told of each life, by name. One that failed fails the test that looks at it, and no other; those to be refused are looked at."""
+    """What rank 0 told of each life, by name. One that failed fails the test that looks at it, and
+    no other; those to be refused are looked at.
+    """
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         result = super().__getitem__(name)
-        assert "error" not in result or name.startswith("refused"), f"{name}: {result['error']}: {result['message']}"
+        assert "error" not in result or name.startswith("refused"), (
+            f"{name}: {result['error']}: {result['message']}"
+        )
         return result
 
 
 def on_cpu(case: Case) -> Case:
     """*case* as DeepSpeed itself offloads it: to memory."""
-    return case.but(parameters="cpu" if case.parameters == "nvme" else case.parameters, states="cpu")
+    return case.but(
+        parameters="cpu" if case.parameters == "nvme" else case.parameters, states="cpu"
+    )
 
 
 def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = PATIENCE) -> Results:
     """What rank 0 told of each life."""
 
     def begin(rest: Sequence[Life]) -> list[Rank]:
-        with start([], directory, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life) for life in rest]) as processes:
+        with start(
+            [],
+            directory,
+            script=SCRIPT,
+            ranks=ranks,
+            lives=[dataclasses.asdict(life) for life in rest],
+        ) as processes:
             return [finish(process, timeout) for process in processes]
 
     return Results(zip([life.name for life in lives], each_by_itself(lives, begin), strict=True))
@@ -67,7 +88,11 @@ def run(lives: list[Life], directory: Path, ranks: int = 1, timeout: float = PAT
 def run_at_once(parts: list[list[Life]], directory: Path) -> Results:
     """`run`, of each part in a process of its own."""
     with ThreadPoolExecutor(len(parts)) as pool:
-        return Results(item for results in pool.map(lambda lives: run(lives, directory), parts) for item in results.items())
+        return Results(
+            item
+            for results in pool.map(lambda lives: run(lives, directory), parts)
+            for item in results.items()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +102,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Results:
-    """Runs that were not interrupted, and saved to one tag before step 1 and again before step 2."""
+    """Runs that were not interrupted, and saved to one tag before step 1 and again before
+    step 2.
+    """
     lives = []
     for name, case in CASES.items():
         target = str(place / name)
@@ -97,23 +124,58 @@ def resumed(place: Path, whole: Results) -> Results:
     from nvme_offload.zero3 import compat
 
     lives = [Life(name, case, first=2, load=str(place / name)) for name, case in CASES.items()]
-    lives += [Life(f"{name} cut", CASES[name].but(sub_group_size=size), first=2, load=str(place / name)) for name, size in CUTS]
-    lives += [Life(f"{name} from cpu", CASES[name], first=2, load=str(place / f"{name} cpu")) for name in FROM_CPU]
+    lives += [
+        Life(f"{name} cut", CASES[name].but(sub_group_size=size), first=2, load=str(place / name))
+        for name, size in CUTS
+    ]
+    lives += [
+        Life(f"{name} from cpu", CASES[name], first=2, load=str(place / f"{name} cpu"))
+        for name in FROM_CPU
+    ]
     universal = CASES["groups"].but(groups=1)
-    if compat.numbers(deepspeed.__version__) < (0, 18):  # whose tool looks at the first sub-group alone
+    # whose tool looks at the first sub-group alone
+    if compat.numbers(deepspeed.__version__) < (0, 18):
         universal = universal.but(sub_group_size=1_000_000_000)
     target = str(place / "universal")
     converted = universal.but(top={"checkpoint": {"load_universal": True}})
-    by_universal = [Life("universal whole", universal, saves=[[2, target]]), Life("universal", converted, first=2, load=target, universal=target)]
-    lives += [Life("weights only", CASES["both"], first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})]
+    by_universal = [
+        Life("universal whole", universal, saves=[[2, target]]),
+        Life("universal", converted, first=2, load=target, universal=target),
+    ]
+    lives += [
+        Life(
+            "weights only",
+            CASES["both"],
+            first=2,
+            load=str(place / "both"),
+            load_arguments={"load_optimizer_states": False},
+        )
+    ]
     with contextlib.suppress(FileNotFoundError):  # that life failed, and so will this one
         shutil.copytree(place / "states", place / "stock")
         (place / "stock" / "tag" / "offloaded_tensors").mkdir()
     lives += [Life("refused swap files", CASES["states"], load=str(place / "stock"))]
-    lives += [Life("refused model", CASES["states"].but(model="blocks"), load=str(place / "states"), load_arguments={"load_module_strict": False})]
-    lives += [Life(f"{name} to cpu", on_cpu(CASES[name]), ours=False, first=2, load=str(place / name)) for name in TO_CPU]
     lives += [
-        Life("weights only to cpu", on_cpu(CASES["both"]), ours=False, first=2, load=str(place / "both"), load_arguments={"load_optimizer_states": False})
+        Life(
+            "refused model",
+            CASES["states"].but(model="blocks"),
+            load=str(place / "states"),
+            load_arguments={"load_module_strict": False},
+        )
+    ]
+    lives += [
+        Life(f"{name} to cpu", on_cpu(CASES[name]), ours=False, first=2, load=str(place / name))
+        for name in TO_CPU
+    ]
+    lives += [
+        Life(
+            "weights only to cpu",
+            on_cpu(CASES["both"]),
+            ours=False,
+            first=2,
+            load=str(place / "both"),
+            load_arguments={"load_optimizer_states": False},
+        )
     ]
     return run_at_once([lives[::2], [*lives[1::2], *by_universal]], place)
 
@@ -121,8 +183,12 @@ def resumed(place: Path, whole: Results) -> Results:
 CUTS = (("groups", 100_000), ("adagrad", 100_000), ("sign", 700))
 
 
-def assert_resumed(result: dict[str, Any], reference: dict[str, Any], but: tuple[str, ...] = ()) -> None:
-    """*result* went on from a checkpoint of *reference* before step 2, and both are the same from there to the end."""
+def assert_resumed(
+    result: dict[str, Any], reference: dict[str, Any], but: tuple[str, ...] = ()
+) -> None:
+    """*result* went on from a checkpoint of *reference* before step 2, and both are the same from
+    there to the end.
+    """
     assert result["client_state"] == 2
     assert result["end"] == reference["end"]
     for key, values in result["told"].items():
@@ -134,35 +200,49 @@ def assert_resumed(result: dict[str, Any], reference: dict[str, Any], but: tuple
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_goes_on_in_another_process_as_if_it_had_not_ended(name: str, whole: Results, resumed: Results) -> None:
+def test_a_run_goes_on_in_another_process_as_if_it_had_not_ended(
+    name: str, whole: Results, resumed: Results
+) -> None:
     assert_resumed(resumed[name], whole[name])
 
 
 @pytest.mark.parametrize("name", TO_CPU)
-def test_deepspeed_goes_on_with_the_states_in_memory(name: str, whole: Results, resumed: Results) -> None:
+def test_deepspeed_goes_on_with_the_states_in_memory(
+    name: str, whole: Results, resumed: Results
+) -> None:
     assert_resumed(resumed[f"{name} to cpu"], whole[name])
 
 
 @pytest.mark.parametrize("name", FROM_CPU)
-def test_a_run_with_the_states_in_memory_goes_on_with_a_drive(name: str, whole: Results, resumed: Results) -> None:
+def test_a_run_with_the_states_in_memory_goes_on_with_a_drive(
+    name: str, whole: Results, resumed: Results
+) -> None:
     assert_resumed(resumed[f"{name} from cpu"], whole[f"{name} cpu"])
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CUTS])
-def test_a_run_goes_on_with_another_sub_group_size(name: str, whole: Results, resumed: Results) -> None:
-    assert_resumed(resumed[f"{name} cut"], whole[name], but=("norms",))  # which are summed by sub-group
+def test_a_run_goes_on_with_another_sub_group_size(
+    name: str, whole: Results, resumed: Results
+) -> None:
+    # which are summed by sub-group
+    assert_resumed(resumed[f"{name} cut"], whole[name], but=("norms",))
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_saving_changes_nothing_and_deepspeeds_tools_find_the_weights(name: str, whole: Results) -> None:
+def test_saving_changes_nothing_and_deepspeeds_tools_find_the_weights(
+    name: str, whole: Results
+) -> None:
     assert whole[name]["differ"] == []
     assert whole[name]["16bit"] == whole[name]["end"]["weights"]
 
 
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
-def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(cpu_adam: None, place: Path) -> None:
-    # Not as if it had not ended: it takes powers of its betas at once after a load, and by multiplication at each step otherwise.
+def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(
+    cpu_adam: None, place: Path
+) -> None:
+    # Not as if it had not ended: it takes powers of its betas at once after a load, and by
+    # multiplication at each step otherwise.
     case, target = Case(name="cpu_adam", optimizer="cpu_adam"), str(place / "cpu_adam")
     lives = [
         Life("whole", case.but(zero=GATHER), saves=[[2, target]]),
@@ -189,14 +269,20 @@ def test_what_cannot_be_loaded_is_refused_with_a_reason(resumed: Results) -> Non
     assert resumed["refused model"]["error"] in ("UsageError", "RuntimeError")
 
 
-def test_a_save_that_would_lack_states_is_refused_whatever_they_are_missing_from(place: Path) -> None:
+def test_a_save_that_would_lack_states_is_refused_whatever_they_are_missing_from(
+    place: Path,
+) -> None:
     case = CASES["groups"]
-    lives = [Life("breaking", case, saves=[[2, str(place / "breaking")]], breaking=True), Life("whole", case)]
+    lives = [
+        Life("breaking", case, saves=[[2, str(place / "breaking")]], breaking=True),
+        Life("whole", case),
+    ]
     results = run(lives, place)
     found = results["breaking"]["breaking"]
     for way, said in found["told"].items():
         assert re.fullmatch(
-            r"OffloadError: the checkpoint would have \d+ of \d+ master weights and \d+ of \d+ optimizer states, so it was not saved.*", said
+            r"OffloadError: the checkpoint would have \d+ of \d+ master weights and \d+ of \d+ optimizer states, so it was not saved.*",
+            said,
         ), way
     assert len(found["told"]) == 20
     assert found["untouched"]
@@ -206,7 +292,10 @@ def test_a_save_that_would_lack_states_is_refused_whatever_they_are_missing_from
 
 def test_the_file_is_one_of_torch_save(place: Path, whole: Results) -> None:
     (path,) = (place / "states" / "tag").glob("*_optim_states.pt")
-    for tree in (torch.load(path, weights_only=False), torch.load(path, weights_only=False, mmap=True)):
+    for tree in (
+        torch.load(path, weights_only=False),
+        torch.load(path, weights_only=False, mmap=True),
+    ):
         state = tree["optimizer_state_dict"]
         (master,) = state["fp32_flat_groups"]
         assert master.shape == state["optimizer_state_dict"]["state"][0]["exp_avg"].shape
@@ -218,11 +307,19 @@ def test_the_file_is_one_of_torch_save(place: Path, whole: Results) -> None:
 
 @pytest.mark.slow
 def test_saving_and_loading_take_no_memory_but_the_budget(place: Path) -> None:
-    case = Case(name="wide", model="wide", section={"host_memory": 80_000_000}, zero_init=True)  # of 200 MB
+    # of 200 MB
+    case = Case(name="wide", model="wide", section={"host_memory": 80_000_000}, zero_init=True)
     target = str(place / "wide")
-    results = run([Life("saved", case, last=1, saves=[[0, target]]), Life("loaded", case, last=0, load=target)], place)
+    results = run(
+        [
+            Life("saved", case, last=1, saves=[[0, target]]),
+            Life("loaded", case, last=0, load=target),
+        ],
+        place,
+    )
     assert results["loaded"]["begin"] == results["saved"]["begin"]
-    assert max(results["saved"]["saving"], results["loaded"]["loading"]) < 20_000_000  # a sub-group has 17 MB
+    # a sub-group has 17 MB
+    assert max(results["saved"]["saving"], results["loaded"]["loading"]) < 20_000_000
 
 
 @pytest.mark.slow
@@ -251,7 +348,9 @@ def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Re
         for where in ("writing", "written"):
             target = str(place / f"killed {where}")
             life = Life("killed", CASES["groups"], saves=[[2, target], [3, target]], kill=where)
-            (processes[target],) = stack.enter_context(start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)]))
+            (processes[target],) = stack.enter_context(
+                start([], place, script=SCRIPT, lives=[dataclasses.asdict(life)])
+            )
             again.append(Life(where, CASES["groups"], first=2, load=target, saves=[[3, target]]))
         for target, process in processes.items():
             killed = finish(process, 100)
@@ -263,7 +362,9 @@ def test_a_save_that_is_killed_leaves_the_last_checkpoint(place: Path, whole: Re
         assert not list(Path(life.load).rglob("*.partial"))
 
 
-def test_a_full_drive_leaves_the_last_checkpoint_and_training_goes_on(place: Path, whole: Results, mounted: Callable[[str], Path]) -> None:
+def test_a_full_drive_leaves_the_last_checkpoint_and_training_goes_on(
+    place: Path, whole: Results, mounted: Callable[[str], Path]
+) -> None:
     target = mounted("ext4-full") / "checkpoints"
     target.mkdir()
     result = run([Life("full", CASES["groups"], full=str(target))], place)["full"]

@@ -1,4 +1,6 @@
-"""Whatever single fault a file of a checkpoint has: `load_checkpoint` refuses it by name, or loads what was saved."""
+"""Whatever single fault a file of a checkpoint has: `load_checkpoint` refuses it by name, or loads
+what was saved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint after a loss of power at any moment is the last one or the new one, and the new one once `save_checkpoint` has returned."""
+"""A checkpoint after a loss of power at any moment is the last one or the new one, and the new one
+once `save_checkpoint` has returned.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CASE = Case(name="states", states="nvme", persistence=100)
 
 @pytest.mark.parametrize("kind", FILESYSTEMS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_whole_checkpoint_is_found(ranks: int, kind: str, mount_namespace: None, tmp_path: Path) -> None:
+def test_one_whole_checkpoint_is_found(
+    ranks: int, kind: str, mount_namespace: None, tmp_path: Path
+) -> None:
     with recorded(tmp_path / "drive", kind) as drive, Engine() as engine:
 
         def judge(found: Path) -> str:
@@ -47,13 +51,17 @@ def test_one_whole_checkpoint_is_found(ranks: int, kind: str, mount_namespace: N
         os.sync()
         begin = drive.now()
         life = Life("whole", CASE, saves=[[1, str(drive.place)], [2, str(drive.place)]])
-        with start([], tmp_path, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life)]) as processes:
+        with start(
+            [], tmp_path, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life)]
+        ) as processes:
             ended = [finish(process, 300) for process in processes]
         end = drive.now()
         assert [rank.status for rank in ended] == [0] * ranks, ended[0].complaints
         least, others = seen_after_loss(drive, begin, end, judge)
         assert judge(drive.place) == "2 named"
-    turns = [state for number, state in enumerate(least) if number == 0 or state != least[number - 1]]
+    turns = [
+        state for number, state in enumerate(least) if number == 0 or state != least[number - 1]
+    ]
     assert turns == ["none", "1", "1 named", "2 named"]
     assert set(others) <= set(turns)
     assert len(others) >= {"ext4": 20, "xfs": 10}[kind]  # which flushes less often

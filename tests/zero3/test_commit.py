@@ -1,4 +1,6 @@
-"""A checkpoint is the last one or the new one whenever its ranks are killed, and one that is not as it was written is refused with the file's name."""
+"""A checkpoint is the last one or the new one whenever its ranks are killed, and one that is not as
+it was written is refused with the file's name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
 def run(lives: list[Life], directory: Path, ranks: int = 1) -> dict[str, dict[str, Any]]:
     """What rank 0 told of each life."""
-    with start([], directory, script=SCRIPT, ranks=ranks, lives=[dataclasses.asdict(life) for life in lives]) as processes:
+    with start(
+        [],
+        directory,
+        script=SCRIPT,
+        ranks=ranks,
+        lives=[dataclasses.asdict(life) for life in lives],
+    ) as processes:
         ended = [finish(process, 300) for process in processes]
     for rank in ended:
         assert rank.status == 0, rank.complaints
@@ -37,7 +45,11 @@ def run(lives: list[Life], directory: Path, ranks: int = 1) -> dict[str, dict[st
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -50,7 +62,9 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
     with monkeypatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        whole = run([Life("whole", CASE, saves=[[1, str(place)], [2, str(place)]])], tmp_path, ranks)["whole"]
+        whole = run(
+            [Life("whole", CASE, saves=[[1, str(place)], [2, str(place)]])], tmp_path, ranks
+        )["whole"]
     assert whole["differ"] == []
     found = [*sorted(image for image in images.iterdir() if image.is_dir()), place]
     assert len(found) > 50, "the calls were not seen"
@@ -66,11 +80,18 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
         if not states or state != states[-1]:
             turns += [found[max(found.index(image) - 1, 0)], image] if states else []
             states.append(state)
-    assert [len(state) for state in states] == [0, 1 + 2 * ranks, 1 + 2 * ranks], "more than nothing, the first and the second"
+    assert [len(state) for state in states] == [0, 1 + 2 * ranks, 1 + 2 * ranks], (
+        "more than nothing, the first and the second"
+    )
     assert states[2] == contents(place / "tag")
     assert set(named) == {"", "tag"}
-    lives = [Life(image.name, CASE, first=step, load=str(image), load_arguments=TAG) for image, step in zip(turns[1:], (1, 1, 2), strict=True)]
-    again = Life("again", CASE, first=1, load=str(turns[2]), load_arguments=TAG, saves=[[2, str(turns[2])]])
+    lives = [
+        Life(image.name, CASE, first=step, load=str(image), load_arguments=TAG)
+        for image, step in zip(turns[1:], (1, 1, 2), strict=True)
+    ]
+    again = Life(
+        "again", CASE, first=1, load=str(turns[2]), load_arguments=TAG, saves=[[2, str(turns[2])]]
+    )
     loaded = run([*lives, again], tmp_path, ranks)
     for name, result in loaded.items():
         assert "error" not in result, result
@@ -81,12 +102,20 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and something of its user's in the directory of its tag from before it was saved over."""
+    """A checkpoint, and something of its user's in the directory of its tag from before it was
+    saved over.
+    """
     place = tmp_path_factory.mktemp("saved")
     (place / "tag").mkdir()
     (place / "tag" / "notes.txt").write_text("mine")
-    (place / "tag" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a run with more ranks")
-    for name, file in ((".other.partial", "zero_pp_rank_0_mp_rank_00_model_states.pt"), (".mine.partial", "notes.txt")):  # the first is of a killed save
+    (place / "tag" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text(
+        "of a run with more ranks"
+    )
+    # the first is of a killed save
+    for name, file in (
+        (".other.partial", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        (".mine.partial", "notes.txt"),
+    ):
         (place / name).mkdir()
         (place / name / file).touch()
     result = run([Life("saved", CASE, last=2, saves=[[1, str(place)]])], place)["saved"]
@@ -102,10 +131,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_not_as_it_was_written_is_refused_by_name(saved: Path, tmp_path: Path) -> None:
-    states, model = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    states, model = (
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    )
     lives, expected = [], {}
 
-    def damaged(name: str, file: str, damage: Callable[[Path], Any], error: str = "CorruptionError") -> None:
+    def damaged(
+        name: str, file: str, damage: Callable[[Path], Any], error: str = "CorruptionError"
+    ) -> None:
         copy = tmp_path / name
         shutil.copytree(saved, copy)
         damage(copy / "tag" / file)
@@ -146,7 +180,12 @@ def test_what_is_not_as_it_was_written_is_refused_by_name(saved: Path, tmp_path:
 
 def test_no_single_fault_is_accepted(tmp_path: Path) -> None:
     generator = random.Random(17)
-    files = {"one": generator.randbytes(20_000), "two": generator.randbytes(4096), "three": generator.randbytes(5), "none": b""}
+    files = {
+        "one": generator.randbytes(20_000),
+        "two": generator.randbytes(4096),
+        "three": generator.randbytes(5),
+        "none": b"",
+    }
     checksum = "xxh3" if has_checksums() else "crc32"
     with Engine() as engine:
         entries = []

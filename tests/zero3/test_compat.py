@@ -1,4 +1,6 @@
-"""The contract with DeepSpeed: whatever name of it is missing is named by `enable`, which then replaces nothing; newer and older releases."""
+"""The contract with DeepSpeed: whatever name of it is missing is named by `enable`, which then
+replaces nothing; newer and older releases.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def functions(owner: Any) -> Iterator[types.FunctionType]:
-    """The functions of *owner*, a class with its bases or a module with its classes, without what decorators put around them."""
-    for value in [value for kind in owner.__mro__ for value in vars(kind).values()] if inspect.isclass(owner) else vars(owner).values():
-        if inspect.isclass(value) and not inspect.isclass(owner) and value.__module__ == owner.__name__:
+    """The functions of *owner*, a class with its bases or a module with its classes, without what
+    decorators put around them.
+    """
+    for value in (
+        [value for kind in owner.__mro__ for value in vars(kind).values()]
+        if inspect.isclass(owner)
+        else vars(owner).values()
+    ):
+        if (
+            inspect.isclass(value)
+            and not inspect.isclass(owner)
+            and value.__module__ == owner.__name__
+        ):
             yield from functions(value)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if isinstance(value, types.FunctionType):
@@ -38,8 +50,14 @@ def functions(owner: Any) -> Iterator[types.FunctionType]:
 
 def renamed(code: types.CodeType, name: str) -> types.CodeType:
     """*code* with another attribute where it has *name*."""
-    constants = tuple(renamed(value, name) if isinstance(value, types.CodeType) else value for value in code.co_consts)
-    return code.replace(co_names=tuple(f"{other}_x" if other == name else other for other in code.co_names), co_consts=constants)
+    constants = tuple(
+        renamed(value, name) if isinstance(value, types.CodeType) else value
+        for value in code.co_consts
+    )
+    return code.replace(
+        co_names=tuple(f"{other}_x" if other == name else other for other in code.co_names),
+        co_consts=constants,
+    )
 
 
 def remove(monkeypatch: pytest.MonkeyPatch, use: compat.Use) -> None:
@@ -48,7 +66,11 @@ def remove(monkeypatch: pytest.MonkeyPatch, use: compat.Use) -> None:
     for holder in owner.__mro__ if inspect.isclass(owner) else (owner,):
         if use.name in vars(holder) and holder is not object:
             if isinstance(holder, enum.EnumMeta):
-                monkeypatch.setattr(compat, "_owner", lambda place: type("Status", (), {}) if place == use.owner else owner_of(place))
+                monkeypatch.setattr(
+                    compat,
+                    "_owner",
+                    lambda place: type("Status", (), {}) if place == use.owner else owner_of(place),
+                )
             else:
                 monkeypatch.delattr(holder, use.name)
     if use.parameters is None:
@@ -78,7 +100,9 @@ def test_the_release_that_is_installed_has_all_of_it():
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("use", USES, ids=[f"{use}{'()' if use.parameters is not None else ''}" for use in USES])
+@pytest.mark.parametrize(
+    "use", USES, ids=[f"{use}{'()' if use.parameters is not None else ''}" for use in USES]
+)
 def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
     remove(monkeypatch, use)
     with pytest.raises(UnsupportedError) as refusal:
@@ -91,7 +115,11 @@ def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
     assert f"pip install deepspeed=={compat.NEWEST}" in str(refusal.value)
 
 
-OVERRIDDEN = [use for use in USES if use.owner.endswith("_Stage3") and use.parameters is not None and "..." not in use.parameters]
+OVERRIDDEN = [
+    use
+    for use in USES
+    if use.owner.endswith("_Stage3") and use.parameters is not None and "..." not in use.parameters
+]
 
 
 @pytest.mark.usefixtures("untouched")
@@ -100,7 +128,9 @@ def test_another_signature_is_named(use, monkeypatch):
     def other(self: Any, something_else: Any) -> None: ...
 
     monkeypatch.setattr(compat._owner(use.owner), use.name, other)
-    with pytest.raises(UnsupportedError, match=re.escape(f"{use} takes (something_else) and not (")):
+    with pytest.raises(
+        UnsupportedError, match=re.escape(f"{use} takes (something_else) and not (")
+    ):
         zero3.enable()
 
 
@@ -110,7 +140,9 @@ def test_a_method_that_nothing_calls_any_more_is_named(monkeypatch):
     for function in set(functions(module)):
         if (changed := renamed(function.__code__, "_rigid_state_dict")) != function.__code__:
             monkeypatch.setattr(function, "__code__", changed)
-    with pytest.raises(UnsupportedError, match=r"nothing calls DeepSpeedZeroOptimizer_Stage3\._rigid_state_dict"):
+    with pytest.raises(
+        UnsupportedError, match=r"nothing calls DeepSpeedZeroOptimizer_Stage3\._rigid_state_dict"
+    ):
         zero3.enable()
 
 
@@ -126,19 +158,27 @@ def test_what_is_called_on_a_swapper_and_ours_lacks_is_named(monkeypatch):
 @pytest.mark.releases
 def test_a_newer_release_is_held_to_the_contract_and_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
-    if not compat.numbers(deepspeed.__version__) or any(compat._fault(use) for use in compat.uses("0.99.0")):
+    if not compat.numbers(deepspeed.__version__) or any(
+        compat._fault(use) for use in compat.uses("0.99.0")
+    ):
         pytest.skip("the release that is installed is not as the newest that was tried")
     compat.check()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tried" in record.message
+    assert (
+        f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tried"
+        in record.message
+    )
 
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("version", ["0.16.8", "0.9.10", "0.15.4+abc"])
 def test_an_older_release_than_any_that_was_tried_is_refused(version, monkeypatch):
     monkeypatch.setattr(deepspeed, "__version__", version)
-    with pytest.raises(UnsupportedError, match=rf"^zero3 needs DeepSpeed {re.escape(compat.OLDEST)} or newer, and this is {re.escape(version)}: "):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"^zero3 needs DeepSpeed {re.escape(compat.OLDEST)} or newer, and this is {re.escape(version)}: ",
+    ):
         zero3.enable()
 
 
@@ -155,8 +195,12 @@ def test_every_override_is_in_the_contract():
     (engine,) = [owner for owner in compat.CONTRACT if owner.endswith(":DeepSpeedEngine")]
     named = {use.name for use in USES if use.owner.endswith("_Stage3")}
     base = stage3.Stage3.__mro__[1]
-    assert {name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)} - {"__module__", "__annotations__"} <= named
-    assert set(checkpoint.engine_methods(compat._owner(engine))) <= {use.name for use in USES if use.owner == engine}
+    assert {
+        name for name in vars(stage3.Stage3) if hasattr(base, name) and not hasattr(object, name)
+    } - {"__module__", "__annotations__"} <= named
+    assert set(checkpoint.engine_methods(compat._owner(engine))) <= {
+        use.name for use in USES if use.owner == engine
+    }
 
 
 def attributes_that_are_used() -> Iterator[tuple[str, str, str]]:
@@ -165,48 +209,100 @@ def attributes_that_are_used() -> Iterator[tuple[str, str, str]]:
         for node in ast.walk(ast.parse(path.read_text())) if path.name != "compat.py" else ():
             if isinstance(node, ast.Attribute):
                 yield path.name, ast.unparse(node.value).rpartition(".")[2], node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+            elif (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) in ("getattr", "setattr", "hasattr")
+                and isinstance(node.args[1], ast.Constant)
+            ):
                 yield path.name, ast.unparse(node.args[0]).rpartition(".")[2], node.args[1].value
 
 
 def names_of_deepspeed() -> set[str]:
     """What objects of DeepSpeed's classes have, in the modules of the contract."""
     found = set()
-    for module in {importlib.import_module(owner.partition(":")[0]) for owner in {use.owner for use in USES}}:
-        kinds = [kind for value in vars(module).values() if inspect.isclass(value) for kind in value.__mro__ if kind.__module__.startswith("deepspeed")]
+    for module in {
+        importlib.import_module(owner.partition(":")[0]) for owner in {use.owner for use in USES}
+    }:
+        kinds = [
+            kind
+            for value in vars(module).values()
+            if inspect.isclass(value)
+            for kind in value.__mro__
+            if kind.__module__.startswith("deepspeed")
+        ]
         found |= {name for kind in kinds for name in vars(kind)}
-        found |= {step.argval for code in compat._codes(module) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+        found |= {
+            step.argval
+            for code in compat._codes(module)
+            for step in dis.get_instructions(code)
+            if step.opname == "STORE_ATTR"
+        }
     return found
 
 
-# Names by which the sources call what is DeepSpeed's; self where a class derives from DeepSpeed's, or a function becomes a method of it.
-HELD = {"accelerator", "dist", "engine", "fragment", "get_accelerator()", "original", "param", "stage3"}
+# Names by which the sources call what is DeepSpeed's; self where a class derives from DeepSpeed's,
+# or a function becomes a method of it.
+HELD = {
+    "accelerator",
+    "dist",
+    "engine",
+    "fragment",
+    "get_accelerator()",
+    "original",
+    "param",
+    "stage3",
+}
 HEIRS = {"checkpoint.py", "inference.py", "stage3.py"}
-# A parameter's by torch, DeepSpeed's engine's by its manual, and what others of these names are: our own engine, torch's streams, Lightning's trainer.
+# A parameter's by torch, DeepSpeed's engine's by its manual, and what others of these names are:
+# our own engine, torch's streams, Lightning's trainer.
 ELSEWHERE = {"module", "DeepSpeedEngine", "close", "config", "open", "read", "write", "synchronize"}
 
 
 def test_every_attribute_of_deepspeeds_that_is_used_is_in_the_contract():
-    listed = {use.name for version in compat.TESTED for use in compat.uses(version)} | {name for names in compat._SWAPPERS.values() for name in names}
-    torchs = {*dir(torch.Tensor), *dir(torch.nn.Module), *dir(torch.optim.Optimizer), "param_groups", "state", "defaults"}
+    listed = {use.name for version in compat.TESTED for use in compat.uses(version)} | {
+        name for names in compat._SWAPPERS.values() for name in names
+    }
+    torchs = {
+        *dir(torch.Tensor),
+        *dir(torch.nn.Module),
+        *dir(torch.optim.Optimizer),
+        "param_groups",
+        "state",
+        "defaults",
+    }
     theirs = names_of_deepspeed()
-    nodes = [node for path in (ROOT / "nvme_offload").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [
+        node
+        for path in (ROOT / "nvme_offload").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    ours |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
     unlisted = {
         (file, holder, name)
         for file, holder, name in attributes_that_are_used()
         if name not in listed | torchs | ELSEWHERE
-        if (holder in HELD and (name in theirs or name not in ours)) or (holder in ("self", "super()") and file in HEIRS and name in theirs)
+        if (holder in HELD and (name in theirs or name not in ours))
+        or (holder in ("self", "super()") and file in HEIRS and name in theirs)
     }
     assert unlisted == set()
 
 
 def test_deepspeed_is_imported_by_names_of_the_contract_alone():
-    known = {(use.owner.partition(":")[0], use.name) for version in compat.TESTED for use in compat.uses(version)}
+    known = {
+        (use.owner.partition(":")[0], use.name)
+        for version in compat.TESTED
+        for use in compat.uses(version)
+    }
     known |= {tuple(owner.split(":")) for owner in compat.CONTRACT if ":" in owner}
     known |= {("deepspeed", "comm")}
     for path in (ROOT / "nvme_offload" / "zero3").glob("*.py"):
-        for module, names in re.findall(r"^\s*from (deepspeed[\w.]*) import (.+)$", path.read_text(), re.MULTILINE):
+        for module, names in re.findall(
+            r"^\s*from (deepspeed[\w.]*) import (.+)$", path.read_text(), re.MULTILINE
+        ):
             for name in names.split("  #")[0].split(", "):
                 assert (module, name.split(" as ")[0]) in known, (path.name, module, name)

@@ -1,4 +1,6 @@
-"""Training on a drive that fails, that is too small or too slow to name, with settings that cannot work; and DeepSpeed before `enable` and after `disable`."""
+"""Training on a drive that fails, that is too small or too slow to name, with settings that cannot
+work; and DeepSpeed before `enable` and after `disable`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ STREAMED = Case(model="blocks", parameters="nvme", section=SMALLEST, steps=4)
 EAGAIN, EIO, ENOSPC = 11, 5, 28
 ALWAYS = 1 << 40
 
-# first transfer, how many from there on, what goes wrong, with what value; `Engine` numbers transfers from 0.
+# first transfer, how many from there on, what goes wrong, with what value; `Engine` numbers
+# transfers from 0.
 TRANSIENT = {
     "busy": [[at, 1, "FAIL", EAGAIN] for at in range(0, 400, 3)],
     "short": [[at, 1, "CUT", 4096] for at in range(0, 400, 2)],
@@ -33,10 +36,18 @@ TRANSIENT = {
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-    """The result of each of `TRANSIENT`, and "undisturbed" that of stock DeepSpeed; two processes at once."""
-    requests = {"undisturbed": {"ours": False}, **{name: {"faults": faults} for name, faults in TRANSIENT.items()}}
+    """The result of each of `TRANSIENT`, and "undisturbed" that of stock DeepSpeed; two processes
+    at once.
+    """
+    requests = {
+        "undisturbed": {"ours": False},
+        **{name: {"faults": faults} for name, faults in TRANSIENT.items()},
+    }
     with ThreadPoolExecutor(2) as pool:
-        under_way = {name: pool.submit(train, [STREAMED], tmp_path_factory.mktemp("drive"), **request) for name, request in requests.items()}
+        under_way = {
+            name: pool.submit(train, [STREAMED], tmp_path_factory.mktemp("drive"), **request)
+            for name, request in requests.items()
+        }
         return {name: training.result()[0] for name, training in under_way.items()}
 
 
@@ -51,22 +62,39 @@ def test_what_passes_leaves_no_trace(disturbed, faults):
 
 @pytest.mark.slow
 # At the first transfer, which is a write, and in the midst of a step.
-@pytest.mark.parametrize(("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")])
-def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(tmp_path, first, error, kind):
+@pytest.mark.parametrize(
+    ("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")]
+)
+def test_what_stays_is_an_error_of_its_type_on_every_rank_within_seconds(
+    tmp_path, first, error, kind
+):
     began = time.monotonic()
     ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]], timeout=100)
     results = [result for rank in ranks for result in rank.results]
     assert len(results) == 2, [rank.complaints for rank in ranks]
-    assert {rank.status for rank in ranks} <= {0, 1}  # 1 where a second transfer had failed by then, which nobody waits for any more
+    # 1 where a second transfer had failed by then, which nobody waits for any more
+    assert {rank.status for rank in ranks} <= {0, 1}
     assert kind in [result["error"] for result in results]
-    for result in results:  # the slower rank may hear from the other's end before it comes to its own failure
-        assert (result["error"], str(tmp_path) in result["message"]) in [(kind, True), ("RuntimeError", False)], result
-    assert time.monotonic() - began < 90  # most of it is importing, on a machine that others use too
+    # the slower rank may hear from the other's end before it comes to its own failure
+    for result in results:
+        assert (result["error"], str(tmp_path) in result["message"]) in [
+            (kind, True),
+            ("RuntimeError", False),
+        ], result
+    # most of it is importing, on a machine that others use too
+    assert time.monotonic() - began < 90
 
 
 @pytest.mark.slow
 def test_one_rank_that_fails_does_not_leave_the_other_waiting(tmp_path):
-    well, broken = run([STREAMED], tmp_path, ranks=2, faulty_rank=1, faults=[[60, ALWAYS, "FAIL", EIO]], timeout=100)
+    well, broken = run(
+        [STREAMED],
+        tmp_path,
+        ranks=2,
+        faulty_rank=1,
+        faults=[[60, ALWAYS, "FAIL", EIO]],
+        timeout=100,
+    )
     assert [result["error"] for result in broken.results] == ["IOFailure"], broken.complaints
     assert well.status is not None
 
@@ -75,9 +103,15 @@ def test_a_budget_that_is_too_small_is_refused_with_the_one_that_will_do(tmp_pat
     case = Case(model="blocks", section={"host_memory": 1000})
     (refused,) = train([case], tmp_path)
     assert refused["error"] == "UsageError"
-    assert '"host_memory" of 1000 bytes cannot hold the optimizer states of the largest parameter' in refused["message"]
+    assert (
+        '"host_memory" of 1000 bytes cannot hold the optimizer states of the largest parameter'
+        in refused["message"]
+    )
     enough = int(refused["message"].split("at least ")[1].split()[0])
-    accepted, refused = train([case.but(section={"host_memory": enough}), case.but(section={"host_memory": enough - 1})], tmp_path)
+    accepted, refused = train(
+        [case.but(section={"host_memory": enough}), case.but(section={"host_memory": enough - 1})],
+        tmp_path,
+    )
     assert "error" not in accepted
     assert accepted["traffic"]["bytes_read"] > 0
     assert refused["error"] == "UsageError"
@@ -92,23 +126,42 @@ def test_a_drive_that_is_too_small_is_refused_before_the_first_step(mounted):
 
 
 WRONG_SECTIONS = [
-    ({"host_mem": "1GB"}, "has the key 'host_mem'; the keys are backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights"),
+    (
+        {"host_mem": "1GB"},
+        "has the key 'host_mem'; the keys are backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights",
+    ),
     ({"swappers": "fast"}, '"swappers" in "nvme_offload" must be one of "native", "deepspeed"'),
 ]
 
 
 def test_a_wrong_section_is_refused(tmp_path):
-    cases = [(case.but(section=section), said) for section, said in WRONG_SECTIONS for case in (Case(), Case(parameters="nvme", zero_init=True))]
-    for result, (case, said) in zip(train([case for case, _ in cases], tmp_path), cases, strict=True):
+    cases = [
+        (case.but(section=section), said)
+        for section, said in WRONG_SECTIONS
+        for case in (Case(), Case(parameters="nvme", zero_init=True))
+    ]
+    for result, (case, said) in zip(
+        train([case for case, _ in cases], tmp_path), cases, strict=True
+    ):
         assert result["error"] == "UsageError", case
         assert said in result["message"]
 
 
 @pytest.mark.slow
 def test_deepspeeds_own_swappers_work_on_this_packages_op(tmp_path):
-    # Each large parameter its own sub-group: with a small one ahead of a large one in it, DeepSpeed reads gradients that it never wrote.
-    case = Case(section={"swappers": "deepspeed"}, model="misaligned", steps=2, sub_group_size=1, zero={"offload_optimizer": {"buffer_count": 8}})
-    (result,), (reference,) = train([case], tmp_path), train([case.but(zero={})], tmp_path, ours=False)
+    # Each large parameter its own sub-group: with a small one ahead of a large one in it, DeepSpeed
+    # reads gradients that it never wrote.
+    case = Case(
+        section={"swappers": "deepspeed"},
+        model="misaligned",
+        steps=2,
+        sub_group_size=1,
+        zero={"offload_optimizer": {"buffer_count": 8}},
+    )
+    (result,), (reference,) = (
+        train([case], tmp_path),
+        train([case.but(zero={})], tmp_path, ours=False),
+    )
     assert differences(result, reference) == []
     assert result["traffic"]["memory"] == []  # no tier of ours
     assert list(tmp_path.rglob("*.swp")) != []
@@ -160,7 +213,12 @@ assert changed(before, attributes()) == [], changed(before, attributes())
 
 def test_disable_puts_deepspeed_back_as_it_was_and_enable_twice_is_enable_once(tmp_path):
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER], check=True, cwd=tmp_path, env=environment)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER],
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    )
 
 
 def test_where_deepspeed_refuses_fp16_it_says_what_to_do(tmp_path):

@@ -1,4 +1,6 @@
-"""Gradients in a tier: in memory or on the drive as there is room, summed, widened, replaced and forgotten; and what remains of a failure."""
+"""Gradients in a tier: in memory or on the drive as there is room, summed, widened, replaced and
+forgotten; and what remains of a failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from nvme_offload.zero3.gradients import Gradients  # noqa: E402
 from nvme_offload.zero3.last_gradients import LastGradients  # noqa: E402
 
 NUMELS = [6000, 5000, 7000, 4096]
-SMALLEST = 4 * 7000 + 2 * 7000 + (8 << 10)  # what is widened, one gradient, and both rounded up to pages
+# what is widened, one gradient, and both rounded up to pages
+SMALLEST = 4 * 7000 + 2 * 7000 + (8 << 10)
 CONFIG = AioConfig(backend="posix", block_size=64 << 10, queue_depth=4, direct="auto")
 
 
@@ -53,12 +56,17 @@ def test_they_come_back_as_they_were_reduced(make, nbytes):
             gradients.add(index, [(0, some(NUMELS[index], step + index))], to_earlier=False)
         gradients.pause()
         for index in range(4):
-            assert torch.equal(gradients.widened(index, last=True), some(NUMELS[index], step + index).float())
-        assert all(name.endswith("widened") for name in tier.swapper.names())  # nothing is kept that nobody needs
+            assert torch.equal(
+                gradients.widened(index, last=True), some(NUMELS[index], step + index).float()
+            )
+        # nothing is kept that nobody needs
+        assert all(name.endswith("widened") for name in tier.swapper.names())
         tier.swapper.step()
     moved = tier.swapper.stats()
     assert (moved.bytes_read, moved.bytes_written) == (0, 0) or nbytes == SMALLEST
-    assert nbytes != SMALLEST or 4 * 2 * min(NUMELS) <= moved.bytes_read <= moved.bytes_written <= 4 * 2 * sum(NUMELS)
+    assert nbytes != SMALLEST or 4 * 2 * min(
+        NUMELS
+    ) <= moved.bytes_read <= moved.bytes_written <= 4 * 2 * sum(NUMELS)
 
 
 def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_zero(make):
@@ -71,7 +79,11 @@ def test_sums_are_made_in_the_type_of_the_gradients_and_what_was_not_reduced_is_
     assert torch.equal(totals[1], second)  # of which there was nothing earlier
     gradients.add(0, [(500, second)], to_earlier=False)  # not added, though there was
     expected = torch.zeros(6000)
-    expected[500:1500], expected[1500:2500], expected[5000:] = second.float(), (first + second).float(), second.float()
+    expected[500:1500], expected[1500:2500], expected[5000:] = (
+        second.float(),
+        (first + second).float(),
+        second.float(),
+    )
     assert torch.equal(gradients.widened(0), expected)
     assert torch.equal(gradients.widened(0), expected)
     assert gradients.reduced(0) == {500: 1000, 1500: 1000, 5000: 1000}
@@ -124,7 +136,8 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     gradients.forget()
     assert gradients.reduced(0) == {}
 
-    gradients.add(0, [(500, second)], to_earlier=False)  # in an early micro-batch only: for whatever is added to it, but not for the optimizer
+    # in an early micro-batch only: for whatever is added to it, but not for the optimizer
+    gradients.add(0, [(500, second)], to_earlier=False)
     assert torch.equal(gradients.widened(0, last=True).mul_(1 / 3), expected * (1 / 3) * (1 / 3))
     gradients.forget()
     (total,) = gradients.add(0, [(500, second)], to_earlier=True)
@@ -208,7 +221,9 @@ def test_a_drive_that_fails_is_an_error_and_nothing_is_lost_when_it_works_again(
     for index in range(4):
         while True:
             try:
-                assert torch.equal(gradients.widened(index, last=True), some(NUMELS[index], index).float())
+                assert torch.equal(
+                    gradients.widened(index, last=True), some(NUMELS[index], index).float()
+                )
                 break
             except IOFailure:
                 failures += 1

@@ -1,4 +1,6 @@
-"""DeepSpeed's `async_io` op on our engine: its contract, what it must not do as DeepSpeed's, the same calls on both, and DeepSpeed itself on it."""
+"""DeepSpeed's `async_io` op on our engine: its contract, what it must not do as DeepSpeed's, the
+same calls on both, and DeepSpeed itself on it.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ SECONDS = 120
 PAGE = 4096
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
-has_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+has_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 
 
 def random(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def on_disk(path: Path) -> torch.Tensor:
@@ -69,13 +75,35 @@ def handle() -> op.aio_handle:
 
 def test_the_settings_of_a_handle_are_deepspeeds_and_can_be_asked_for():
     plain = op.aio_handle()
-    assert (plain.get_block_size(), plain.get_queue_depth(), plain.get_intra_op_parallelism()) == (MIB, 128, 1)
-    assert (plain.get_single_submit(), plain.get_overlap_events(), plain.get_alignment()) == (False, False, 512)
+    assert (plain.get_block_size(), plain.get_queue_depth(), plain.get_intra_op_parallelism()) == (
+        MIB,
+        128,
+        1,
+    )
+    assert (plain.get_single_submit(), plain.get_overlap_events(), plain.get_alignment()) == (
+        False,
+        False,
+        512,
+    )
     for asked in (1, 1024, 4097):  # what a drive takes is the engine's business
         assert op.aio_handle(block_size=asked).get_block_size() == asked
-    chosen = op.aio_handle(block_size=8192, queue_depth=3, single_submit=True, overlap_events=True, intra_op_parallelism=2)
-    assert (chosen.get_block_size(), chosen.get_queue_depth(), chosen.get_intra_op_parallelism()) == (8192, 3, 2)
-    assert (chosen.get_single_submit(), chosen.get_overlap_events(), chosen.get_alignment()) == (True, True, 1024)
+    chosen = op.aio_handle(
+        block_size=8192,
+        queue_depth=3,
+        single_submit=True,
+        overlap_events=True,
+        intra_op_parallelism=2,
+    )
+    assert (
+        chosen.get_block_size(),
+        chosen.get_queue_depth(),
+        chosen.get_intra_op_parallelism(),
+    ) == (8192, 3, 2)
+    assert (chosen.get_single_submit(), chosen.get_overlap_events(), chosen.get_alignment()) == (
+        True,
+        True,
+        1024,
+    )
 
 
 def test_the_strings_that_ds_nvme_tune_prints_are_flags():
@@ -88,7 +116,10 @@ def test_the_strings_that_ds_nvme_tune_prints_are_flags():
     [
         ({"single_submit": "yes"}, "single_submit must be true or false, not 'yes'"),
         ({"overlap_events": torch.ones(2)}, "overlap_events must be true or false"),
-        ({"intra_op_parallelism": 0}, "intra_op_parallelism must be a whole number from 1 to 128, not 0"),
+        (
+            {"intra_op_parallelism": 0},
+            "intra_op_parallelism must be a whole number from 1 to 128, not 0",
+        ),
         ({"intra_op_parallelism": "1"}, "intra_op_parallelism must be a whole number, not '1'"),
         ({"block_size": 0}, "block_size must be"),
         ({"block_size": -4096}, "block_size must be"),
@@ -101,7 +132,10 @@ def test_settings_that_cannot_be_are_refused_in_deepspeeds_words(settings, messa
 
 
 @pytest.mark.every_filesystem
-@pytest.mark.parametrize(("numel", "offset"), [(1, 0), (MIB, 0), (MIB + 1, 0), (3 * MIB - 7, 5), (513, 4095), (200_000, 512)])
+@pytest.mark.parametrize(
+    ("numel", "offset"),
+    [(1, 0), (MIB, 0), (MIB + 1, 0), (3 * MIB - 7, 5), (513, 4095), (200_000, 512)],
+)
 def test_any_size_and_offset_moves_right_by_every_method(handle, directory, numel, offset):
     writes = {
         "write": lambda data, path: handle.write(data, path, True, offset) + 1,
@@ -130,14 +164,28 @@ def test_the_module_functions_move_whole_files(tmp_path, block_size):
     data, back = random(2 * MIB + 3), torch.zeros(2 * MIB + 3, dtype=torch.uint8)
     path = tmp_path / "w"
     assert op.aio_write(data, str(path), block_size, 4, False, True, True) == 0
-    assert op.aio_read(buffer=back, filename=path, block_size=block_size, queue_depth=4, single_submit=False, overlap_events=True, validate=True) == 0
+    assert (
+        op.aio_read(
+            buffer=back,
+            filename=path,
+            block_size=block_size,
+            queue_depth=4,
+            single_submit=False,
+            overlap_events=True,
+            validate=True,
+        )
+        == 0
+    )
     assert torch.equal(on_disk(path), data)
     assert torch.equal(back, data)
 
 
 def test_arguments_go_by_their_names_in_deepspeed(handle, tmp_path):
     path, data, back = str(tmp_path / "w"), random(PAGE), torch.zeros(PAGE, dtype=torch.uint8)
-    assert handle.pwrite(buffer=data, filename=path, validate=False, file_offset=8, **{"async": True}) == 0
+    assert (
+        handle.pwrite(buffer=data, filename=path, validate=False, file_offset=8, **{"async": True})
+        == 0
+    )
     assert handle.pread(back, path, file_offset=8, validate=False, **{"async": False}) == 2
     assert torch.equal(back, data)
     assert handle.pwrite(data, path, False, **{"async": True}) == 0
@@ -147,7 +195,10 @@ def test_arguments_go_by_their_names_in_deepspeed(handle, tmp_path):
         handle.pread(back, path, False)
     with pytest.raises(TypeError, match="either filename or fd"):
         handle.async_pwrite(back)
-    assert [*inspect.signature(handle.new_cpu_locked_tensor).parameters] == ["num_elem", "example_tenosr"]
+    assert [*inspect.signature(handle.new_cpu_locked_tensor).parameters] == [
+        "num_elem",
+        "example_tenosr",
+    ]
 
 
 def test_wait_counts_what_was_started_since_the_last_one(handle, tmp_path):
@@ -159,7 +210,9 @@ def test_wait_counts_what_was_started_since_the_last_one(handle, tmp_path):
     assert handle.wait() == 0
     handle.async_pwrite(parts[4], str(tmp_path / "4"))
     assert handle.sync_pwrite(parts[5], str(tmp_path / "5")) == 2
-    assert torch.equal(torch.cat([on_disk(tmp_path / str(index)) for index in range(6)]), torch.cat(parts))
+    assert torch.equal(
+        torch.cat([on_disk(tmp_path / str(index)) for index in range(6)]), torch.cat(parts)
+    )
 
 
 def test_read_and_write_leave_earlier_operations_to_wait(handle, tmp_path):
@@ -178,7 +231,10 @@ def test_operations_are_in_flight_together(handle, stall: Stall, stalling_direct
             assert handle.async_pwrite(part, stalling_directory / str(index)) == 0
         thaw()
         assert handle.wait() == 4
-    assert [torch.equal(on_disk(stalling_directory / str(index)), part) for index, part in enumerate(reversed(parts))] == [True] * 4
+    assert [
+        torch.equal(on_disk(stalling_directory / str(index)), part)
+        for index, part in enumerate(reversed(parts))
+    ] == [True] * 4
 
 
 def test_an_existing_file_keeps_its_length_and_its_other_bytes(handle, tmp_path):
@@ -189,7 +245,18 @@ def test_an_existing_file_keeps_its_length_and_its_other_bytes(handle, tmp_path)
     assert torch.equal(on_disk(path), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+    ],
+)
 def test_every_dtype_moves_by_its_bytes(handle, tmp_path, dtype):
     data = random(MIB).remainder(2).view(dtype) if dtype is torch.bool else random(MIB).view(dtype)
     back = torch.zeros_like(data)
@@ -220,7 +287,11 @@ def test_buffers_of_any_shape_move_in_the_order_of_their_elements(handle, tmp_pa
     for name, buffer in buffers.items():
         expected = buffer.detach().resolve_conj().resolve_neg().contiguous().numpy().tobytes()
         assert (tmp_path / name).read_bytes() == expected, name
-    targets = {name: torch.zeros_like(buffer, memory_format=torch.preserve_format) for name, buffer in buffers.items() if name != "expanded"}
+    targets = {
+        name: torch.zeros_like(buffer, memory_format=torch.preserve_format)
+        for name, buffer in buffers.items()
+        if name != "expanded"
+    }
     targets["strided"] = torch.zeros_like(matrix)[::3, 5:-7:2]
     targets["transposed"] = torch.zeros_like(matrix).t()
     targets["parameter"] = torch.nn.Parameter(torch.zeros_like(matrix))
@@ -270,7 +341,9 @@ def test_what_is_no_tensor_with_memory_is_refused_before_a_file_is_made(handle, 
     assert handle.wait() == 0
 
 
-@pytest.mark.parametrize("arguments", [(None, 0), (5.5, 0), ("w", -1), ("w", "0"), ("w", 1 << 63), ("a\0b", 0)])
+@pytest.mark.parametrize(
+    "arguments", [(None, 0), (5.5, 0), ("w", -1), ("w", "0"), ("w", 1 << 63), ("a\0b", 0)]
+)
 def test_places_that_cannot_be_are_refused(handle, tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError):
@@ -286,7 +359,11 @@ def test_places_that_cannot_be_are_refused(handle, tmp_path, monkeypatch, argume
 def test_operations_on_the_same_bytes_take_effect_one_after_another(handle, tmp_path, numel):
     """As they do in DeepSpeed's queues; on other bytes they need not."""
     for turn in range(3):
-        first, second, back = random(numel, turn), random(numel, turn + 10), torch.zeros(numel, dtype=torch.uint8)
+        first, second, back = (
+            random(numel, turn),
+            random(numel, turn + 10),
+            torch.zeros(numel, dtype=torch.uint8),
+        )
         path, link = tmp_path / f"{turn}", tmp_path / f"{turn}-link"
         handle.async_pwrite(first, path)
         link.hardlink_to(path)
@@ -335,7 +412,11 @@ def test_what_cannot_be_opened_fails_at_once_and_leaves_the_rest(handle, tmp_pat
 
 @pytest.mark.every_filesystem
 def test_a_short_file_is_told_after_all_others_are_finished(handle, directory):
-    data, back, short = random(3 * MIB), torch.zeros(3 * MIB, dtype=torch.uint8), torch.zeros(3 * MIB, dtype=torch.uint8)
+    data, back, short = (
+        random(3 * MIB),
+        torch.zeros(3 * MIB, dtype=torch.uint8),
+        torch.zeros(3 * MIB, dtype=torch.uint8),
+    )
     (directory / "long").write_bytes(data.numpy().tobytes())
     (directory / "short").write_bytes(data[: MIB + 5].numpy().tobytes())
     assert handle.async_pread(short, directory / "short") == 0
@@ -344,12 +425,21 @@ def test_a_short_file_is_told_after_all_others_are_finished(handle, directory):
     with pytest.raises(TruncatedError) as caught:
         handle.wait()
     failure = caught.value
-    assert (failure.operation, failure.path, failure.offset, failure.nbytes) == ("read", str(directory / "short"), 0, 3 * MIB)
+    assert (failure.operation, failure.path, failure.offset, failure.nbytes) == (
+        "read",
+        str(directory / "short"),
+        0,
+        3 * MIB,
+    )
     assert torch.equal(back, data)
     assert torch.equal(on_disk(directory / "w"), data)
     assert handle.wait() == 0
     assert handle.sync_pread(back, directory / "long") == 1
-    for call in (handle.sync_pread, lambda *where: handle.read(*where, False), lambda *where: handle.pread(*where, False, False)):
+    for call in (
+        handle.sync_pread,
+        lambda *where: handle.read(*where, False),
+        lambda *where: handle.pread(*where, False, False),
+    ):
         with pytest.raises(TruncatedError):
             call(short, directory / "short")
 
@@ -373,7 +463,9 @@ def test_a_full_drive_is_told(handle, mounted: Mount):
     (directory / "w").unlink(missing_ok=True)
 
 
-def test_of_several_failures_the_first_is_raised_and_the_others_are_logged(handle, tmp_path, caplog):
+def test_of_several_failures_the_first_is_raised_and_the_others_are_logged(
+    handle, tmp_path, caplog
+):
     for name in ("one", "two", "three"):
         (tmp_path / name).touch()
         handle.async_pread(torch.zeros(8), tmp_path / name)
@@ -395,7 +487,10 @@ def test_bytes_that_changed_in_between_are_corruption(handle, tmp_path, writing)
         file.write(bytes([int(data[MIB + 17]) ^ 1]))
     with pytest.raises(CorruptionError) as caught:
         handle.wait()
-    assert (caught.value.operation, caught.value.nbytes) == ("write" if writing else "read", 2 * MIB)
+    assert (caught.value.operation, caught.value.nbytes) == (
+        "write" if writing else "read",
+        2 * MIB,
+    )
     assert handle.wait() == 0
 
 
@@ -405,7 +500,9 @@ def test_there_may_be_more_operations_than_descriptors(handle, tmp_path, limit: 
         for index, part in enumerate(parts):
             assert handle.async_pwrite(part, tmp_path / str(index)) == 0
         assert handle.wait() == 200
-    assert all(torch.equal(on_disk(tmp_path / str(index)), part) for index, part in enumerate(parts))
+    assert all(
+        torch.equal(on_disk(tmp_path / str(index)), part) for index, part in enumerate(parts)
+    )
 
 
 def test_what_goes_through_the_page_cache_is_said_once(mounted: Mount, caplog):
@@ -453,7 +550,11 @@ def test_the_end_of_the_interpreter_finishes_what_is_pending(tmp_path):
     handle = op.aio_handle()
     handle.async_pwrite(torch.full((32 << 20,), 5, dtype=torch.uint8), sys.argv[1])
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "w")], check=True, timeout=SECONDS)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "w")],
+        check=True,
+        timeout=SECONDS,
+    )
     assert torch.equal(on_disk(tmp_path / "w"), torch.full((32 * MIB,), 5, dtype=torch.uint8))
 
 
@@ -477,7 +578,9 @@ def test_a_forked_child_can_go_on(tmp_path):
     handle.sync_pread(back, place + "/child")
     assert torch.equal(back, data + 1)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True, timeout=SECONDS)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True, timeout=SECONDS
+    )
 
 
 # Descriptors
@@ -562,7 +665,10 @@ def test_descriptors_that_cannot_be_written_to_are_refused(handle, tmp_path, lim
     assert caught.value.errno == errno.EBADF
     with pytest.raises(UsageError):
         handle.async_pread(data, descriptor)
-    with opened(tmp_path, os.O_RDWR | os.O_TMPFILE) as descriptor, limit(resource.RLIMIT_FSIZE, MIB // 2):
+    with (
+        opened(tmp_path, os.O_RDWR | os.O_TMPFILE) as descriptor,
+        limit(resource.RLIMIT_FSIZE, MIB // 2),
+    ):
         assert handle.async_pwrite(data, descriptor) == 0
         with pytest.raises(IOFailure) as caught:
             handle.wait()
@@ -580,14 +686,23 @@ def test_descriptors_that_cannot_be_written_to_are_refused(handle, tmp_path, lim
 
 # Locked memory
 
-locking = pytest.mark.parametrize("kind", [op.aio_handle, op.pin_handle], ids=lambda kind: kind.__name__)
+locking = pytest.mark.parametrize(
+    "kind", [op.aio_handle, op.pin_handle], ids=lambda kind: kind.__name__
+)
 
 
 @locking
-@pytest.mark.parametrize(("numel", "dtype"), [(1, torch.uint8), (1025, torch.bfloat16), (MIB + 1, torch.float32)])
+@pytest.mark.parametrize(
+    ("numel", "dtype"), [(1, torch.uint8), (1025, torch.bfloat16), (MIB + 1, torch.float32)]
+)
 def test_a_locked_tensor_is_flat_zero_and_on_a_page(kind, numel, dtype):
     tensor = kind().new_cpu_locked_tensor(numel, torch.ones(2, 3, dtype=dtype))
-    assert (tensor.shape, tensor.dtype, tensor.is_cpu, tensor.requires_grad) == ((numel,), dtype, True, False)
+    assert (tensor.shape, tensor.dtype, tensor.is_cpu, tensor.requires_grad) == (
+        (numel,),
+        dtype,
+        True,
+        False,
+    )
     assert tensor.data_ptr() % PAGE == 0
     assert tensor.untyped_storage().nbytes() == numel * dtype.itemsize
     assert torch.equal(tensor, torch.zeros(numel, dtype=dtype))
@@ -597,7 +712,14 @@ def test_a_locked_tensor_is_flat_zero_and_on_a_page(kind, numel, dtype):
 def test_views_of_a_locked_tensor_are_pinned_and_nothing_else(kind):
     handle = kind()
     tensor = handle.new_cpu_locked_tensor(1000, EMPTY)
-    for view in (tensor, tensor[5:], tensor.narrow(0, 10, 20), tensor.view(torch.int32).reshape(10, 25).t(), tensor[::7], tensor.data):
+    for view in (
+        tensor,
+        tensor[5:],
+        tensor.narrow(0, 10, 20),
+        tensor.view(torch.int32).reshape(10, 25).t(),
+        tensor[::7],
+        tensor.data,
+    ):
         assert handle.is_pinned(view)
         assert op.aio_handle().is_pinned(view)
     assert not handle.is_pinned(torch.zeros(8))
@@ -614,7 +736,8 @@ def test_freeing_forgets_a_tensor_once(kind):
     assert not handle.free_cpu_locked_tensor(tensor[1:])
     assert handle.is_pinned(tensor)
     assert handle.free_cpu_locked_tensor(tensor)
-    assert handle.is_pinned(tensor) == tensor.is_pinned()  # what is registered with CUDA stays so, and torch says it
+    # what is registered with CUDA stays so, and torch says it
+    assert handle.is_pinned(tensor) == tensor.is_pinned()
     assert not handle.free_cpu_locked_tensor(tensor)
     assert int(tensor.sum()) == 0  # still there, for who still has it
 
@@ -632,10 +755,13 @@ def test_the_memory_goes_with_the_last_view_freed_or_not(kind):
     before = locked_kibibytes()
     tensor = handle.new_cpu_locked_tensor(MIB, EMPTY)
     if locked_kibibytes() < before + 1024:
-        pytest.skip(f"CUDA pins, or no memory can be locked here: RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}")
+        pytest.skip(
+            f"CUDA pins, or no memory can be locked here: RLIMIT_MEMLOCK is {resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]}"
+        )
     view = tensor[100:200]
     told = []
-    weakref.finalize(tensor, told.append, "gone")  # deepspeed.utils.pin_memory frees the memory then
+    # deepspeed.utils.pin_memory frees the memory then
+    weakref.finalize(tensor, told.append, "gone")
     address = tensor.data_ptr()
     del tensor
     assert told == []
@@ -846,15 +972,24 @@ NAMES = SCENARIOS.partition("\nscenarios = [")[2].partition("]")[0].split(", ")
 
 
 @pytest.fixture(scope="session")
-def both_sides(deepspeeds_op: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], dict[str, object]]:
+def both_sides(
+    deepspeeds_op: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, object], dict[str, object]]:
     """What came of the scenarios, by name, on our op and on DeepSpeed's."""
     results = []
     for side in ("ours", str(deepspeeds_op)):
         directory = tmp_path_factory.mktemp("side")
         answer = directory / "answer.json"
-        ran = subprocess.run([sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)], capture_output=True, text=True, timeout=SECONDS)
+        ran = subprocess.run(
+            [sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
         if side != "ours" and ran.returncode == 1 and "ImportError" in ran.stderr:
-            pytest.skip(f"DeepSpeed's op was built for another torch: {ran.stderr.splitlines()[-1]}")
+            pytest.skip(
+                f"DeepSpeed's op was built for another torch: {ran.stderr.splitlines()[-1]}"
+            )
         assert ran.returncode == 0, ran.stderr
         results.append(json.loads(answer.read_text()))
     return results[0], results[1]
@@ -871,7 +1006,9 @@ def test_the_same_calls_give_the_same_on_deepspeeds_op(both_sides, name):
 
 
 def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
-    """Run *code* where DeepSpeed is on the CPU and whatever it would compile fails; a file, so that processes it spawns find it too."""
+    """Run *code* where DeepSpeed is on the CPU and whatever it would compile fails; a file, so that
+    processes it spawns find it too.
+    """
     script = directory / "script.py"
     preamble = """
     import sys
@@ -892,9 +1029,18 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(op.__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(op.__file__).parents[2]), os.environ.get("PYTHONPATH")])
+        ),
     }
-    ran = subprocess.run([sys.executable, str(script), *arguments], env=environment, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
+    ran = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return ran.stdout
 
@@ -988,7 +1134,9 @@ def test_deepspeeds_checkpoint_writer_saves_what_torch_loads(tmp_path):
 @has_deepspeed
 @pytest.mark.deepspeed
 def test_deepspeeds_benchmark_runs(tmp_path):
-    """`ds_io`, whose processes are spawned from this script and install the op for themselves; then its engines one by one."""
+    """`ds_io`, whose processes are spawned from this script and install the op for themselves; then
+    its engines one by one.
+    """
     code = """
     op.install()
     if __name__ == "__main__":
@@ -1016,7 +1164,17 @@ def test_deepspeeds_benchmark_runs(tmp_path):
                 engine.fini()
         print("through")
     """
-    options = ["--folder", str(tmp_path), "--io_size", "8M", "--validate", "--loops", "1", "--io_parallel", "2"]
+    options = [
+        "--folder",
+        str(tmp_path),
+        "--io_size",
+        "8M",
+        "--validate",
+        "--loops",
+        "1",
+        "--io_parallel",
+        "2",
+    ]
     output = run_with_deepspeed(tmp_path, code, *options)
     assert "Write Speed" in output
     assert "through" in output
@@ -1077,7 +1235,9 @@ torch.distributed.destroy_process_group()
 @has_deepspeed
 @pytest.mark.deepspeed
 def test_deepspeeds_own_swappers_train_as_on_the_cpu(tmp_path):
-    """Bit for bit, also with a parameter of 1000 elements ahead of the large ones, which makes DeepSpeed's op train wrongly and say nothing."""
+    """Bit for bit, also with a parameter of 1000 elements ahead of the large ones, which makes
+    DeepSpeed's op train wrongly and say nothing.
+    """
     variants = (("cpu", "plain"), ("nvme", "plain"), ("nvme", "pipelined"))
 
     def answer(variant):

@@ -1,7 +1,9 @@
-"""Training with parameters and optimizer states on a drive gives what the same run on stock DeepSpeed with `device: "cpu"` gives, to the bit.
+"""Training with parameters and optimizer states on a drive gives what the same run on stock
+DeepSpeed with `device: "cpu"` gives, to the bit.
 
-Compared are losses, gradient norms, loss scales, skipped steps, the 16-bit weights, the fp32 master weights, every state of the optimizer, and what the
-fragment functions return. `parity.py` beside this goes through many more combinations.
+Compared are losses, gradient norms, loss scales, skipped steps, the 16-bit weights, the fp32 master
+weights, every state of the optimizer, and what the fragment functions return. `parity.py` beside
+this goes through many more combinations.
 """
 
 from __future__ import annotations
@@ -21,15 +23,38 @@ Results = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 CASES = {
     "plain": Case(),
     "fp32": Case(dtype="fp32", clipping=1.0),
-    "fp16-overflow": Case(dtype="fp16", overflow_step=2, steps=5, accumulation=3, clipping=0.5, groups=2, model="blocks", section=SMALLEST),
+    "fp16-overflow": Case(
+        dtype="fp16",
+        overflow_step=2,
+        steps=5,
+        accumulation=3,
+        clipping=0.5,
+        groups=2,
+        model="blocks",
+        section=SMALLEST,
+    ),
     "small-sub-groups": Case(sub_group_size=100, section=SMALLEST),
     "1000-before-2048x2048": Case(model="misaligned", section=SMALLEST),
-    "both-on-the-drive": Case(model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True),
-    "parameters-on-the-drive": Case(parameters="nvme", states="cpu", model="embedding", section=SMALLEST),
-    "parameters-alone-fp16": Case(parameters="nvme", states="none", dtype="fp16", overflow_step=1, model="blocks", steps=4, section=SMALLEST),
+    "both-on-the-drive": Case(
+        model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True
+    ),
+    "parameters-on-the-drive": Case(
+        parameters="nvme", states="cpu", model="embedding", section=SMALLEST
+    ),
+    "parameters-alone-fp16": Case(
+        parameters="nvme",
+        states="none",
+        dtype="fp16",
+        overflow_step=1,
+        model="blocks",
+        steps=4,
+        section=SMALLEST,
+    ),
     "parameters-in-memory": Case(parameters="cpu", groups=2, clipping=1.0),
     "no-budget-to-speak-of": Case(model="embedding", parameters="nvme", section=SMALLEST),
-    "everything-fits": Case(model="embedding", parameters="nvme", section={"host_memory": 64_000_000}),
+    "everything-fits": Case(
+        model="embedding", parameters="nvme", section={"host_memory": 64_000_000}
+    ),
     "zero-init": Case(model="blocks", parameters="nvme", zero_init=True, section=SMALLEST),
     "persistent-parameters": Case(parameters="nvme", persistence=100),
     "tied": Case(model="tied", parameters="nvme", section=SMALLEST),
@@ -40,39 +65,103 @@ CASES = {
     "momentum": Case(optimizer="momentum", model="blocks", section=SMALLEST),
     "no-states": Case(optimizer="sgd"),
     "initialized-states": Case(optimizer="adagrad"),
-    "states-of-every-kind": Case(optimizer="sign", model="blocks", steps=4, section={"host_memory": "double"}),
+    "states-of-every-kind": Case(
+        optimizer="sign", model="blocks", steps=4, section={"host_memory": "double"}
+    ),
     "scalar-states": Case(optimizer="nadam", model="blocks", groups=2, section=SMALLEST),
-    "gradients-in-fp32": Case(top={"data_types": {"grad_accum_dtype": "fp32"}}, accumulation=2, model="blocks", section=SMALLEST),
+    "gradients-in-fp32": Case(
+        top={"data_types": {"grad_accum_dtype": "fp32"}},
+        accumulation=2,
+        model="blocks",
+        section=SMALLEST,
+    ),
     "checksums": Case(model="blocks", parameters="nvme", section={**SMALLEST, "checksum": True}),
     "posix": Case(model="blocks", parameters="nvme", section={**SMALLEST, "backend": "posix"}),
     "fragments": Case(fragments=True, model="blocks", clipping=1.0, section=SMALLEST, steps=4),
-    "fragments-fp16": Case(fragments=True, dtype="fp16", overflow_step=2, accumulation=2, parameters="nvme", steps=4),
+    "fragments-fp16": Case(
+        fragments=True, dtype="fp16", overflow_step=2, accumulation=2, parameters="nvme", steps=4
+    ),
     "two-engines": Case(engines=2, parameters="nvme", model="blocks"),
-    "two-engines-in-one-budget": Case(engines=2, parameters="nvme", model="blocks", section={"host_memory": 500_000}),
+    "two-engines-in-one-budget": Case(
+        engines=2, parameters="nvme", model="blocks", section={"host_memory": 500_000}
+    ),
     "made-again": Case(lives=2, parameters="nvme"),
-    "inference": Case(optimizer="none", states="none", parameters="nvme", model="blocks", section=SMALLEST),
+    "inference": Case(
+        optimizer="none", states="none", parameters="nvme", model="blocks", section=SMALLEST
+    ),
     "documented-keys": Case(
         parameters="nvme",
         zero={
-            "offload_param": {"buffer_count": 5, "buffer_size": 1000, "max_in_cpu": 100, "pin_memory": True},
-            "offload_optimizer": {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True, "fast_init": True, "pin_memory": True},
+            "offload_param": {
+                "buffer_count": 5,
+                "buffer_size": 1000,
+                "max_in_cpu": 100,
+                "pin_memory": True,
+            },
+            "offload_optimizer": {
+                "buffer_count": 4,
+                "pipeline_read": True,
+                "pipeline_write": True,
+                "fast_init": True,
+                "pin_memory": True,
+            },
         },
     ),
-    # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have none; also where it is scaled, and where it is infinite.
-    "last-gradients": Case(model="dropped", parameters="nvme", sub_group_size=5000, steps=8, section=LAST),
-    "last-gradients-clipped": Case(model="dropped", sub_group_size=9000, steps=8, clipping=0.05, accumulation=2, groups=2, section=LAST),
-    "last-gradients-fp16": Case(model="dropped", dtype="fp16", overflow_step=2, steps=9, accumulation=3, sub_group_size=5000, clipping=0.5, section=LAST),
-    "last-gradients-fp32": Case(model="dropped", dtype="fp32", optimizer="momentum", steps=8, section=LAST),
+    # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have
+    # none; also where it is scaled, and where it is infinite.
+    "last-gradients": Case(
+        model="dropped", parameters="nvme", sub_group_size=5000, steps=8, section=LAST
+    ),
+    "last-gradients-clipped": Case(
+        model="dropped",
+        sub_group_size=9000,
+        steps=8,
+        clipping=0.05,
+        accumulation=2,
+        groups=2,
+        section=LAST,
+    ),
+    "last-gradients-fp16": Case(
+        model="dropped",
+        dtype="fp16",
+        overflow_step=2,
+        steps=9,
+        accumulation=3,
+        sub_group_size=5000,
+        clipping=0.5,
+        section=LAST,
+    ),
+    "last-gradients-fp32": Case(
+        model="dropped", dtype="fp32", optimizer="momentum", steps=8, section=LAST
+    ),
     "last-gradients-sometimes": Case(model="sometimes", accumulation=2, steps=5, section=LAST),
-    "last-gradients-fragments": Case(model="dropped", fragments=True, steps=6, clipping=0.1, section=LAST),
-    "last-gradients-in-memory": Case(model="dropped", steps=8, accumulation=2, section={"missing_gradients": "last"}),
+    "last-gradients-fragments": Case(
+        model="dropped", fragments=True, steps=6, clipping=0.1, section=LAST
+    ),
+    "last-gradients-in-memory": Case(
+        model="dropped", steps=8, accumulation=2, section={"missing_gradients": "last"}
+    ),
 }
-# Where the drive must have been used, or the test shows nothing; of most other models the smallest budget, which is rounded up to pages, holds all.
-STREAMED = {name for name, case in CASES.items() if case.model in ("blocks", "misaligned") and case.section.get("host_memory") == "smallest"}
+# Where the drive must have been used, or the test shows nothing; of most other models the smallest
+# budget, which is rounded up to pages, holds all.
+STREAMED = {
+    name
+    for name, case in CASES.items()
+    if case.model in ("blocks", "misaligned") and case.section.get("host_memory") == "smallest"
+}
 
 ON_TWO_RANKS = {
     "plain": Case(),
-    "overflow": Case(dtype="fp16", overflow_step=1, accumulation=3, clipping=1.0, groups=2, model="blocks", parameters="nvme", section=SMALLEST),
+    "overflow": Case(
+        dtype="fp16",
+        overflow_step=1,
+        accumulation=3,
+        clipping=1.0,
+        groups=2,
+        model="blocks",
+        parameters="nvme",
+        section=SMALLEST,
+    ),
     "one-element-sub-groups": Case(sub_group_size=1, parameters="nvme"),
     "fragments": Case(fragments=True, model="blocks", section=SMALLEST),
     "inference": Case(optimizer="none", states="none", parameters="nvme"),
@@ -81,11 +170,20 @@ ON_TWO_RANKS = {
 
 CPU_ADAM = {
     "plain": Case(optimizer="cpu_adam", model="blocks", steps=4),
-    "streamed": Case(optimizer="cpu_adam", model="blocks", parameters="nvme", clipping=1.0, groups=2, steps=4, section=SMALLEST),
+    "streamed": Case(
+        optimizer="cpu_adam",
+        model="blocks",
+        parameters="nvme",
+        clipping=1.0,
+        groups=2,
+        steps=4,
+        section=SMALLEST,
+    ),
     "sub-groups": Case(optimizer="cpu_adam", sub_group_size=500, steps=4),
 }
 
-# What one release of DeepSpeed does otherwise than another: offload of either kind and of both, hooks of modules, gradients, fragments, fp16, zero.Init.
+# What one release of DeepSpeed does otherwise than another: offload of either kind and of both,
+# hooks of modules, gradients, fragments, fp16, zero.Init.
 BY_RELEASE = (
     "plain",
     "fp16-overflow",
@@ -104,7 +202,9 @@ BY_RELEASE = (
 
 
 def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
-    """The results of *cases* on this package and on stock DeepSpeed; both at once, each in its own processes."""
+    """The results of *cases* on this package and on stock DeepSpeed; both at once, each in its own
+    processes.
+    """
     with ThreadPoolExecutor(2) as pool:
         mine = pool.submit(train, list(cases.values()), directory, ranks=ranks)
         reference = pool.submit(train, list(cases.values()), directory, ranks=ranks, ours=False)
@@ -112,16 +212,26 @@ def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., Results]:
+def once(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[..., Results]:
     """`pairs`, for each set of cases once, of those that the tests of this session are for."""
     found: dict[tuple[str, ...], Results] = {}
-    here = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    here = (
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    )
     wanted = {item.callspec.params.get("name") for item in here} | {"everything-fits"}
 
     def results(cases: dict[str, Case], ranks: int = 1) -> Results:
         key = (*cases, str(ranks))
         if key not in found:
-            found[key] = pairs({name: case for name, case in cases.items() if name in wanted}, tmp_path_factory.mktemp("drive"), ranks)
+            found[key] = pairs(
+                {name: case for name, case in cases.items() if name in wanted},
+                tmp_path_factory.mktemp("drive"),
+                ranks,
+            )
         return found[key]
 
     return results
@@ -133,7 +243,13 @@ def moved(result: dict[str, Any]) -> int:
 
 
 @pytest.mark.processor
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.releases) if name in BY_RELEASE else name for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.releases) if name in BY_RELEASE else name
+        for name in CASES
+    ],
+)
 def test_one_rank(once, name):
     mine, reference = once(CASES)[name]
     assert differences(mine, reference) == []
@@ -144,7 +260,9 @@ def test_one_rank(once, name):
 def test_the_cap_on_memory_holds(once, name):
     traffic = once(CASES)[name][0]["traffic"]
     allowed = once(CASES)[name][0]["host_memory"]
-    assert all(peak <= memory for peak, memory in zip(traffic["peaks"], traffic["memory"], strict=True))
+    assert all(
+        peak <= memory for peak, memory in zip(traffic["peaks"], traffic["memory"], strict=True)
+    )
     assert not isinstance(allowed, int) or max(traffic["memory"]) < allowed + 4096  # whole pages
 
 
@@ -173,8 +291,12 @@ def test_cpu_adam_of_deepspeed(cpu_adam, once, name):
 
 @pytest.mark.slow
 def test_what_gets_a_gradient_from_an_early_micro_batch_only_is_updated_by_it(tmp_path):
-    # Not compared with "cpu": there DeepSpeed leaves it out and applies the gradient of an earlier step; without offload it is right.
+    # Not compared with "cpu": there DeepSpeed leaves it out and applies the gradient of an earlier
+    # step; without offload it is right.
     case = Case(model="sometimes", accumulation=2, steps=4, section=SMALLEST)
-    (mine,), (reference,) = train([case], tmp_path), train([case.but(states="none")], tmp_path, ours=False)
+    (mine,), (reference,) = (
+        train([case], tmp_path),
+        train([case.but(states="none")], tmp_path, ours=False),
+    )
     for key in ("losses", "weights", "masters", "states"):
         assert mine[key] == reference[key]

@@ -1,4 +1,6 @@
-"""A handful of the programs of `parity_models.py`: models of transformers, at random, give the bits of stock DeepSpeed with `device: "cpu"`."""
+"""A handful of the programs of `parity_models.py`: models of transformers, at random, give the bits
+of stock DeepSpeed with `device: "cpu"`.
+"""
 
 from __future__ import annotations
 

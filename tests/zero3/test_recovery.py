@@ -1,4 +1,6 @@
-"""Steps that are cut short, by a drive, by Ctrl-C or by anything that they call: a load on the same engine goes on bit for bit."""
+"""Steps that are cut short, by a drive, by Ctrl-C or by anything that they call: a load on the same
+engine goes on bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ LAST = {**SMALLEST, "missing_gradients": "last"}
 
 
 def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]:
-    with start([], directory, script=SCRIPT, case=dataclasses.asdict(case), cut=cut, **request) as (process,):
+    with start([], directory, script=SCRIPT, case=dataclasses.asdict(case), cut=cut, **request) as (
+        process,
+    ):
         ended = finish(process, PATIENCE)
     assert ended.status == 0, ended.complaints
     (result,) = ended.results
@@ -24,16 +28,36 @@ def run(directory: Path, case: Case, cut: str, **request: Any) -> dict[str, Any]
 
 CASES = {
     "states": Case(model="odd", sub_group_size=700, accumulation=2, clipping=0.5, section=SMALLEST),
-    "both": Case(model="odd", sub_group_size=700, parameters="nvme", optimizer="momentum", section=SMALLEST),
-    "split": Case(model="odd", sub_group_size=700, parameters="nvme", section={"state_format": "split", "host_memory": "smallest"}),
+    "both": Case(
+        model="odd", sub_group_size=700, parameters="nvme", optimizer="momentum", section=SMALLEST
+    ),
+    "split": Case(
+        model="odd",
+        sub_group_size=700,
+        parameters="nvme",
+        section={"state_format": "split", "host_memory": "smallest"},
+    ),
     "parameters": Case(model="odd", parameters="nvme", states="cpu", section=SMALLEST),
-    "last": Case(model="dropped", parameters="nvme", sub_group_size=9000, accumulation=2, clipping=0.05, section=LAST),
+    "last": Case(
+        model="dropped",
+        parameters="nvme",
+        sub_group_size=9000,
+        accumulation=2,
+        clipping=0.05,
+        section=LAST,
+    ),
 }
-STRIDES = {"states": 5, "both": 13, "split": 41, "parameters": 7, "last": 61}  # of a step's hundreds of calls one in so many
+# of a step's hundreds of calls one in so many
+STRIDES = {"states": 5, "both": 13, "split": 41, "parameters": 7, "last": 61}
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
-    result = run(tmp_path, Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST), "calls", stride=37)
+    result = run(
+        tmp_path,
+        Case(model="odd", sub_group_size=700, parameters="nvme", section=SMALLEST),
+        "calls",
+        stride=37,
+    )
     assert result["wrong"] == []
     assert len(result["seen"]) > 3, result["seen"]
 
@@ -58,7 +82,8 @@ def test_an_exception_at_some_calls_of_forward_and_backward_is_undone_by_a_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_at_any_call_of_forward_and_backward_is_undone_by_a_load(name, tmp_path):
-    # Every one: whether the few calls of the user's code are even or odd ones depends on which reads are done by then.
+    # Every one: whether the few calls of the user's code are even or odd ones depends on which
+    # reads are done by then.
     result = run(tmp_path, CASES[name], "passes", stride=1)
     assert result["wrong"] == []
     seen = result["seen"]

@@ -1,4 +1,6 @@
-"""How much an optimizer keeps for each element is found out before it has made a step, since memory is planned by it."""
+"""How much an optimizer keeps for each element is found out before it has made a step, since memory
+is planned by it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Trains small models with DeepSpeed's ZeRO-3 on the CPU accelerator, and prints, one JSON object a line for each case, what came of it to the bit.
+"""Trains small models with DeepSpeed's ZeRO-3 on the CPU accelerator, and prints, one JSON object a
+line for each case, what came of it to the bit.
 
-The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive; "ours", whether `nvme_offload.zero3` is enabled;
-"fp16", whether DeepSpeed is to take the processor for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines, as
-`Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
+The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive;
+"ours", whether `nvme_offload.zero3` is enabled; "fp16", whether DeepSpeed is to take the processor
+for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines,
+as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
 The ranks are what the environment says.
 """
 
@@ -31,7 +33,14 @@ from outside import MODELS as OUTSIDE
 SCALES = {
     "bf16": {"bf16": {"enabled": True}},
     "fp32": {},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}},
+    "fp16": {
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 10,
+            "loss_scale_window": 2,
+            "hysteresis": 1,
+        }
+    },
 }
 TOO_LARGE = 1e6
 
@@ -43,7 +52,8 @@ def main(request: dict[str, Any]) -> None:
         faulty = request.get("faulty_rank") in (None, int(os.environ["RANK"]))
         watch.enable(request.get("faults", []) if faulty else [])
     for number, fields in enumerate(request["cases"]):
-        place = str(Path(request["directory"], str(number)))  # so that no case finds the tier of another
+        # so that no case finds the tier of another
+        place = str(Path(request["directory"], str(number)))
         Path(place).mkdir(exist_ok=True)
         began = time.monotonic()
         case = Case(**fields)
@@ -67,11 +77,15 @@ def begin(request: dict[str, Any]) -> tuple[IO[str], Any]:
     import deepspeed
 
     if os.environ["DS_ACCELERATOR"] == "cpu":
-        # DeepSpeed refuses fp16 where the processor has no instructions for it, though torch computes it everywhere.
+        # DeepSpeed refuses fp16 where the processor has no instructions for it, though torch
+        # computes it everywhere.
         deepspeed.get_accelerator().is_fp16_supported = lambda: request.get("fp16", True)
-    # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks that outnumber the cores do not stand.
+    # Between ranks plain gloo: DeepSpeed's own op would be compiled first, and spins, which ranks
+    # that outnumber the cores do not stand.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False)
+    deepspeed.init_distributed(
+        dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else "nccl", verbose=False
+    )
     return answers, deepspeed
 
 
@@ -97,7 +111,11 @@ class Watch:
         tier.TensorSwapper = self._kept(self.swappers, tier.TensorSwapper)
         if faults:
             nvme_offload.store.store.Engine = functools.partial(
-                Engine, _faults=[(first, count, getattr(FaultKind, kind), value) for first, count, kind, value in faults]
+                Engine,
+                _faults=[
+                    (first, count, getattr(FaultKind, kind), value)
+                    for first, count, kind, value in faults
+                ],
             )
 
     def traffic(self) -> dict[str, Any]:
@@ -111,7 +129,9 @@ class Watch:
         }
         for store in self.stores:
             with contextlib.suppress(ValueError):  # UsageError: it is closed
-                found["retries"] += sum(side.retries for side in (store.engine.stats().read, store.engine.stats().write))
+                found["retries"] += sum(
+                    side.retries for side in (store.engine.stats().read, store.engine.stats().write)
+                )
         self.stores.clear()
         self.pools.clear()
         self.swappers.clear()
@@ -135,11 +155,15 @@ class Training:
         self.case = case
         self.ours = ours
         self.watch = watch
-        self.seeks = {"smallest": 1, "double": 2}.get(case.section.get("host_memory"), 0) if ours else 0
+        self.seeks = (
+            {"smallest": 1, "double": 2}.get(case.section.get("host_memory"), 0) if ours else 0
+        )
         self.config = self._config(directory)
         self.directory = directory
         self.kept: dict[str, Any] = {}  # by the case's loop
-        self.told: dict[str, Any] = {key: [] for key in ("losses", "norms", "scales", "skipped", "observed")}
+        self.told: dict[str, Any] = {
+            key: [] for key in ("losses", "norms", "scales", "skipped", "observed")
+        }
 
     def result(self) -> dict[str, Any]:
         """What the case comes to: floats in hexadecimal, tensors by their hash."""
@@ -154,21 +178,33 @@ class Training:
                     self._step(engine, step, number)
             for number, engine in enumerate(engines):
                 for key, values in self._final(engine).items():
-                    finals[key] |= {f"{life}.{number}.{name}": value for name, value in values.items()}
+                    finals[key] |= {
+                        f"{life}.{number}.{name}": value for name, value in values.items()
+                    }
             if self.ours:
                 traffic, stats = self.watch.traffic(), self._stats(engines[0])
             while engines:
                 engines.pop().destroy()
             del engine
             gc.collect()
-        return {**self.told, **finals, "traffic": traffic, "stats": stats, "host_memory": self.config.get("nvme_offload", {}).get("host_memory")}
+        return {
+            **self.told,
+            **finals,
+            "traffic": traffic,
+            "stats": stats,
+            "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
+        }
 
     def _of_program(self) -> dict[str, Any]:
         place = Path(self.directory, "ours" if self.ours else "stock")
         place.mkdir()
         made = PROGRAMS[self.case.program](self.config, place)
         self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
-        return {**self.told, **self._final(made["engine"]), "traffic": self.watch.traffic() if self.ours else {}}
+        return {
+            **self.told,
+            **self._final(made["engine"]),
+            "traffic": self.watch.traffic() if self.ours else {},
+        }
 
     def _config(self, directory: str) -> dict[str, Any]:
         case = self.case
@@ -207,13 +243,19 @@ class Training:
         return config
 
     def _engine(self, seed: int) -> Any:
-        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there is none; for "double" with twice that."""
+        """An engine; for "host_memory": "smallest" with what the refusals of less name, until there
+        is none; for "double" with twice that.
+        """
         while True:
             try:
                 return self._try_engine(seed)
             except ValueError as refusal:  # UsageError is one
                 named = re.search(r"at least (\d+)", str(refusal))
-                if not self.seeks or named is None or int(named[1]) <= self.config["nvme_offload"]["host_memory"]:
+                if (
+                    not self.seeks
+                    or named is None
+                    or int(named[1]) <= self.config["nvme_offload"]["host_memory"]
+                ):
                     raise
             self.config["nvme_offload"]["host_memory"] = int(named[1]) * self.seeks
 
@@ -232,23 +274,38 @@ class Training:
         if self.case.optimizer == "none":
             return deepspeed.initialize(model=model, config=self.config)[0]
         if self.case.optimizer == "cpu_adam":
-            engine = deepspeed.initialize(model=model, model_parameters=groups, config=self.config)[0]
+            engine = deepspeed.initialize(model=model, model_parameters=groups, config=self.config)[
+                0
+            ]
         else:
-            engine = deepspeed.initialize(model=model, optimizer=OPTIMIZERS[self.case.optimizer](groups), config=self.config)[0]
+            engine = deepspeed.initialize(
+                model=model, optimizer=OPTIMIZERS[self.case.optimizer](groups), config=self.config
+            )[0]
         if not self.ours and self.case.section.get("state_format", "exact") != "exact":
-            engine.optimizer._reassign_or_swap_out_partitioned_parameters = functools.partial(_round_half_away_from_zero, engine.optimizer)
+            engine.optimizer._reassign_or_swap_out_partitioned_parameters = functools.partial(
+                _round_half_away_from_zero, engine.optimizer
+            )
         return engine
 
     def _groups(self, model: torch.nn.Module) -> list[Any]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.case.groups == 1:
             return trained
-        return [{"params": trained[::2]}, {"params": trained[1::2], "lr": 3e-3, **({"weight_decay": 0.0} if self.case.optimizer != "sign" else {})}]
+        return [
+            {"params": trained[::2]},
+            {
+                "params": trained[1::2],
+                "lr": 3e-3,
+                **({"weight_decay": 0.0} if self.case.optimizer != "sign" else {}),
+            },
+        ]
 
     def _step(self, engine: Any, step: int, number: int) -> None:
         case = self.case
         for micro in range(case.accumulation):
-            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank + 500 * number)
+            generator = torch.Generator().manual_seed(
+                1000 * step + 10 * micro + engine.global_rank + 500 * number
+            )
             loss = self._loss(engine, generator)
             if step == case.overflow_step:
                 loss = loss * TOO_LARGE
@@ -271,22 +328,33 @@ class Training:
         if case.evaluate:
             engine.eval()
             with torch.no_grad():
-                self.told["losses"].append(self._loss(engine, torch.Generator().manual_seed(step)).float().item().hex())
+                self.told["losses"].append(
+                    self._loss(engine, torch.Generator().manual_seed(step)).float().item().hex()
+                )
             engine.train()
 
     def _loss(self, engine: Any, generator: torch.Generator) -> torch.Tensor:
         inputs = engine.module.inputs(generator).to(engine.device)
         if inputs.is_floating_point():
-            inputs = inputs.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.case.dtype])
+            inputs = inputs.to(
+                {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+                    self.case.dtype
+                ]
+            )
         output = engine(inputs).float()
-        return (output - torch.linspace(-1, 1, output.shape[-1], device=output.device)).square().mean()
+        return (
+            (output - torch.linspace(-1, 1, output.shape[-1], device=output.device)).square().mean()
+        )
 
     def _use_gradients(self, engine: Any, step: int) -> None:
         from deepspeed import utils
 
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         for parameter in params:
-            self._observe(utils.safe_get_full_grad(parameter), _without_padding(parameter, utils.safe_get_local_grad(parameter)))
+            self._observe(
+                utils.safe_get_full_grad(parameter),
+                _without_padding(parameter, utils.safe_get_local_grad(parameter)),
+            )
         if step == 1:
             utils.safe_set_full_grad(params[0], utils.safe_get_full_grad(params[0]) * 1.7)
             utils.safe_set_local_grad(params[1], utils.safe_get_local_grad(params[1]) / 3)
@@ -298,26 +366,44 @@ class Training:
         from deepspeed import utils
 
         params = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        keys = [key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])]
+        keys = [
+            key for key in ELEMENTWISE[self.case.optimizer] if key in self._kept(engine, params[0])
+        ]
         for parameter in params:
-            self._observe(utils.safe_get_full_fp32_param(parameter), _without_padding(parameter, utils.safe_get_local_fp32_param(parameter)))
+            self._observe(
+                utils.safe_get_full_fp32_param(parameter),
+                _without_padding(parameter, utils.safe_get_local_fp32_param(parameter)),
+            )
             for key in keys:
                 self._observe(
-                    utils.safe_get_full_optimizer_state(parameter, key), _without_padding(parameter, utils.safe_get_local_optimizer_state(parameter, key))
+                    utils.safe_get_full_optimizer_state(parameter, key),
+                    _without_padding(
+                        parameter, utils.safe_get_local_optimizer_state(parameter, key)
+                    ),
                 )
         if step == 1:
-            utils.safe_set_full_fp32_param(params[0], utils.safe_get_full_fp32_param(params[0]) * 1.25)
-            utils.safe_set_local_fp32_param(params[1], utils.safe_get_local_fp32_param(params[1]) - 0.3)
+            utils.safe_set_full_fp32_param(
+                params[0], utils.safe_get_full_fp32_param(params[0]) * 1.25
+            )
+            utils.safe_set_local_fp32_param(
+                params[1], utils.safe_get_local_fp32_param(params[1]) - 0.3
+            )
             for key in keys[:1]:
-                utils.safe_set_full_optimizer_state(params[0], utils.safe_get_full_optimizer_state(params[0], key) * 0.5, key)
-                utils.safe_set_local_optimizer_state(params[1], utils.safe_get_local_optimizer_state(params[1], key) + 1e-4, key)
+                utils.safe_set_full_optimizer_state(
+                    params[0], utils.safe_get_full_optimizer_state(params[0], key) * 0.5, key
+                )
+                utils.safe_set_local_optimizer_state(
+                    params[1], utils.safe_get_local_optimizer_state(params[1], key) + 1e-4, key
+                )
 
     @staticmethod
     def _kept(engine: Any, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """What the optimizer keeps for the sub-group of *parameter*."""
         optimizer = engine.optimizer
         index, _, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        kept: dict[str, Any] = optimizer.optimizer.state[optimizer.fp32_partitioned_groups_flat[index]]
+        kept: dict[str, Any] = optimizer.optimizer.state[
+            optimizer.fp32_partitioned_groups_flat[index]
+        ]
         return kept
 
     def _observe(self, *tensors: torch.Tensor) -> None:
@@ -346,7 +432,9 @@ class Training:
             kept = self._kept(engine, parameter)
             for key in ELEMENTWISE[self.case.optimizer]:
                 if key in kept:
-                    states[f"{name}.{key}"] = _hash(utils.safe_get_full_optimizer_state(parameter, key))
+                    states[f"{name}.{key}"] = _hash(
+                        utils.safe_get_full_optimizer_state(parameter, key)
+                    )
             for key in SCALAR.get(self.case.optimizer, ()):
                 if key in kept:
                     scalars[f"{name}.{key}"] = float(kept[key]).hex()
@@ -354,7 +442,9 @@ class Training:
 
 
 def _round_half_away_from_zero(optimizer: Any, index: int) -> None:
-    """What DeepSpeed does after the update of a sub-group whose parameters are in memory, as `nvme_offload.optimizer_states` rounds them."""
+    """What DeepSpeed does after the update of a sub-group whose parameters are in memory, as
+    `nvme_offload.optimizer_states` rounds them.
+    """
     master = optimizer.fp32_partitioned_groups_flat[index].detach().cpu()
     rounded = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
     optimizer.fp16_partitioned_groups_flat[index].data.copy_(rounded)
@@ -362,14 +452,19 @@ def _round_half_away_from_zero(optimizer: Any, index: int) -> None:
 
 
 def _without_padding(parameter: torch.nn.Parameter, partition: torch.Tensor) -> torch.Tensor:
-    """What *partition* has of *parameter*: where its size does not divide by the ranks, DeepSpeed leaves the last elements of the last one undefined."""
+    """What *partition* has of *parameter*: where its size does not divide by the ranks, DeepSpeed
+    leaves the last elements of the last one undefined.
+    """
     return partition[: max(parameter.ds_numel - int(os.environ["RANK"]) * partition.numel(), 0)]
 
 
 def _hash(tensor: torch.Tensor) -> str:
     if tensor.is_floating_point():
-        tensor = tensor.where(~tensor.isnan(), torch.nan)  # of which there are many, and which one comes out of a conversion is nobody's business
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        # of which there are many, and which one comes out of a conversion is nobody's business
+        tensor = tensor.where(~tensor.isnan(), torch.nan)
+    return hashlib.sha256(
+        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What every chart is drawn on: matplotlib without its looks, turned into an element of a page or into a PNG file.
+"""What every chart is drawn on: matplotlib without its looks, turned into an element of a page or
+into a PNG file.
 
-Charts are drawn with a palette. For the page its colours stand for CSS variables, so that one drawing follows the reader's light or dark theme;
-text stays text, in the page's font. Sizes are in points, which are the CSS pixels of a chart at its own width.
+Charts are drawn with a palette. For the page its colours stand for CSS variables, so that one
+drawing follows the reader's light or dark theme; text stays text, in the page's font. Sizes are in
+points, which are the CSS pixels of a chart at its own width.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _PNG_SCALE = 2  # pixels a point
 class Chart:
     """A drawing with its words: what it shows must be there for those who do not see it.
 
-    name: for file names and ids. finding: what it shows, in a sentence or two with numbers. reading: how to read it.
-    columns, rows: the numbers as a table. draw: makes the figure in the colours of a palette.
+    name: for file names and ids. finding: what it shows, in a sentence or two with numbers.
+    reading: how to read it. columns, rows: the numbers as a table. draw: makes the figure in the
+    colours of a palette.
     """
 
     name: str
@@ -55,7 +58,9 @@ class Chart:
 
         text = io.StringIO()
         with matplotlib.rc_context({**_style(STAND_INS), "svg.hashsalt": self.name}):
-            self.draw(STAND_INS).savefig(text, format="svg", transparent=True, metadata={"Date": None})
+            self.draw(STAND_INS).savefig(
+                text, format="svg", transparent=True, metadata={"Date": None}
+            )
         return _inline(text.getvalue(), self.name, self.alt)
 
     def write_png(self, path: Path) -> None:
@@ -69,20 +74,48 @@ class Chart:
             room = 30 / 72
             for axes in figure.axes:
                 box = axes.get_position()
-                axes.set_position((box.x0, box.y0 * height / (height + room), box.width, box.height * height / (height + room)))
+                axes.set_position(
+                    (
+                        box.x0,
+                        box.y0 * height / (height + room),
+                        box.width,
+                        box.height * height / (height + room),
+                    )
+                )
             figure.set_size_inches(width, height + room)
-            figure.text(12 / WIDTH, 1 - 12 / 72 / (height + room), self.title, fontsize=TEXT + 1.5, fontweight="bold", va="top")
-            figure.savefig(path, format="png", dpi=72 * _PNG_SCALE, metadata={"Software": None, "Title": self.alt})
+            figure.text(
+                12 / WIDTH,
+                1 - 12 / 72 / (height + room),
+                self.title,
+                fontsize=TEXT + 1.5,
+                fontweight="bold",
+                va="top",
+            )
+            figure.savefig(
+                path,
+                format="png",
+                dpi=72 * _PNG_SCALE,
+                metadata={"Software": None, "Title": self.alt},
+            )
 
 
-def plot(height: float, *, left: float = 46, right: float = 14, top: float = 10, bottom: float = 42) -> tuple[Figure, Axes]:
+def plot(
+    height: float, *, left: float = 46, right: float = 14, top: float = 10, bottom: float = 42
+) -> tuple[Figure, Axes]:
     """A figure of *height* with one pair of axes; the margins around it hold labels."""
     figure, axes = panels(1, height - top - bottom, left=left, right=right, top=top, bottom=bottom)
     return figure, axes[0]
 
 
 def panels(
-    count: int, height: float, *, gap: float = 0, left: float = 46, right: float = 14, top: float = 10, bottom: float = 42
+    count: int,
+    height: float,
+    *,
+    gap: float = 0,
+    left: float = 46,
+    right: float = 14,
+    top: float = 10,
+    bottom: float = 42,
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure with *count* pairs of axes of *height* under each other, on one horizontal axis."""
     from matplotlib.figure import Figure
@@ -90,12 +123,19 @@ def panels(
     total = top + count * height + (count - 1) * gap + bottom
     # Not through pyplot, which keeps figures and picks a window system.
     figure = Figure(figsize=(WIDTH / 72, total / 72))
-    figure.subplots_adjust(left=left / WIDTH, right=1 - right / WIDTH, top=1 - top / total, bottom=bottom / total, hspace=gap / height)
+    figure.subplots_adjust(
+        left=left / WIDTH,
+        right=1 - right / WIDTH,
+        top=1 - top / total,
+        bottom=bottom / total,
+        hspace=gap / height,
+    )
     return figure, list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], height: float) -> None:
-    """Name lines where they end, on the right: (y in data, text, colour) of each, moved apart where two would touch.
+    """Name lines where they end, on the right: (y in data, text, colour) of each, moved apart where
+    two would touch.
 
     Units: *height* of the axes in points; call it when the limits are set.
     """
@@ -106,12 +146,36 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], height: float
         tops.append(max(y, tops[-1] + SMALL + 2.5) if tops else y)
     over = max(0.0, tops[-1] - height) if tops else 0.0
     for (_, text, colour), y in zip(places, tops, strict=True):
-        note(axes, text, (1, (y - over) / height), (5, 0), colour, xycoords="axes fraction", va="center")
+        note(
+            axes,
+            text,
+            (1, (y - over) / height),
+            (5, 0),
+            colour,
+            xycoords="axes fraction",
+            va="center",
+        )
 
 
-def note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], colour: str, **looks: Any) -> None:
-    """Small words *offset* points from *place*, which is in data unless `xycoords` says otherwise."""
-    axes.annotate(text, place, offset, textcoords="offset points", color=colour, **{"fontsize": SMALL, **looks})
+def note(
+    axes: Axes,
+    text: str,
+    place: tuple[float, float],
+    offset: tuple[float, float],
+    colour: str,
+    **looks: Any,
+) -> None:
+    """Small words *offset* points from *place*, which is in data unless `xycoords` says
+    otherwise.
+    """
+    axes.annotate(
+        text,
+        place,
+        offset,
+        textcoords="offset points",
+        color=colour,
+        **{"fontsize": SMALL, **looks},
+    )
 
 
 def frameless(axes: Axes) -> None:
@@ -163,18 +227,30 @@ def _style(palette: Palette) -> dict[Any, Any]:
 
 
 def _inline(svg: str, name: str, label: str) -> str:
-    """matplotlib's SVG document as an element of a page: themed, labelled, with ids that no other chart has, and a third of the size."""
+    """matplotlib's SVG document as an element of a page: themed, labelled, with ids that no other
+    chart has, and a third of the size.
+    """
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL).replace("xlink:href", "href")
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL).replace(
+        "xlink:href", "href"
+    )
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", svg)
+    svg = re.sub(
+        r' id="([^"]*)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", svg
+    )
     svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
     svg = re.sub(r" font-family: [^;\"]*;", "", svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
     # The page has this rule for its charts; here it would hold for all of the page.
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<path d="[^"]*" style="fill: none"/>', "", svg)
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), tag[0]), svg)
+    svg = re.sub(
+        r"<[^>]*>",
+        lambda tag: re.sub(
+            r"-?\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}".removesuffix(".0"), tag[0]
+        ),
+        svg,
+    )
     svg = themed(svg)
     view_box = re.search(r'viewBox="[^"]*"', svg)
     opening = f'<svg {view_box[0] if view_box else ""} role="img" aria-label="{escape(label)}">'

@@ -1,4 +1,6 @@
-"""Charts over the settings: what block size, queue depth, threads and bytes in flight do for the speed."""
+"""Charts over the settings: what block size, queue depth, threads and bytes in flight do for the
+speed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _HEIGHT, _TOP, _BOTTOM, _RIGHT = 230, 12, 44, 76
 
 
 def heat_map(profile: Profile) -> Chart | None:
-    """Block size by queue depth: the best thread count of each cell, in the phase that matters most, relative to the control."""
+    """Block size by queue depth: the best thread count of each cell, in the phase that matters
+    most, relative to the control.
+    """
     phases = summary.phases_tried(profile.trials)
     if not phases:
         return None
@@ -42,22 +46,76 @@ def heat_map(profile: Profile) -> Chart | None:
         for (block, depth), (relative, threads) in cells.items():
             x, y = depths.index(depth), blocks.index(block)
             # Pale below a quarter more or less, so that noise alone does not look like a result.
-            extreme = max(math.log(1.25), abs(math.log(max(cells[best if relative >= 1 else worst][0], slowest))))
+            extreme = max(
+                math.log(1.25),
+                abs(math.log(max(cells[best if relative >= 1 else worst][0], slowest))),
+            )
             strength = min(1.0, 0.07 + 0.93 * abs(math.log(max(relative, slowest))) / extreme)
             chosen = (block, depth) == (profile.chosen.block_size, profile.chosen.queue_depth)
-            default = (block, depth) == (DEEPSPEED_DEFAULTS.block_size, DEEPSPEED_DEFAULTS.queue_depth)
-            box: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.09", "mutation_aspect": wide / 36}
-            corner, fill = (x - 0.5 + 1.5 / wide, y - 0.455), palette.mixed if relative >= 1 else palette.slower
-            axes.add_patch(FancyBboxPatch(corner, 1 - 3 / wide, 0.91, facecolor=fill, alpha=strength, linewidth=0, **box))
+            default = (block, depth) == (
+                DEEPSPEED_DEFAULTS.block_size,
+                DEEPSPEED_DEFAULTS.queue_depth,
+            )
+            box: dict[str, Any] = {
+                "boxstyle": "round,pad=0,rounding_size=0.09",
+                "mutation_aspect": wide / 36,
+            }
+            corner, fill = (
+                (x - 0.5 + 1.5 / wide, y - 0.455),
+                palette.mixed if relative >= 1 else palette.slower,
+            )
+            axes.add_patch(
+                FancyBboxPatch(
+                    corner, 1 - 3 / wide, 0.91, facecolor=fill, alpha=strength, linewidth=0, **box
+                )
+            )
             if chosen or default:
-                edge: dict[str, Any] = {"linewidth": 2.2} if chosen else {"linewidth": 1.2, "linestyle": DASHED}
-                axes.add_patch(FancyBboxPatch(corner, 1 - 3 / wide, 0.91, facecolor="none", edgecolor=palette.ink, **edge, **box))
-            # A half-strong fill is pale on a light page and dark on a dark one, so there the page has a colour of its own for the text.
-            colour = palette.on_fill if strength > 0.88 else palette.on_half if strength > 0.58 else palette.ink
+                edge: dict[str, Any] = (
+                    {"linewidth": 2.2} if chosen else {"linewidth": 1.2, "linestyle": DASHED}
+                )
+                axes.add_patch(
+                    FancyBboxPatch(
+                        corner,
+                        1 - 3 / wide,
+                        0.91,
+                        facecolor="none",
+                        edgecolor=palette.ink,
+                        **edge,
+                        **box,
+                    )
+                )
+            # A half-strong fill is pale on a light page and dark on a dark one, so there the page
+            # has a colour of its own for the text.
+            colour = (
+                palette.on_fill
+                if strength > 0.88
+                else palette.on_half
+                if strength > 0.58
+                else palette.ink
+            )
             weight = "bold" if chosen else "normal"
-            axes.text(x, y + 0.15, f"{relative:.2f}", ha="center", va="center", fontsize=min(TEXT, 0.32 * wide), color=colour, fontweight=weight)
-            axes.text(x, y - 0.24, f"{threads} thr", ha="center", va="center", fontsize=min(9.0, 0.24 * wide), color=colour)
-        axes.set(xlim=(-0.5, len(depths) - 0.5), ylim=(-0.5, len(blocks) - 0.5), xlabel="queue depth")
+            axes.text(
+                x,
+                y + 0.15,
+                f"{relative:.2f}",
+                ha="center",
+                va="center",
+                fontsize=min(TEXT, 0.32 * wide),
+                color=colour,
+                fontweight=weight,
+            )
+            axes.text(
+                x,
+                y - 0.24,
+                f"{threads} thr",
+                ha="center",
+                va="center",
+                fontsize=min(9.0, 0.24 * wide),
+                color=colour,
+            )
+        axes.set(
+            xlim=(-0.5, len(depths) - 0.5), ylim=(-0.5, len(blocks) - 0.5), xlabel="queue depth"
+        )
         axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
         axes.set_yticks(range(len(blocks)), [format_bytes(block) for block in blocks])
         axes.grid(False)
@@ -72,7 +130,15 @@ def heat_map(profile: Profile) -> Chart | None:
         f"the slowest, {format_bytes(worst[0])} at {worst[1]}, {wording.ratio(cells[worst][0])}.",
         "Each cell: the ratio to the defaults with its best number of threads. Blank: not measured. Outlined: the chosen pair; dashed: the defaults' pair.",
         ("Block size", "Queue depth", "Best threads", "Over defaults"),
-        tuple((wording.size(block), str(depth), str(cells[block, depth][1]), wording.ratio(cells[block, depth][0])) for block, depth in sorted(cells)),
+        tuple(
+            (
+                wording.size(block),
+                str(depth),
+                str(cells[block, depth][1]),
+                wording.ratio(cells[block, depth][0]),
+            )
+            for block, depth in sorted(cells)
+        ),
         draw,
     )
 
@@ -83,7 +149,9 @@ def by_threads(profile: Profile) -> Chart | None:
     for phase in PHASES:
         for setting, reached in summary.medians(profile.trials, phase).items():
             curve = curves.setdefault(phase, {})
-            curve[setting.thread_count] = max(curve.get(setting.thread_count, 0.0), reached.relative)
+            curve[setting.thread_count] = max(
+                curve.get(setting.thread_count, 0.0), reached.relative
+            )
     counts = sorted({count for curve in curves.values() for count in curve})
     if len(counts) < 2:
         return None
@@ -92,12 +160,24 @@ def by_threads(profile: Profile) -> Chart | None:
         figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
         for phase, curve in curves.items():
             x = [counts.index(count) for count in sorted(curve)]
-            axes.plot(x, [curve[count] for count in sorted(curve)], color=palette.phase(phase), marker=MARKERS[phase])
+            axes.plot(
+                x,
+                [curve[count] for count in sorted(curve)],
+                color=palette.phase(phase),
+                marker=MARKERS[phase],
+            )
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
         axes.margins(x=0.05)
         axes.set_xlabel("threads")
         _ratio_axis(axes, palette)
-        label_ends(axes, [(curve[max(curve)], wording.PHASE_NAMES[phase], palette.phase(phase)) for phase, curve in curves.items()], _HEIGHT - _TOP - _BOTTOM)
+        label_ends(
+            axes,
+            [
+                (curve[max(curve)], wording.PHASE_NAMES[phase], palette.phase(phase))
+                for phase, curve in curves.items()
+            ],
+            _HEIGHT - _TOP - _BOTTOM,
+        )
         return figure
 
     said = []
@@ -111,19 +191,34 @@ def by_threads(profile: Profile) -> Chart | None:
         f"The best at any block size and queue depth: {'; '.join(said)}.",
         "A line for each load: the best setting at each number of threads. Dashed: DeepSpeed's defaults.",
         ("Threads", *(wording.PHASE_NAMES[phase].capitalize() for phase in curves)),
-        tuple((str(count), *(wording.ratio(curve[count]) if count in curve else wording.NONE for curve in curves.values())) for count in counts),
+        tuple(
+            (
+                str(count),
+                *(
+                    wording.ratio(curve[count]) if count in curve else wording.NONE
+                    for curve in curves.values()
+                ),
+            )
+            for count in counts
+        ),
         draw,
     )
 
 
 def by_bytes_in_flight(profile: Profile) -> Chart | None:
-    """Every setting's ratio to the control against its bytes in flight, and the best of each, by phase."""
+    """Every setting's ratio to the control against its bytes in flight, and the best of each, by
+    phase.
+    """
     dots = {
-        phase: sorted((setting.bytes_in_flight, reached.relative) for setting, reached in summary.medians(profile.trials, phase).items())
+        phase: sorted(
+            (setting.bytes_in_flight, reached.relative)
+            for setting, reached in summary.medians(profile.trials, phase).items()
+        )
         for phase in PHASES
         if phase in summary.phases_tried(profile.trials)
     }
-    best = {phase: dict(points) for phase, points in dots.items()}  # sorted by ratio within an amount, so that the best one stays
+    # sorted by ratio within an amount, so that the best one stays
+    best = {phase: dict(points) for phase, points in dots.items()}
     amounts = sorted({amount for points in dots.values() for amount, _ in points})
     if len(amounts) < 2:
         return None
@@ -131,20 +226,50 @@ def by_bytes_in_flight(profile: Profile) -> Chart | None:
     def draw(palette: Palette) -> Figure:
         figure, axes = plot(_HEIGHT, top=_TOP, bottom=_BOTTOM, right=_RIGHT)
         for phase, points in dots.items():
-            look: dict[str, Any] = {"marker": MARKERS[phase], "markersize": 3.4, "linestyle": "", "alpha": 0.4, "markeredgewidth": 0}
+            look: dict[str, Any] = {
+                "marker": MARKERS[phase],
+                "markersize": 3.4,
+                "linestyle": "",
+                "alpha": 0.4,
+                "markeredgewidth": 0,
+            }
             axes.plot(*zip(*points, strict=True), color=palette.phase(phase), **look)
-            axes.plot(list(best[phase]), list(best[phase].values()), color=palette.phase(phase), linewidth=1.6)
-        axes.axvline(profile.chosen.bytes_in_flight, color=palette.ink, linewidth=1, linestyle=DOTTED)
+            axes.plot(
+                list(best[phase]),
+                list(best[phase].values()),
+                color=palette.phase(phase),
+                linewidth=1.6,
+            )
+        axes.axvline(
+            profile.chosen.bytes_in_flight, color=palette.ink, linewidth=1, linestyle=DOTTED
+        )
         axes.set_xscale("log", base=2)
         lowest, highest = (math.floor(math.log2(amounts[0])), math.ceil(math.log2(amounts[-1])))
-        ticks = [1 << power for power in range(lowest, highest + 1, max(1, math.ceil((highest - lowest) / 4)))]
+        ticks = [
+            1 << power
+            for power in range(lowest, highest + 1, max(1, math.ceil((highest - lowest) / 4)))
+        ]
         axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
-        axes.set_xlabel("in flight: block size \N{MULTIPLICATION SIGN} queue depth \N{MULTIPLICATION SIGN} threads")
+        axes.set_xlabel(
+            "in flight: block size \N{MULTIPLICATION SIGN} queue depth \N{MULTIPLICATION SIGN} threads"
+        )
         _ratio_axis(axes, palette)
         late = profile.chosen.bytes_in_flight > amounts[len(amounts) // 2]
         place, side = (profile.chosen.bytes_in_flight, 1.0), "right" if late else "left"
-        note(axes, "chosen", place, (-4 if late else 4, -2), palette.ink, xycoords=("data", "axes fraction"), va="top", ha=side)
-        ends = [(best[phase][max(best[phase])], wording.PHASE_NAMES[phase], palette.phase(phase)) for phase in dots]
+        note(
+            axes,
+            "chosen",
+            place,
+            (-4 if late else 4, -2),
+            palette.ink,
+            xycoords=("data", "axes fraction"),
+            va="top",
+            ha=side,
+        )
+        ends = [
+            (best[phase][max(best[phase])], wording.PHASE_NAMES[phase], palette.phase(phase))
+            for phase in dots
+        ]
         label_ends(axes, ends, _HEIGHT - _TOP - _BOTTOM)
         return figure
 
@@ -158,7 +283,16 @@ def by_bytes_in_flight(profile: Profile) -> Chart | None:
         f"chosen: {format_bytes(profile.chosen.bytes_in_flight)}.",
         "A dot for each setting; the lines join the best at each amount. Where a line is flat, more in flight only costs memory. Dashed: the defaults.",
         ("In flight", *(wording.PHASE_NAMES[phase].capitalize() for phase in best)),
-        tuple((wording.size(amount), *(wording.ratio(curve[amount]) if amount in curve else wording.NONE for curve in best.values())) for amount in amounts),
+        tuple(
+            (
+                wording.size(amount),
+                *(
+                    wording.ratio(curve[amount]) if amount in curve else wording.NONE
+                    for curve in best.values()
+                ),
+            )
+            for amount in amounts
+        ),
         draw,
     )
 

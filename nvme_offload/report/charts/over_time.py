@@ -24,7 +24,13 @@ def within_trials(profile: Profile) -> Chart | None:
     lines: dict[str, list[tuple[str, list[tuple[float, float]]]]] = {}
     for trial in summary.decisive(profile):
         if points := summary.slopes(trial.samples):
-            role = "chosen" if trial.setting == profile.chosen else "defaults" if trial.control else "others"
+            role = (
+                "chosen"
+                if trial.setting == profile.chosen
+                else "defaults"
+                if trial.control
+                else "others"
+            )
             lines.setdefault(trial.phase, []).append((role, points))
     phases = [phase for phase in summary.phases_tried(profile.trials) if phase in lines]
     if not phases:
@@ -35,23 +41,38 @@ def within_trials(profile: Profile) -> Chart | None:
         for axes, phase in zip(axes_of, phases, strict=True):
             looks: dict[str, dict[str, Any]] = {
                 "others": {"color": palette.soft, "alpha": 0.2, "linewidth": 0.8},
-                "defaults": {"color": palette.soft, "alpha": 0.85, "linewidth": 1.1, "linestyle": DASHED},
+                "defaults": {
+                    "color": palette.soft,
+                    "alpha": 0.85,
+                    "linewidth": 1.1,
+                    "linestyle": DASHED,
+                },
                 "chosen": {"color": palette.phase(phase), "linewidth": 1.6},
             }
             for role, look in looks.items():
                 for _, points in (line for line in lines[phase] if line[0] == role):
                     axes.plot(*zip(*points, strict=True), **look)
-            axes.set_ylim(0, 1.08 * max(speed for _, points in lines[phase] for _, speed in points) or 1)
+            axes.set_ylim(
+                0, 1.08 * max(speed for _, points in lines[phase] for _, speed in points) or 1
+            )
             axes.margins(x=0.015)
             few_ticks(axes)
-            axes.set_title(f"{wording.PHASE_NAMES[phase]}, GB/s", loc="left", fontsize=SMALL, color=palette.phase(phase), pad=3)
+            axes.set_title(
+                f"{wording.PHASE_NAMES[phase]}, GB/s",
+                loc="left",
+                fontsize=SMALL,
+                color=palette.phase(phase),
+                pad=3,
+            )
         axes_of[-1].set_xlabel("seconds since the trial began")
         return figure
 
     def change(phase: str, role: str) -> float | None:
         """The last third of a trial over its first third, the median of its runs."""
         ratios = []
-        for points in (points for each, points in lines[phase] if each == role and len(points) >= 3):
+        for points in (
+            points for each, points in lines[phase] if each == role and len(points) >= 3
+        ):
             speeds = [speed for _, speed in points]
             third = len(speeds) // 3
             if (first := statistics.fmean(speeds[:third])) > 0:
@@ -59,9 +80,14 @@ def within_trials(profile: Profile) -> Chart | None:
         return statistics.median(ratios) if ratios else None
 
     count = sum(map(len, lines.values()))
-    changes = {phase: value for phase in PHASES if phase in phases and (value := change(phase, "chosen")) is not None}
+    changes = {
+        phase: value
+        for phase in PHASES
+        if phase in phases and (value := change(phase, "chosen")) is not None
+    }
     said = "; from its first to its last third the chosen setting changed by " + ", ".join(
-        f"{wording.signed_percent(value)} ({wording.PHASE_NAMES[phase]})" for phase, value in changes.items()
+        f"{wording.signed_percent(value)} ({wording.PHASE_NAMES[phase]})"
+        for phase, value in changes.items()
     )
     rows = []
     for phase in phases:
@@ -69,7 +95,14 @@ def within_trials(profile: Profile) -> Chart | None:
             runs = [points for each, points in lines[phase] if each == role]
             speeds = [speed for points in runs for _, speed in points]
             if speeds:
-                rows.append((wording.PHASE_NAMES[phase], role, str(len(runs)), *map(wording.speed, (min(speeds), statistics.median(speeds), max(speeds)))))
+                rows.append(
+                    (
+                        wording.PHASE_NAMES[phase],
+                        role,
+                        str(len(runs)),
+                        *map(wording.speed, (min(speeds), statistics.median(speeds), max(speeds))),
+                    )
+                )
     return Chart(
         "within-trials",
         "Inside the trials that decided",
@@ -96,9 +129,22 @@ def sustained(profile: Profile) -> Chart | None:
         axes.plot(written, [speed for _, speed in points], color=palette.write, linewidth=1.8)
         axes.set_ylim(0, 1.15 * max(speed for _, speed in points) or 1)
         axes.set_xlim(0, run.bytes / 1e9 or 1)
-        axes.plot([0.72 * run.bytes / 1e9, run.bytes / 1e9], [run.steady_gb_per_s] * 2, color=palette.ink, linewidth=1, linestyle=DASHED)
+        axes.plot(
+            [0.72 * run.bytes / 1e9, run.bytes / 1e9],
+            [run.steady_gb_per_s] * 2,
+            color=palette.ink,
+            linewidth=1,
+            linestyle=DASHED,
+        )
         end = (run.bytes / 1e9, run.steady_gb_per_s)
-        note(axes, f"{wording.speed(run.steady_gb_per_s)} in the end", end, (0, 6), palette.ink, ha="right")
+        note(
+            axes,
+            f"{wording.speed(run.steady_gb_per_s)} in the end",
+            end,
+            (0, 6),
+            palette.ink,
+            ha="right",
+        )
         marks = [(run.cache_ends_bytes, "the cache ends")] if run.cache_ends_bytes else []
         if step_bytes < run.bytes:
             marks.append((int(step_bytes), "one step of 7 B"))
@@ -106,7 +152,16 @@ def sustained(profile: Profile) -> Chart | None:
             late = place > run.bytes / 2
             axes.axvline(place / 1e9, color=palette.ink, linewidth=1, linestyle=DOTTED)
             side = "right" if late else "left"
-            note(axes, name, (place / 1e9, 1), (-4 if late else 4, -2), palette.ink, xycoords=("data", "axes fraction"), va="top", ha=side)
+            note(
+                axes,
+                name,
+                (place / 1e9, 1),
+                (-4 if late else 4, -2),
+                palette.ink,
+                xycoords=("data", "axes fraction"),
+                va="top",
+                ha=side,
+            )
         axes.set_title("GB/s", loc="left", fontsize=SMALL, color=palette.write, pad=3)
         axes.set_xlabel("written so far, GB")
         return figure
@@ -128,7 +183,12 @@ def sustained(profile: Profile) -> Chart | None:
             ("First round, GB/s", wording.speed(run.first_gb_per_s)),
             ("Last five rounds, GB/s", wording.speed(run.steady_gb_per_s)),
             ("Steady at the end", "yes" if run.steady else "no"),
-            ("Cache ends after", wording.decimal_bytes(run.cache_ends_bytes) if run.cache_ends_bytes is not None else "not seen"),
+            (
+                "Cache ends after",
+                wording.decimal_bytes(run.cache_ends_bytes)
+                if run.cache_ends_bytes is not None
+                else "not seen",
+            ),
         ),
         draw,
     )
@@ -138,5 +198,9 @@ def _written(samples: list[tuple[float, int]], seconds: float) -> float:
     """Bytes written by *seconds*, between samples in a straight line."""
     for (before, low), (after, high) in itertools.pairwise(samples):
         if before <= seconds <= after:
-            return low + (high - low) * (seconds - before) / (after - before) if after > before else high
+            return (
+                low + (high - low) * (seconds - before) / (after - before)
+                if after > before
+                else high
+            )
     return samples[-1][1]

@@ -1,4 +1,6 @@
-"""Charts of speeds in GB/s and of latencies: the chosen setting beside the defaults, the best, and what else the drive was tried with."""
+"""Charts of speeds in GB/s and of latencies: the chosen setting beside the defaults, the best, and
+what else the drive was tried with.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,37 @@ class _Bar(NamedTuple):
 
 
 def comparison(profile: Profile) -> Chart | None:
-    """GB/s of the control, the chosen setting and the best of each phase, with the 90 % intervals; fio and the link where they are known."""
-    groups = {phase: _bars(profile, phase, best) for phase in PHASES if (best := profile.performance.get(phase)) is not None}
+    """GB/s of the control, the chosen setting and the best of each phase, with the 90 % intervals;
+    fio and the link where they are known.
+    """
+    groups = {
+        phase: _bars(profile, phase, best)
+        for phase in PHASES
+        if (best := profile.performance.get(phase)) is not None
+    }
     if not groups:
         return None
     link = (profile.drive.get("link_bytes_per_second") or 0) / 1e9
     fastest = max(bar.gb_per_s for bars in groups.values() for bar in bars)
-    # An interval wider than that says that nothing is known, which it also says when it runs out of the drawing.
-    room = max(fastest, *(min(bar.interval[1], 1.3 * fastest) for bars in groups.values() for bar in bars if bar.interval))
+    # An interval wider than that says that nothing is known, which it also says when it runs out of
+    # the drawing.
+    room = max(
+        fastest,
+        *(
+            min(bar.interval[1], 1.3 * fastest)
+            for bars in groups.values()
+            for bar in bars
+            if bar.interval
+        ),
+    )
     link_in_sight = 0 < link < 1.5 * room
 
     def draw(palette: Palette) -> Figure:
         rows = sum(len(bars) for bars in groups.values())
         above, below = 18 if link_in_sight else 4, 40
-        figure, axes = plot(17 * rows + 14 * len(groups) + above + below, left=84, right=12, top=above, bottom=below)
+        figure, axes = plot(
+            17 * rows + 14 * len(groups) + above + below, left=84, right=12, top=above, bottom=below
+        )
         y, ticks = 0.0, []
         for phase, bars in groups.items():
             ticks.append((y + (len(bars) - 1) / 2, wording.PHASE_NAMES[phase]))
@@ -46,11 +65,23 @@ def comparison(profile: Profile) -> Chart | None:
             y += 0.8
         axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
         axes.tick_params(axis="y", labelcolor=palette.ink, labelsize=TEXT)
-        axes.set(xlim=(0, max(room * 1.36 or 1, link * 1.02 if link_in_sight else 0)), ylim=(y - 1.2, -0.6), xlabel="GB/s")
+        axes.set(
+            xlim=(0, max(room * 1.36 or 1, link * 1.02 if link_in_sight else 0)),
+            ylim=(y - 1.2, -0.6),
+            xlabel="GB/s",
+        )
         frameless(axes)
         if link_in_sight:
             axes.axvline(link, color=palette.ink, linewidth=1, linestyle=DASHED)
-            note(axes, f"the PCIe link, {wording.speed(link)}", (link, 1), (0, 3), palette.soft, xycoords=("data", "axes fraction"), ha="right")
+            note(
+                axes,
+                f"the PCIe link, {wording.speed(link)}",
+                (link, 1),
+                (0, 3),
+                palette.soft,
+                xycoords=("data", "axes fraction"),
+                ha="right",
+            )
         return figure
 
     said = []
@@ -59,11 +90,21 @@ def comparison(profile: Profile) -> Chart | None:
         speeds = {bar.name: wording.speed(bar.gb_per_s) for bar in bars}
         said.append(f"{wording.PHASE_NAMES[phase]} {speeds['chosen']} against {speeds['defaults']}")
         for bar in bars:
-            interval = wording.DASH.join(map(wording.speed, bar.interval)) if bar.interval else wording.NONE
-            rows.append((wording.PHASE_NAMES[phase], bar.name, wording.speed(bar.gb_per_s), interval))
+            interval = (
+                wording.DASH.join(map(wording.speed, bar.interval))
+                if bar.interval
+                else wording.NONE
+            )
+            rows.append(
+                (wording.PHASE_NAMES[phase], bar.name, wording.speed(bar.gb_per_s), interval)
+            )
     names = {bar.name for bars in groups.values() for bar in bars}
     fio = " Outlined: fio with the same setting, later." if "fio" in names else ""
-    alone = " Pale: the best for that load alone, where it is another setting." if "best" in names else ""
+    alone = (
+        " Pale: the best for that load alone, where it is another setting."
+        if "best" in names
+        else ""
+    )
     return Chart(
         "comparison",
         "Against the defaults",
@@ -76,13 +117,17 @@ def comparison(profile: Profile) -> Chart | None:
 
 
 def _bars(profile: Profile, phase: str, reached: Best) -> list[_Bar]:
-    bars = [_Bar("defaults", summary.control_gb_per_s(profile, phase) or 0.0, None), _Bar("chosen", reached.gb_per_s, summary.interval_gb_per_s(reached))]
+    bars = [
+        _Bar("defaults", summary.control_gb_per_s(profile, phase) or 0.0, None),
+        _Bar("chosen", reached.gb_per_s, summary.interval_gb_per_s(reached)),
+    ]
     best = profile.best.get(phase)
     if best is not None and best.setting != profile.chosen:
         bars.append(_Bar("best", best.gb_per_s, summary.interval_gb_per_s(best)))
     fio = summary.beside(profile, "fio").get(phase)
     if fio is not None:
-        bars.append(_Bar("fio", fio.gb_per_s, None))  # as measured, later; the table has the ratio of interleaved runs
+        # as measured, later; the table has the ratio of interleaved runs
+        bars.append(_Bar("fio", fio.gb_per_s, None))
     return bars
 
 
@@ -98,9 +143,24 @@ def _draw_bar(axes: Axes, y: float, bar: _Bar, palette: Palette, colour: str, ro
     if high > low:
         axes.plot([min(low, room), min(high, room)], [y, y], color=palette.ink, linewidth=1.1)
         ends = [end for end in (low, high) if end <= room]
-        axes.plot(ends, [y] * len(ends), color=palette.ink, linestyle="", marker="|", markersize=6, markeredgewidth=1.1)
+        axes.plot(
+            ends,
+            [y] * len(ends),
+            color=palette.ink,
+            linestyle="",
+            marker="|",
+            markersize=6,
+            markeredgewidth=1.1,
+        )
     place = (min(max(bar.gb_per_s, high), room), y)
-    note(axes, f"{wording.speed(bar.gb_per_s)} {bar.name}", place, (6, 0), palette.ink if bar.name == "chosen" else palette.soft, va="center")
+    note(
+        axes,
+        f"{wording.speed(bar.gb_per_s)} {bar.name}",
+        place,
+        (6, 0),
+        palette.ink if bar.name == "chosen" else palette.soft,
+        va="center",
+    )
 
 
 def trade_off(profile: Profile) -> Chart | None:
@@ -108,33 +168,111 @@ def trade_off(profile: Profile) -> Chart | None:
     reached = summary.both_directions(profile)
     if len(reached) < 2 or profile.chosen not in reached:
         return None
-    alone = [profile.performance[phase].gb_per_s if phase in profile.performance else None for phase in ("read", "write")]
-    control = next((setting for setting in reached if summary.is_defaults(setting) and setting != profile.chosen), None)
+    alone = [
+        profile.performance[phase].gb_per_s if phase in profile.performance else None
+        for phase in ("read", "write")
+    ]
+    control = next(
+        (
+            setting
+            for setting in reached
+            if summary.is_defaults(setting) and setting != profile.chosen
+        ),
+        None,
+    )
     read, write = reached[profile.chosen]
 
     def draw(palette: Palette) -> Figure:
         height = 300
         figure, axes = plot(height, right=16, bottom=44, top=14)
-        others = [point for setting, point in reached.items() if setting not in (profile.chosen, control)]
-        look: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 4.5, "alpha": 0.35, "markeredgewidth": 0}
+        others = [
+            point for setting, point in reached.items() if setting not in (profile.chosen, control)
+        ]
+        look: dict[str, Any] = {
+            "linestyle": "",
+            "marker": "o",
+            "markersize": 4.5,
+            "alpha": 0.35,
+            "markeredgewidth": 0,
+        }
         axes.plot([w for _, w in others], [r for r, _ in others], color=palette.mixed, **look)
         if alone[0] and alone[1]:
-            axes.plot([0, alone[1]], [alone[0], 0], color=palette.soft, linewidth=1, linestyle=DASHED, clip_on=False)
-            axes.plot([0], [alone[0]], marker="o", markersize=7, color=palette.read, clip_on=False, zorder=5)
-            axes.plot([alone[1]], [0], marker="s", markersize=7, color=palette.write, clip_on=False, zorder=5)
-            note(axes, f"reading alone {wording.speed(alone[0])}", (0, alone[0]), (9, 2), palette.read)
-            note(axes, f"writing alone\n{wording.speed(alone[1])}", (alone[1], 0), (6, 7), palette.write)
+            axes.plot(
+                [0, alone[1]],
+                [alone[0], 0],
+                color=palette.soft,
+                linewidth=1,
+                linestyle=DASHED,
+                clip_on=False,
+            )
+            axes.plot(
+                [0],
+                [alone[0]],
+                marker="o",
+                markersize=7,
+                color=palette.read,
+                clip_on=False,
+                zorder=5,
+            )
+            axes.plot(
+                [alone[1]],
+                [0],
+                marker="s",
+                markersize=7,
+                color=palette.write,
+                clip_on=False,
+                zorder=5,
+            )
+            note(
+                axes,
+                f"reading alone {wording.speed(alone[0])}",
+                (0, alone[0]),
+                (9, 2),
+                palette.read,
+            )
+            note(
+                axes,
+                f"writing alone\n{wording.speed(alone[1])}",
+                (alone[1], 0),
+                (6, 7),
+                palette.write,
+            )
         axes.plot([write], [read], marker="D", markersize=7, color=palette.mixed)
         if control is not None:
-            axes.plot([reached[control][1]], [reached[control][0]], marker="D", markersize=7, color=palette.soft, markerfacecolor="none", markeredgewidth=1.5)
-        # The better one of the two has its words above it, the other below, on the left where there is room for them.
-        named = ([(reached[control], "defaults", palette.soft)] if control else []) + [((read, write), "chosen", palette.mixed)]
+            axes.plot(
+                [reached[control][1]],
+                [reached[control][0]],
+                marker="D",
+                markersize=7,
+                color=palette.soft,
+                markerfacecolor="none",
+                markeredgewidth=1.5,
+            )
+        # The better one of the two has its words above it, the other below, on the left where there
+        # is room for them.
+        named = ([(reached[control], "defaults", palette.soft)] if control else []) + [
+            ((read, write), "chosen", palette.mixed)
+        ]
         named.sort(key=lambda item: -sum(item[0]))
-        top = 1.12 * max([*(max(point) for point in reached.values()), *(speed for speed in alone if speed)]) or 1.0
+        top = (
+            1.12
+            * max(
+                [*(max(point) for point in reached.values()), *(speed for speed in alone if speed)]
+            )
+            or 1.0
+        )
         for (r, w), name, colour in named:
-            low: dict[str, Any] = {"offset": (-8, -13), "ha": "right"} if w > 0.45 * top else {"offset": (8, -11)}
+            low: dict[str, Any] = (
+                {"offset": (-8, -13), "ha": "right"} if w > 0.45 * top else {"offset": (8, -11)}
+            )
             look = low if (r, w) != named[0][0] else {"offset": (8, 6)}
-            note(axes, f"{name} {wording.speed(r)} + {wording.speed(w)}", (w, r), colour=colour, **look)
+            note(
+                axes,
+                f"{name} {wording.speed(r)} + {wording.speed(w)}",
+                (w, r),
+                colour=colour,
+                **look,
+            )
         axes.set(xlim=(0, 1.12 * top), ylim=(0, top), xlabel="written, GB/s", ylabel="read, GB/s")
         axes.grid(True, axis="both")
         return figure
@@ -146,7 +284,9 @@ def trade_off(profile: Profile) -> Chart | None:
         in_turn = (read + write) / (read / alone[0] + write / alone[1])
         change = (read + write) / in_turn - 1
         finding += f"; one after the other they would move {wording.speed(in_turn)}, "
-        finding += f"so both at once {'gains' if change >= 0 else 'costs'} {wording.percent(abs(change))}"
+        finding += (
+            f"so both at once {'gains' if change >= 0 else 'costs'} {wording.percent(abs(change))}"
+        )
     rows = sorted(reached.items(), key=lambda item: -sum(item[1]))
     return Chart(
         "trade-off",
@@ -154,19 +294,33 @@ def trade_off(profile: Profile) -> Chart | None:
         finding + ".",
         "A dot for each setting under the mixed load. On the dashed line the drive would only share its time: beyond it both directions help each other, "
         "below it they hinder.",
-        ("Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads", "Read, GB/s", "Written, GB/s", "Together, GB/s"),
-        tuple((wording.setting(setting), *map(wording.speed, (r, w, r + w))) for setting, (r, w) in rows),
+        (
+            "Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads",
+            "Read, GB/s",
+            "Written, GB/s",
+            "Together, GB/s",
+        ),
+        tuple(
+            (wording.setting(setting), *map(wording.speed, (r, w, r + w)))
+            for setting, (r, w) in rows
+        ),
         draw,
     )
 
 
 def latencies(profile: Profile) -> Chart | None:
-    """How long a request of one block takes while the queues are full: the chosen setting and the control, by phase."""
+    """How long a request of one block takes while the queues are full: the chosen setting and the
+    control, by phase.
+    """
     control = next((trial.setting for trial in profile.trials if trial.control), None)
     rows: list[tuple[str, str, Latency]] = []
     for phase in PHASES:
         for name, setting in (("chosen", profile.chosen), ("defaults", control)):
-            if setting is not None and (name == "chosen" or setting != profile.chosen) and (found := summary.latency(profile, setting).get(phase)):
+            if (
+                setting is not None
+                and (name == "chosen" or setting != profile.chosen)
+                and (found := summary.latency(profile, setting).get(phase))
+            ):
                 rows.append((phase, name, found))
     if not rows:
         return None
@@ -176,24 +330,64 @@ def latencies(profile: Profile) -> Chart | None:
         for y, (phase, name, found) in enumerate(rows):
             colour = palette.phase(phase) if name == "chosen" else palette.soft
             axes.plot([found.p50_ms, found.max_ms], [y, y], color=colour, linewidth=1, alpha=0.6)
-            axes.plot([found.p50_ms, found.p99_ms], [y, y], color=colour, linewidth=5, alpha=0.45, solid_capstyle="butt")
+            axes.plot(
+                [found.p50_ms, found.p99_ms],
+                [y, y],
+                color=colour,
+                linewidth=5,
+                alpha=0.45,
+                solid_capstyle="butt",
+            )
             axes.plot([found.p50_ms], [y], marker="o", markersize=7, color=colour)
-            axes.plot([found.p95_ms, found.p99_ms, found.max_ms], [y] * 3, linestyle="", marker="|", markersize=10, markeredgewidth=1.4, color=colour)
-            note(axes, _ms(found.p50_ms), (found.p50_ms, y), (0, 6), palette.ink, ha="center", fontsize=9)
+            axes.plot(
+                [found.p95_ms, found.p99_ms, found.max_ms],
+                [y] * 3,
+                linestyle="",
+                marker="|",
+                markersize=10,
+                markeredgewidth=1.4,
+                color=colour,
+            )
+            note(
+                axes,
+                _ms(found.p50_ms),
+                (found.p50_ms, y),
+                (0, 6),
+                palette.ink,
+                ha="center",
+                fontsize=9,
+            )
             if found.p99_ms > 1.35 * found.p50_ms:
-                note(axes, _ms(found.p99_ms), (found.p99_ms, y), (0, 6), palette.soft, ha="center", fontsize=9)
+                note(
+                    axes,
+                    _ms(found.p99_ms),
+                    (found.p99_ms, y),
+                    (0, 6),
+                    palette.soft,
+                    ha="center",
+                    fontsize=9,
+                )
         axes.set_xscale("log")
         values = [value for _, _, found in rows for value in (found.p50_ms, found.max_ms)]
         ticks = _log_ticks(min(values), max(values))
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set(xlim=(min(*ticks, min(values) / 1.15), max(*ticks, max(values) * 1.1)), ylim=(len(rows) - 0.5, -0.7))
+        axes.set(
+            xlim=(min(*ticks, min(values) / 1.15), max(*ticks, max(values) * 1.1)),
+            ylim=(len(rows) - 0.5, -0.7),
+        )
         axes.set_xlabel("milliseconds from submission to completion")
-        axes.set_yticks(range(len(rows)), [f"{wording.PHASE_NAMES[phase]}, {name}" for phase, name, _ in rows])
+        axes.set_yticks(
+            range(len(rows)), [f"{wording.PHASE_NAMES[phase]}, {name}" for phase, name, _ in rows]
+        )
         frameless(axes)
         return figure
 
-    said = "; ".join(f"{wording.PHASE_NAMES[phase]} {_ms(found.p50_ms)} and {_ms(found.p99_ms)}" for phase, name, found in rows if name == "chosen")
+    said = "; ".join(
+        f"{wording.PHASE_NAMES[phase]} {_ms(found.p50_ms)} and {_ms(found.p99_ms)}"
+        for phase, name, found in rows
+        if name == "chosen"
+    )
     every = sorted(profile.latencies, key=lambda found: (PHASES.index(found.phase), found.p50_ms))
     return Chart(
         "latency",
@@ -202,8 +396,24 @@ def latencies(profile: Profile) -> Chart | None:
         if said
         else f"Latencies of {len(rows)} loads of the defaults, with full queues.",
         "Dot: the median. Ticks: the 95th and 99th percentile and the longest. Deeper queues wait longer for the same speed.",
-        ("Load", "Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads", "Blocks", "50 %, ms", "95 %, ms", "99 %, ms", "Longest, ms"),
-        tuple((wording.PHASE_NAMES[e.phase], wording.setting(e.setting), str(e.blocks), *map(_ms, (e.p50_ms, e.p95_ms, e.p99_ms, e.max_ms))) for e in every),
+        (
+            "Load",
+            "Block size \N{MULTIPLICATION SIGN} depth \N{MULTIPLICATION SIGN} threads",
+            "Blocks",
+            "50 %, ms",
+            "95 %, ms",
+            "99 %, ms",
+            "Longest, ms",
+        ),
+        tuple(
+            (
+                wording.PHASE_NAMES[e.phase],
+                wording.setting(e.setting),
+                str(e.blocks),
+                *map(_ms, (e.p50_ms, e.p95_ms, e.p99_ms, e.max_ms)),
+            )
+            for e in every
+        ),
         draw,
     )
 

@@ -1,12 +1,15 @@
-"""On the way of the ranks that `doors` starts on the CPU: between them plain gloo, as `tests/zero3/training.py` has it.
+"""On the way of the ranks that `doors` starts on the CPU: between them plain gloo, as
+`tests/zero3/training.py` has it.
 
-DeepSpeed's own op for ranks of one machine would be compiled for the better part of a minute first, and spins.
+DeepSpeed's own op for ranks of one machine would be compiled for the better part of a minute first,
+and spins.
 """
 
 import os
 import sys
 
-# Not in the launchers, which need no DeepSpeed for this, and not where py-cpuinfo asks itself in a process of its own, whose output DeepSpeed's would spoil.
+# Not in the launchers, which need no DeepSpeed for this, and not where py-cpuinfo asks itself in a
+# process of its own, whose output DeepSpeed's would spoil.
 if "RANK" in os.environ and not any("cpuinfo" in word for word in sys.orig_argv):
     import deepspeed.ops
 
