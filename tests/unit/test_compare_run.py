@@ -15,6 +15,7 @@ from sweeps.compare.results import from_json
 from sweeps.compare.team import SideFailed, Team
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 PREPARE: dict[str, Any] = {
     "verb": "prepare",
     "side": "x",

@@ -118,6 +118,7 @@ def test_a_worker_notices_what_was_not_written(place: Path) -> None:
             worker.transfer({**asked, "direction": direction})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "torch", "torch-mapped", "safetensors", "memmap"])
 def test_checkpoints_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     try:

@@ -89,7 +89,8 @@ def test_the_text_is_the_same_every_time_and_its_parts_share_no_file():
     assert bytes(held_out[:4000].tolist()) not in bytes(first.tolist())
 
 
-@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_the_command_trains_and_writes_its_report(tmp_path, at_once):
     options = f"--at-once {at_once} --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2 --no-stress"
     called = CliRunner().invoke(

@@ -163,6 +163,7 @@ def test_rounds() -> None:
     assert {event.verb for event in one} == {"need", "change"}
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**config_of("llama2-7b"), "num_hidden_layers": 2})
