@@ -105,7 +105,7 @@ def by_turns(
     settings: Sequence[Setting], run: Callable[[Setting], float], rounds: int
 ) -> dict[Setting, list[float]]:
     """Each setting's speed in each round, relative to the mean of its round; every other round goes
-    the other way about.
+    in reverse order.
     """
     found: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for number in range(rounds):
@@ -174,7 +174,7 @@ def report(
 
 def of_the_best(values: dict[Setting, list[float]], setting: Setting) -> list[float]:
     """By round: *setting* over the best, which is the best of the rounds that are odd where this
-    one is even, and the other way about.
+    one is even, and vice versa.
     """
     ratios = []
     for parity in (0, 1):

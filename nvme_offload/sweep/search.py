@@ -196,7 +196,7 @@ class Search:
         self.evidence.observations.append(seen)
 
     def _survivors(self, keep: int) -> list[Setting]:
-        """*keep* settings: by turns the best one, and the cheapest one of those that noise may have
+        """*keep* settings: alternately the best one, and the cheapest one of those that noise may have
         put behind the best.
         """
         costs = {
@@ -222,7 +222,7 @@ class Search:
         return kept[:keep]
 
     def _newcomers(self, survivors: Sequence[Setting], count: int) -> list[Setting]:
-        """At most *count* settings beside *survivors* that nobody tried yet: from each by turns,
+        """At most *count* settings beside *survivors* that nobody tried yet: from each alternately,
         its cheapest neighbour, then its dearest.
         """
         tried = {seen.ask.setting for seen in self.evidence.observations}

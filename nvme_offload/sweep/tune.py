@@ -329,7 +329,7 @@ def _beside_fio(
 
 
 def _other_backend(options: Options) -> str | None:
-    """io_uring beside libaio and the other way about, where both work."""
+    """io_uring beside libaio, and libaio beside io_uring, where both work."""
     from nvme_offload.io.engine import Engine
 
     other = {"libaio": "io_uring", "io_uring": "libaio"}.get(options.backend)

@@ -23,7 +23,7 @@ from .plan import describe
 from .results import Results, Row, TaskFacts, as_json, from_json, groups, rows
 
 HOW = (
-    "Each round has every task, and each task everybody in turn; the next round begins with somebody else and goes the other way about. A ratio is the "
+    "Each round has every task, and each task everybody in turn; the next round begins with somebody else and goes in reverse order. A ratio is the "
     "median over the rounds of what one round gave, in brackets all rounds, or the middle 80 % of ten or more. Every side is a process or shares one with "
     "its kin, so that memory and CPU are its own. Those that take their caller's memory have the same: on huge pages, every page of it there before the "
     "clock starts; DeepSpeed's op has its own allocator's, without which it copies.",

@@ -124,7 +124,7 @@ class Plan:
 
 def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
     """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and
-    every other goes the other way about.
+    every other goes in reverse order.
     """
     first = number * max(1, len(names) // rounds) % len(names) if names else 0
     step = -1 if number % 2 else 1

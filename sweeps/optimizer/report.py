@@ -185,7 +185,7 @@ def _how(results: Results) -> Iterator[str]:
         f"{elements / 1e9:.3f}e9 bfloat16 parameters in the shapes of {'the model' if 'model' in results.facts else 'a GPT'}, with the same gradients at each "
         "step; fused AdamW. A run is a process; its first "
         f"{SETTLING} steps, which make the states and settle, count for memory alone, of the {len(whole[0].steps)} others the median counts. {rounds} rounds, "
-        "each with every variant once, every second the other way about; in brackets all of them. Bytes are those that the kernel counts. "
+        "each with every variant once, every second in reverse order; in brackets all of them. Bytes are those that the kernel counts. "
         f"host_memory: {results.host_memory}."
     )
     if results.of("deepspeed"):

@@ -28,7 +28,7 @@ from .stopwatch import Measurement
 
 _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "engine.toml"
 _HOW = (
-    "Each round has both sides of every contest, one right after the other, and the next round has them the other way about. A ratio is the median over the "
+    "Each round has both sides of every contest, one right after the other, and the next round has them in reverse order. A ratio is the median over the "
     "rounds of what one round gave; in brackets the middle 80 %, or all where there are fewer than ten rounds. A question mark says that the spread holds "
     "both answers. fio is asked for nothing that costs it CPU beside moving bytes, and its memory is on pages of the same size as ours, touched before it "
     "starts. Starting up counts on neither side; CPU seconds are those of all threads in the time that bytes move; fio does not count the kernel's own "

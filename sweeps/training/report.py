@@ -188,7 +188,7 @@ def _circumstances(results: Results) -> Iterator[str]:
     yield from results.notes
     yield (
         f"The model: {model.title}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
-        f"{plan.settling_steps} count for the peak of memory alone. {rounds} rounds; each has every variant once, and the next has them the other way about. "
+        f"{plan.settling_steps} count for the peak of memory alone. {rounds} rounds; each has every variant once, and the next has them in reverse order. "
         f"A figure is the median over the rounds of a run's median; a ratio is the median over the rounds of what one round gave, to "
         f"{_title(results, plan.baseline)} where nothing else is said; in brackets all rounds, or the middle 80 % of ten or more. A question mark says that "
         "the spread holds both answers. Bytes are those that the kernel counts for the process on its way to drives."
