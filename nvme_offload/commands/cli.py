@@ -23,9 +23,13 @@ NOT_SO = 3  # the exit status where the answer is no
 
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
     try:
-        return None if value is None else parse_bytes(value)
+        amount = None if value is None else parse_bytes(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, option) from None
+    if amount is not None and str(value).strip().isdigit() and amount < 1 << 20:
+        message = f"{value} is {amount} bytes: give a unit, such as {value}GB"
+        raise click.BadParameter(message, context, option)
+    return amount
 
 
 def main() -> int:
@@ -192,7 +196,9 @@ def plan(
         if model_path is not None
         else models.of_count(params or "")
     )
-    machine, here = planning.this_machine(paths)
+    # what is asked of another machine is not timed on this one, so that it is answered alike
+    described = host_memory is not None or gpu_name is not None
+    machine, here = planning.this_machine(paths, probe_seconds=0.0 if described else 0.2)
     gpu = machine.gpu
     if gpus == 0:
         gpu = None
@@ -200,7 +206,9 @@ def plan(
         known = gpu or Gpu("GPU", 0)
         gpu = Gpu(
             gpu_name or known.name,
-            gpu_memory or known.memory_bytes,
+            gpu_memory
+            or (gpu_name and _memory_of(gpu_name))
+            or (0 if gpu_name else known.memory_bytes),
             None if gpu_name else known.link_bytes_per_second,
         )
         if not gpu.memory_bytes:
@@ -230,6 +238,13 @@ def plan(
         if write is not None and config is not None:
             _print(f"\nWrote {write}: set learning rate and batch size.")
     return 0 if chosen else NOT_SO
+
+
+def _memory_of(gpu_name: str) -> int | None:
+    from nvme_offload.hardware import gpu_models
+
+    known = gpu_models.find(gpu_name)
+    return known.memory_bytes if known else None
 
 
 @command.command()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nvme_offload.hardware import gpu_models
 from nvme_offload.planning.model import Model
 from nvme_offload.planning.placement import World
 from nvme_offload.planning.plan import Machine, Plan, Work, weights
@@ -178,6 +179,8 @@ def _notes(model: Model, machine: Machine, work: Work) -> Iterator[str]:
 def _not_modelled(machine: Machine, work: Work) -> Iterator[str]:
     if not (work.tokens and machine.gpu):
         yield "compute and activations (--seq predicts them on a GPU)"
+    elif not gpu_models.find(machine.gpu.name):
+        yield f"compute of a GPU {machine.gpu.name!r}, whose speed is not known here"
     yield "communication between ranks"
     yield "attention over long sequences"
     yield "data loading and checkpoints."

@@ -26,6 +26,12 @@ _NAMES = {
     "vocabulary": ("vocab_size",),
 }
 
+_SIZES = {
+    *(name for names in _NAMES.values() for name in names),
+    *("intermediate_size", "num_key_value_heads", "head_dim", "num_local_experts"),
+    *("n_inner", "ffn_dim", "n_positions", "max_position_embeddings", "word_embed_proj_dim"),
+}
+
 Tensors = tuple[int, ...]  # the sizes of what belongs to one module itself, without those below it
 
 
@@ -108,7 +114,7 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
         ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError(
             f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead'
         )
@@ -120,6 +126,9 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
                 f"Known are {', '.join(sorted(_FAMILIES))}"
             )
         return dataclasses.replace(of_module(build(path, config["model_type"])), source=str(path))
+    for name in sorted(_SIZES & config.keys()):
+        if config[name] is not None and (type(config[name]) is not int or config[name] < 1):
+            raise UsageError(f"{path}: {name} is {config[name]!r}; it is a whole number above 0")
     try:
         modules = list(family(config))
     except (KeyError, TypeError, ZeroDivisionError) as error:

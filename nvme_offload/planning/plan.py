@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from ..ds_config.edit import aio_section
 from ..errors import OffloadError, UsageError
+from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
@@ -78,19 +79,6 @@ UTILISATION = 0.4  # of a GPU's peak, that training reaches
 # (Korthikanti et al., 2022)
 LAYER_ACTIVATIONS = 34
 
-# Dense 16-bit operations and bytes of memory a second, by what a GPU's name has in it.
-_GPUS = {
-    "B200": (2250e12, 8.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100": (989e12, 3.35e12),
-    "A100": (312e12, 1.9e12),
-    "L40S": (362e12, 0.86e12),
-    "4090": (165e12, 1.0e12),
-    "3090": (71e12, 0.94e12),
-    "A10": (125e12, 0.6e12),
-    "V100": (125e12, 0.9e12),
-    "L4": (121e12, 0.3e12),
-}
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
 
 
@@ -453,10 +441,8 @@ def _gb(count: float) -> str:
 def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:
     if gpu is None:
         return None, DEFAULT_HOST_BYTES_PER_SECOND
-    return next(
-        (speeds for name, speeds in _GPUS.items() if name in gpu.name),
-        (None, _OTHER_GPU_BYTES_PER_SECOND),
-    )
+    known = gpu_models.find(gpu.name)
+    return (known.flops, known.bytes_per_second) if known else (None, _OTHER_GPU_BYTES_PER_SECOND)
 
 
 # The configuration.

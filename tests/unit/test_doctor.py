@@ -236,6 +236,35 @@ def test_without_a_sweep_the_plan_says_what_to_run(tmp_path):
     assert "whose drive was never swept." in done.output
 
 
+def test_a_gpu_brings_its_memory_and_its_speed():
+    seconds = {}
+    for name in ("T4", "L4", "L40", "NVIDIA L40S", "h100", "NVIDIA H100 PCIe", "RTX 5090"):
+        asked = [
+            "--params",
+            "350M",
+            "--gpu",
+            name,
+            "--host-memory",
+            "64GB",
+            "--seq",
+            2048,
+            "--json",
+        ]
+        answer = json.loads(run("plan", *asked).output)
+        seconds[name] = answer["plans"][0]["seconds"]
+        assert not [said for said in answer["not_modelled"] if "not known" in said], name
+    assert len(set(seconds.values())) == len(seconds)
+
+
+def test_a_gpu_that_is_not_known_has_no_compute_and_that_is_said():
+    done = plan("--params", "350M", "--seq", 2048, "--gpu", "Abacus")
+    assert "compute of a GPU 'Abacus', whose speed is not known here" in done.output
+
+
+def test_what_is_asked_of_another_machine_is_answered_alike():
+    assert len({plan("--params", "1B", "--seq", 2048).output for _ in range(3)}) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -246,6 +275,15 @@ def test_without_a_sweep_the_plan_says_what_to_run(tmp_path):
         (["plan", "--params", "7B", "--path", "/nowhere"], "Directory '/nowhere' does not exist"),
         (["plan", "--params", "7B", "--gpu-memory", "80 fish"], "'80 fish' is not a size"),
         (["plan", "--params", "7B", "--ranks", "0"], "0 is not in the range"),
+        (
+            ["plan", "--params", "7B", "--gpu-memory", "24"],
+            "24 is 24 bytes: give a unit, such as 24GB",
+        ),
+        (["plan", "--params", "7B", "--host-memory", "64"], "give a unit, such as 64GB"),
+        (
+            ["plan", "--params", "7B", "--gpus", "1", "--gpu", "A100"],
+            "how much memory such a GPU has is not known here: give --gpu-memory",
+        ),
         (["repair"], "No such command 'repair'"),
     ],
 )

@@ -117,6 +117,46 @@ def test_a_config_that_is_not_there_is_refused(tmp_path):
         of_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", -5),
+        ("num_hidden_layers", 0),
+        ("vocab_size", 6.5),
+        ("hidden_size", True),
+        ("num_hidden_layers", "12"),
+        ("intermediate_size", [1]),
+    ],
+)
+def test_a_size_that_is_none_is_refused(tmp_path, name, value):
+    config = {**gated("llama", 64, 2, 4, 128, 1000), name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=f"{name} is .*; it is a whole number above 0"):
+        of_config(tmp_path)
+
+
+def test_a_model_type_that_is_no_name_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(UsageError, match="it is not a Hugging Face model config"):
+        of_config(tmp_path)
+
+
+def test_the_file_that_is_named_is_sized_whatever_lies_beside_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from nvme_offload.commands import unknown_family
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1000, "head_dim": 16}
+    named = tmp_path / "gemma2.json"
+    named.write_text(json.dumps({"model_type": "gemma2", **shape}))
+    alone = of_config(named, unknown_family.build)
+    with torch.device("meta"):
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape))
+    assert alone.parameters == of_module(model).parameters
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    assert of_config(named, unknown_family.build) == alone
+
+
 def test_an_unknown_family_is_built_by_who_can(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "own"}')
     found = of_config(
