@@ -149,6 +149,11 @@ def _answer(machine: Machine, found: Sequence[Plan], chosen: Plan | None) -> Ite
         yield f"  {chosen.formula}"
     if chosen.budget_bytes is not None:
         yield f'  with "host_memory": {chosen.budget_bytes} a rank, call nvme_offload.zero3.enable() before deepspeed.initialize'
+    if chosen.strategy.state_format != "exact":
+        yield (
+            f'  and "state_format": "{chosen.strategy.state_format}", which rounds optimizer states: '
+            "nothing that keeps them as they are fits"
+        )
     yield from _wear(machine, chosen)
 
 
@@ -181,6 +186,7 @@ def _not_modelled(machine: Machine, work: Work) -> Iterator[str]:
         yield "compute and activations (--seq predicts them on a GPU)"
     elif not gpu_models.find(machine.gpu.name):
         yield f"compute of a GPU {machine.gpu.name!r}, whose speed is not known here"
+    yield "packing of compact states on the processors"
     yield "communication between ranks"
     yield "attention over long sequences"
     yield "data loading and checkpoints."

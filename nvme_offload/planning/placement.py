@@ -13,13 +13,13 @@ DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from . import traffic
 from .model import Model
 from .traffic import WEIGHT_BYTES, WIDE_BYTES
 
-EXACT_BYTES = int(traffic.STATE_BYTES["exact"])  # of the states of a parameter
 BUFFER_FACTOR = 1.5  # DeepSpeed's additional_buffer_factor
 # What DeepSpeed's optimizer offload to NVMe holds of host memory for each parameter at its peak:
 # 30.6 GB at 1.6 billion, 2.4 GB of them CUDA's and torch's.
@@ -27,7 +27,7 @@ DEEPSPEED_NVME_HOST_BYTES = 17.5
 
 # How `zero3.stage3` cuts sub-groups, and the room that it wants beside them.
 LARGEST_SUB_GROUP = 1 << 26
-_BUDGET_PARTS = 16 * (EXACT_BYTES + WEIGHT_BYTES) + WIDE_BYTES
+_PARTS = 16  # sub-groups that a budget is to hold
 AHEAD = 2  # sub-groups whose room is for reading ahead
 _ROUNDING_SHARE, _ROUNDING_BYTES = 0.01, 64 << 20  # of every value to pages
 
@@ -43,6 +43,19 @@ class Strategy(NamedTuple):
     optimizer: Place
     parameters: Place = "gpu"
     ours: bool = False
+    state_format: str = "exact"
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the states of a parameter, as they are kept."""
+        return traffic.STATE_BYTES[self.state_format]
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of a parameter of the sub-group in use: its gradient in fp32, and what "compact" unpacks:
+        master, moments and the 16-bit weight.
+        """
+        return WIDE_BYTES if self.state_format == "exact" else 4 * WIDE_BYTES + WEIGHT_BYTES
 
     @property
     def uses_drive(self) -> bool:
@@ -60,6 +73,23 @@ STRATEGIES = (
     Strategy("zero3-cpu", "ZeRO-3, both on CPU", 3, "host", "host"),
     Strategy("nvme-optimizer", "nvme_offload, optimizer on NVMe", 3, "drive", ours=True),
     Strategy("nvme-both", "nvme_offload, both on NVMe", 3, "drive", "drive", ours=True),
+    Strategy(
+        "nvme-optimizer-compact",
+        "nvme_offload, optimizer on NVMe, compact",
+        3,
+        "drive",
+        ours=True,
+        state_format="compact",
+    ),
+    Strategy(
+        "nvme-both-compact",
+        "nvme_offload, both on NVMe, compact",
+        3,
+        "drive",
+        "drive",
+        ours=True,
+        state_format="compact",
+    ),
     Strategy("deepspeed-nvme-optimizer", "DeepSpeed, optimizer on NVMe", 3, "drive"),
     Strategy("deepspeed-nvme-both", "DeepSpeed, both on NVMe", 3, "drive", "drive"),
 )
@@ -96,7 +126,7 @@ def needs(strategy: Strategy, model: Model, world: World) -> Needs:
     drive = 0.0
     if strategy.uses_drive:
         each = (
-            EXACT_BYTES
+            strategy.state_bytes
             + (WEIGHT_BYTES if strategy.parameters == "drive" else 0)
             + (WEIGHT_BYTES if strategy.ours else WIDE_BYTES)
         )
@@ -147,16 +177,18 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The budget of a rank with which nothing touches the drive."""
     each = model.parameters / world.size
-    kept = EXACT_BYTES + WEIGHT_BYTES * (2 if strategy.parameters == "drive" else 1)
-    widened = WIDE_BYTES * (min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size)
+    kept = strategy.state_bytes + WEIGHT_BYTES * (2 if strategy.parameters == "drive" else 1)
+    largest = min(LARGEST_SUB_GROUP, each) + model.largest_parameter / world.size
+    widened = strategy.beside_bytes * largest
     return int((kept * each + widened) * (1 + _ROUNDING_SHARE)) + _ROUNDING_BYTES
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """The least budget of a rank that holds its part of the largest parameter."""
     # to either side of the states
-    kept = EXACT_BYTES + WIDE_BYTES + (2 * WEIGHT_BYTES if strategy.parameters == "drive" else 0)
-    return -(-model.largest_parameter // world.size) * kept + (1 << 17)
+    kept = strategy.state_bytes + strategy.beside_bytes
+    kept += 2 * WEIGHT_BYTES if strategy.parameters == "drive" else 0
+    return math.ceil(-(-model.largest_parameter // world.size) * kept) + (1 << 17)
 
 
 class Streamed(NamedTuple):
@@ -189,18 +221,18 @@ def streamed(strategy: Strategy, model: Model, world: World, budget: int) -> Str
     on_drive = strategy.parameters == "drive"
     if budget >= whole_bytes(strategy, model, world):
         return Streamed(0.0, 0.0, 0.0, 0.0)
-    sub_group = max(
-        min(LARGEST_SUB_GROUP, budget / _BUDGET_PARTS), model.largest_parameter / world.size
-    )
-    stays = max(budget - (WIDE_BYTES + AHEAD * EXACT_BYTES) * sub_group, 0.0)
-    written = max((EXACT_BYTES + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
+    states, beside = strategy.state_bytes, strategy.beside_bytes
+    wanted = budget / (_PARTS * (states + WEIGHT_BYTES) + beside)
+    sub_group = max(min(LARGEST_SUB_GROUP, wanted), model.largest_parameter / world.size)
+    stays = max(budget - (beside + AHEAD * states) * sub_group, 0.0)
+    written = max((states + WEIGHT_BYTES * (2 if on_drive else 1)) * each - stays, 0.0)
     in_backward = min(WEIGHT_BYTES * each, written)
     if not on_drive:
         return Streamed(0.0, in_backward, written, written - in_backward)
-    lacking = max(1 - budget / ((EXACT_BYTES + 2 * WEIGHT_BYTES) * each), 0.0)
+    lacking = max(1 - budget / ((states + 2 * WEIGHT_BYTES) * each), 0.0)
     return Streamed(
         2 * WEIGHT_BYTES * each * lacking,
         in_backward,
-        (EXACT_BYTES + WEIGHT_BYTES) * each * lacking,
+        (states + WEIGHT_BYTES) * each * lacking,
         written - in_backward,
     )

@@ -242,9 +242,11 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     """The plan of *found* with the fewest seconds of those that fit; None where nothing fits.
 
     Where several are as fast as can be told, within a tenth, it is the simplest of them. One whose
-    drive was never swept is taken where there is no other.
+    drive was never swept is taken where there is no other, and one that keeps states in fewer bits
+    where none that is exact fits.
     """
-    fitting = [plan for plan in found if plan.fits]
+    every = [plan for plan in found if plan.fits]
+    fitting = [plan for plan in every if plan.strategy.state_format == "exact"] or every
     fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
     if fewest is None:
         return next(iter(fitting), None)
@@ -481,6 +483,8 @@ def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, An
         config["aio"] = aio_section(machine.drives[0].profile)
     if strategy.ours:
         section: dict[str, Any] = {"host_memory": plan.budget_bytes}
+        if strategy.state_format != "exact":
+            section["state_format"] = strategy.state_format
         if machine.drives[0].profile and machine.drives[0].profile.chosen.backend != "libaio":
             section["backend"] = machine.drives[0].profile.chosen.backend
         if len(machine.drives) > 1:

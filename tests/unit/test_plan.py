@@ -372,9 +372,26 @@ def test_what_does_not_fit_says_how_much_it_takes():
     assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
-    assert fastest(list(found.values())) is None
+    smaller = machine(host_bytes=32 << 30, drives=(Drive("/d", 30 << 30, SPEEDS),))
+    assert fastest(plans(SEVEN, smaller, World())) is None
     with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
         ds_config(found["zero3"], machine())
+
+
+def test_states_in_fewer_bits_are_for_where_nothing_exact_fits():
+    card = Gpu("RTX 4090", 24 * 10**9)
+    here = machine(gpu=card, host_bytes=32 << 30, drives=(Drive("/d", 83 * 10**9, SPEEDS),))
+    found = plans(SEVEN, here, World())
+    chosen = fastest(found)
+    assert chosen is by_name(found)["nvme-optimizer-compact"]
+    # 4 bytes of states and 2 of the gradient
+    assert chosen.drive_bytes == pytest.approx(6 * 7e9, rel=0.01)
+    assert ds_config(chosen, here)["nvme_offload"]["state_format"] == "compact"
+    roomy = machine(gpu=card, host_bytes=32 << 30, drives=(Drive("/d", 1 << 40, SPEEDS),))
+    found = by_name(plans(SEVEN, roomy, World()))
+    assert found["nvme-optimizer-compact"].seconds < found["nvme-optimizer"].seconds
+    assert fastest(list(found.values())).strategy.state_format == "exact"
+    assert "state_format" not in ds_config(found["nvme-optimizer"], roomy)["nvme_offload"]
 
 
 def test_without_a_drive_nothing_is_offloaded_to_one():
