@@ -78,25 +78,56 @@ void in_parts(std::size_t count, unsigned threads, const Work& work) {
   Loop::run(&loop);
 }
 
-FOR_EACH_PROCESSOR void split_part(const std::uint32_t* __restrict master, std::uint16_t* __restrict working, std::uint16_t* __restrict low,
-                                   std::size_t count) {
+/// *Low*: 16 bits of what the bfloat16 lacks, or the upper 8 of them, where the others are zero.
+template <typename Low>
+INLINE void split_into(const std::uint32_t* __restrict master, std::uint16_t* __restrict working, Low* __restrict low, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t bits = master[i];
     const std::uint32_t upper = bits >> 16;
     const std::uint32_t quiet = (upper & 0x7f) == 0 ? upper | 0x40 : upper;
     const bool is_nan = (bits & kMagnitude) > kInfinity;
     working[i] = static_cast<std::uint16_t>(is_nan ? quiet : (bits + 0x8000) >> 16);
-    low[i] = static_cast<std::uint16_t>(bits);
+    low[i] = static_cast<Low>((bits & 0xffff) >> (16 - 8 * sizeof(Low)));
   }
 }
 
-FOR_EACH_PROCESSOR void join_part(const std::uint16_t* __restrict working, const std::uint16_t* __restrict low, std::uint32_t* __restrict master,
-                                  std::size_t count) {
+template <typename Low>
+INLINE void join_from(const std::uint16_t* __restrict working, const Low* __restrict low, std::uint32_t* __restrict master, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t upper = static_cast<std::uint32_t>(working[i]) << 16;
-    const std::uint32_t lower = low[i];
+    const std::uint32_t lower = static_cast<std::uint32_t>(low[i]) << (16 - 8 * sizeof(Low));
     const bool is_nan = (upper & kMagnitude) > kInfinity;
     master[i] = upper + lower - (is_nan || lower < 0x8000 ? 0 : 0x10000);
+  }
+}
+
+FOR_EACH_PROCESSOR void split_part(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* low, std::size_t count) {
+  split_into(master, working, low, count);
+}
+
+FOR_EACH_PROCESSOR void split_short_part(const std::uint32_t* master, std::uint16_t* working, std::uint8_t* low, std::size_t count) {
+  split_into(master, working, low, count);
+}
+
+FOR_EACH_PROCESSOR void join_part(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t* master, std::size_t count) {
+  join_from(working, low, master, count);
+}
+
+FOR_EACH_PROCESSOR void join_short_part(const std::uint16_t* working, const std::uint8_t* low, std::uint32_t* master, std::size_t count) {
+  join_from(working, low, master, count);
+}
+
+FOR_EACH_PROCESSOR void round_part(std::uint32_t* __restrict values, std::size_t count, const std::uint32_t* __restrict table, const std::uint32_t* factors,
+                                   const std::uint32_t* summands) {
+  for (std::size_t begin = 0; begin < count; begin += kBlock, ++factors, ++summands) {
+    const std::size_t end = std::min(count, begin + kBlock);
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint32_t bits = values[i];
+      const std::uint32_t random = (table[i - begin] * *factors + *summands) >> 24;
+      const bool is_finite = (bits & kMagnitude) < kInfinity;
+      const std::uint32_t quiet = (bits & kMagnitude) > kInfinity ? bits | 0x400000 : bits;  // a NaN stays one
+      values[i] = (is_finite ? bits + random : quiet) & ~0xffU;
+    }
   }
 }
 
@@ -189,6 +220,21 @@ void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* l
 
 void join(const std::uint16_t* working, const std::uint16_t* low, std::uint32_t* master, std::size_t count, unsigned threads) {
   in_parts(count, threads, [=](std::size_t begin, std::size_t end) { join_part(working + begin, low + begin, master + begin, end - begin); });
+}
+
+void split(const std::uint32_t* master, std::uint16_t* working, std::uint8_t* low, std::size_t count, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) { split_short_part(master + begin, working + begin, low + begin, end - begin); });
+}
+
+void join(const std::uint16_t* working, const std::uint8_t* low, std::uint32_t* master, std::size_t count, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) { join_short_part(working + begin, low + begin, master + begin, end - begin); });
+}
+
+void round_to_24(std::uint32_t* values, std::size_t count, Randoms randoms, unsigned threads) {
+  in_parts(count, threads, [=](std::size_t begin, std::size_t end) {
+    const std::size_t block = begin / kBlock;
+    round_part(values + begin, end - begin, randoms.table, randoms.factors + block, randoms.summands + block);
+  });
 }
 
 void encode(const float* values, std::uint8_t* codes, std::uint8_t* exponents, std::size_t count, bool is_signed, Randoms randoms, unsigned threads) {

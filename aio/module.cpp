@@ -454,6 +454,25 @@ PYBIND11_MODULE(_aio, module) {
       },
       "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
   module.def(
+      "split_short",
+      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count, unsigned threads) {
+        without_gil([&] { return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint8_t>(low), count, threads), true; });
+      },
+      "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
+  module.def(
+      "join_short",
+      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count, unsigned threads) {
+        without_gil([&] { return join(at<std::uint16_t>(working), at<std::uint8_t>(low), at<std::uint32_t>(master), count, threads), true; });
+      },
+      "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
+  module.def(
+      "round_to_24",
+      [](std::uintptr_t values, std::size_t count, std::uintptr_t table, std::uintptr_t factors, std::uintptr_t summands, unsigned threads) {
+        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors), at<std::uint32_t>(summands)};
+        without_gil([&] { return round_to_24(at<std::uint32_t>(values), count, randoms, threads), true; });
+      },
+      "values"_a, "count"_a, "table"_a, "factors"_a, "summands"_a, "threads"_a);
+  module.def(
       "encode",
       [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents, std::size_t count, bool is_signed, std::uintptr_t table, std::uintptr_t factors,
          std::uintptr_t summands, unsigned threads) {

@@ -95,7 +95,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         *,
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         host_memory: int | str = "auto",
-        state_format: Literal["exact", "split", "compact"] = "exact",
+        state_format: Literal["exact", "split", "compact", "compact24"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
         elementwise: bool = False,
         masters: bool = True,

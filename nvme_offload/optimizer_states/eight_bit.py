@@ -71,13 +71,13 @@ _NOT_FINITE = 255
 _INFINITY = 0x7F800000
 
 
-def is_signed(key: str, optimizer: str) -> bool:
+def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
     """Whether values of the state *key* have signs. Raises: UnsupportedError for a state that
     nobody has thought about.
     """
     if key not in _SIGNED:
         raise UnsupportedError(
-            f'state_format="compact" does not know the state {key!r} of {optimizer}, so not how it may be rounded; '
+            f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so not how it may be rounded; '
             f'it knows {", ".join(sorted(_SIGNED))}: use state_format="split" or "exact"'
         )
     return _SIGNED[key]
@@ -144,6 +144,47 @@ def round_to_16(
         codes[start : start + count].view(torch.int16).copy_(
             drawn.add_(part.view(torch.int32)).bitwise_right_shift_(16)
         )
+
+
+def round_to_24(
+    values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
+) -> None:
+    """Round *values*, in place, to the upper 24 bits of fp32, stochastically as `encode` does.
+
+    Shapes: flat, contiguous, float32; int64 names of blocks.
+    """
+    import torch
+
+    if not values.is_cpu:
+        round_to_24_by_torch(values, seed=seed, blocks=blocks)
+        return
+    factors, summands = _keys(values.numel(), seed, values.device, blocks)
+    randoms = _table(values.device).data_ptr(), factors.data_ptr(), summands.data_ptr()
+    _aio.round_to_24(values.data_ptr(), values.numel(), *randoms, torch.get_num_threads())
+
+
+def round_to_24_by_torch(
+    values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
+) -> None:
+    """`round_to_24` on any device."""
+    import torch
+
+    factors, summands = _keys(values.numel(), seed, values.device, blocks)
+    size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
+    random = torch.empty(size, dtype=torch.int32, device=values.device)
+    for start in range(0, values.numel(), CHUNK):
+        part = values[start : start + size]
+        first_block = start // BLOCK
+        drawn = _randoms(
+            random[: -(-part.numel() // BLOCK) * BLOCK],
+            factors[first_block:],
+            summands[first_block:],
+        )[: part.numel()]
+        drawn.bitwise_right_shift_(24).bitwise_and_(0xFF)
+        drawn.mul_(part.isfinite())
+        bits = part.view(torch.int32)
+        bits.bitwise_or_(part.isnan() * 0x400000)  # a NaN stays one without its lowest bits
+        bits.add_(drawn).bitwise_and_(~0xFF)
 
 
 def decode(

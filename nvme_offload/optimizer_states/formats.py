@@ -7,14 +7,16 @@ Bytes for each parameter of a 16-bit model with Adam's two moments, read and wri
 | exact     | 4      | 4, as it is    | 12                     |
 | split     | 2      | 4, as it is    | 10                     |
 | compact   | 2      | 1 + 1/256      | 4 + 2/256              |
+| compact24 | 1      | 1 + 1/256      | 3 + 2/256              |
 
-Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8 and 2 +
-2/256. Every slot begins at a multiple of 64 bytes, which adds at most 63 bytes to each.
+Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8, 2 +
+2/256 and 2 + 2/256. Every slot begins at a multiple of 64 bytes, which adds at most 63 bytes.
 
 "exact" gives everything back bit for bit, and working weights as `Tensor.copy_` rounds them.
 "split" gives everything back bit for bit too, with working weights rounded half away from zero (see
 `split.py`), which differ from "exact"'s in ties, one master in 65536. "compact" keeps states in 8
-bits (see `eight_bit.py`).
+bits (see `eight_bit.py`). "compact24" also rounds the master stochastically to 24 bits, of which
+the bfloat16 weight has the upper 16: a master then moves in steps of 2**-16 of itself.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, UsageError
-from .eight_bit import BLOCK, decode, encode, is_signed, round_to_16
+from .eight_bit import BLOCK, decode, encode, is_signed, round_to_16, round_to_24
 from .split import CHUNK, join, split
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 _MANY = 1 << 20  # parameters beside which alignment is nothing
+_MASTER_INDEX = -1  # of the master, where states are counted from 0, in what rounding draws on
 _SLOWEST = 0.96  # of momenta in 8 bits: reports/compact-quality-cpu.md
 _LEAST_EPS = 1e-12  # likewise
 _LOOK_EVERY = 64  # steps, and at the powers of two, at how far states are apart
@@ -92,14 +95,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
-    """One of `FORMATS`. splits_master: the drive has only those 16 bits of the master that the
-    working weight lacks. eight_bit: states in 8 bits, or where they are *wide* in 16.
+    """One of `FORMATS`. master_bytes: of a 16-bit weight's fp32 master that the drive has: 4, or
+    those that the weight lacks, 2, or 1 where the master is rounded to 24 bits. eight_bit: states
+    in 8 bits, or where they are *wide* in 16.
 
     keeps_masters: 16-bit weights have fp32 masters; without, they are updated themselves.
     """
 
     name: str
-    splits_master: bool
+    master_bytes: int
     eight_bit: bool
     keeps_masters: bool = True
     wide: bool = False
@@ -113,11 +117,23 @@ class StateFormat:
         )
 
     @property
+    def splits_master(self) -> bool:
+        """Whether the drive has of a master only what the working weight lacks."""
+        return self.master_bytes < 4
+
+    @property
     def in_place(self) -> bool:
         """Whether `unpack` gives views of the buffer, so that what changes them has changed the
         buffer.
         """
         return not self.splits_master
+
+    @property
+    def _low_dtype(self) -> torch.dtype:
+        """Of the bits that a bfloat16 weight lacks of its master."""
+        import torch
+
+        return torch.int16 if self.master_bytes == 2 else torch.int8
 
     def layout(
         self,
@@ -149,7 +165,7 @@ class StateFormat:
 
         master = None
         if self.update_dtype(working_dtype) != working_dtype:
-            master = slot(numel * (2 if self.splits_master else 4))
+            master = slot(numel * self.master_bytes)
         slots = {}
         for key, dtype in states.items():
             if not self.eight_bit:
@@ -159,7 +175,7 @@ class StateFormat:
                 raise UnsupportedError(
                     f'state_format="{self.name}" keeps float32 states; {optimizer} has {key!r} in {dtype}: use "exact" or "split"'
                 )
-            signed = is_signed(key, optimizer)
+            signed = is_signed(key, optimizer, self.name)
             if self.wide:
                 slots[key] = StateSlot(dtype, slot(numel * 2), signed=signed, halved=True)
             else:
@@ -229,7 +245,7 @@ class StateFormat:
             if self.splits_master:
                 master = next(fresh)
                 for weight, low, whole in _fragments(
-                    layout, _together(layout, working), kept.view(torch.int16), master
+                    layout, _together(layout, working), kept.view(self._low_dtype), master
                 ):
                     join(weight, low, whole)
             else:
@@ -265,8 +281,8 @@ class StateFormat:
         weights. The other way about of `unpack`.
 
         Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing.
-        Where there is no master the working weights stay. seed, blocks: what "compact" rounds by,
-        any int, another for every step and the same to repeat a run bit for bit; and an int64 for
+        Where there is no master the working weights stay. "compact24" rounds *master* itself, in
+        place. seed, blocks: what "compact" and "compact24" round by, any int, another for every step and the same to repeat a run bit for bit; and an int64 for
         each `BLOCK` of values, another for each, without which they are numbered. Others ignore
         them. Raises: UsageError where shapes do not fit.
         """
@@ -277,9 +293,11 @@ class StateFormat:
         if master is not None and layout.master is not None:
             kept = layout.master.of(buffer)
             if self.splits_master:
+                if self.master_bytes == 1:
+                    round_to_24(master, seed=(seed, _MASTER_INDEX), blocks=blocks)
                 together = _together(layout, working)
                 for weight, low, whole in _fragments(
-                    layout, together, kept.view(torch.int16), master
+                    layout, together, kept.view(self._low_dtype), master
                 ):
                     split(whole, weight, low)
                 if together is not working:
@@ -313,9 +331,10 @@ class StateFormat:
 FORMATS = {
     format.name: format
     for format in (
-        StateFormat("exact", splits_master=False, eight_bit=False),
-        StateFormat("split", splits_master=True, eight_bit=False),
-        StateFormat("compact", splits_master=True, eight_bit=True),
+        StateFormat("exact", master_bytes=4, eight_bit=False),
+        StateFormat("split", master_bytes=2, eight_bit=False),
+        StateFormat("compact", master_bytes=2, eight_bit=True),
+        StateFormat("compact24", master_bytes=1, eight_bit=True),
     )
 }
 

@@ -35,36 +35,28 @@ CHUNK = 1 << 24
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
     """Round *master* into *working* and keep in *low* what that lacks. Shapes: flat, contiguous, of
-    one size; float32, bfloat16, int16.
+    one size; float32, bfloat16, int16; or int8, for a master whose lowest 8 bits are zero.
     """
     import torch
 
-    if master.is_cpu:
-        _aio.split(
-            master.data_ptr(),
-            working.data_ptr(),
-            low.data_ptr(),
-            master.numel(),
-            torch.get_num_threads(),
-        )
-    else:
+    if not master.is_cpu:
         split_by_torch(master, working, low)
+        return
+    by_extension = _aio.split if low.dtype == torch.int16 else _aio.split_short
+    places = master.data_ptr(), working.data_ptr(), low.data_ptr()
+    by_extension(*places, master.numel(), torch.get_num_threads())
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
     """The *master* that *working* and *low* were split from. Shapes: as in `split`."""
     import torch
 
-    if master.is_cpu:
-        _aio.join(
-            working.data_ptr(),
-            low.data_ptr(),
-            master.data_ptr(),
-            master.numel(),
-            torch.get_num_threads(),
-        )
-    else:
+    if not master.is_cpu:
         join_by_torch(working, low, master)
+        return
+    by_extension = _aio.join if low.dtype == torch.int16 else _aio.join_short
+    places = working.data_ptr(), low.data_ptr(), master.data_ptr()
+    by_extension(*places, master.numel(), torch.get_num_threads())
 
 
 def split_by_torch(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
@@ -81,7 +73,7 @@ def split_by_torch(master: torch.Tensor, working: torch.Tensor, low: torch.Tenso
         quiet = torch.where((upper & 0x7F) == 0, upper | 0x40, upper)
         torch.where(master[part].isnan(), quiet, high, out=high)
         working[part].view(torch.int16).copy_(high)
-        low[part].copy_(bits)
+        low[part].copy_(bits if low.dtype == torch.int16 else bits >> 8)
 
 
 def join_by_torch(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
@@ -94,8 +86,9 @@ def join_by_torch(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor
         bits = master[part].view(torch.int32)
         bits.copy_(working[part].view(torch.int16))
         bits.bitwise_left_shift_(16)
-        bits.add_(scratch[: bits.numel()].copy_(low[part]))
+        lacking = scratch[: bits.numel()].copy_(low[part])
+        if low.dtype == torch.int8:
+            lacking.bitwise_left_shift_(8)
+        bits.add_(lacking)
         upper = working[part].view(torch.int16).to(torch.int32) << 16
-        torch.where(
-            working[part].isnan(), upper | (low[part].to(torch.int32) & 0xFFFF), bits, out=bits
-        )
+        torch.where(working[part].isnan(), upper | (lacking & 0xFFFF), bits, out=bits)

@@ -19,7 +19,7 @@ WEIGHT_BYTES = 2  # of a parameter or a gradient in 16 bits
 WIDE_BYTES = 4  # of one in fp32
 # By state format, what is kept of a parameter that Adam updates. Source:
 # `StateFormat.element_bytes`, to which a test compares it.
-STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256}
+STATE_BYTES = {"exact": 12.0, "split": 10.0, "compact": 4 + 2 / 256, "compact24": 3 + 2 / 256}
 
 
 class Load(NamedTuple):

@@ -65,7 +65,7 @@ class Settings:
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     checksum: bool = False
-    state_format: Literal["exact", "split", "compact"] = "exact"
+    state_format: Literal["exact", "split", "compact", "compact24"] = "exact"
     missing_gradients: Literal["zero", "last"] = "zero"
 
     @classmethod

@@ -112,7 +112,7 @@ def test_compact_states_come_near(tmp_path):
         assert (one.float() - other.float()).norm() < 0.3 * (other.float() - first).norm()
 
 
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format):
     options = {"paths": tmp_path, "host_memory": "20MB", "state_format": state_format}
     whole, first = (

@@ -121,7 +121,7 @@ def test_torchs_functions_for_distributed_state(tmp_path, name, state_format, fl
         assert differing(list(saved.parameters()), list(undisturbed.parameters())) == []
 
 
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format, mapped):
     whole, first = parameters(torch.bfloat16), parameters(torch.bfloat16)

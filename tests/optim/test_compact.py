@@ -18,21 +18,33 @@ from nvme_offload.optimizer_states import far_blocks, round_near, state_format
 SHAPES = [(40, 30), (7,), (300, 100), (64, 64), (1000,), (33, 31)]
 
 
-def compact(params, tmp_path, host_memory, **kwargs):
+def compact(params, tmp_path, host_memory, state_format="compact", **kwargs):
     return NVMeOptimizer(
         params,
         torch.optim.AdamW,
         paths=tmp_path,
         host_memory=host_memory,
-        state_format="compact",
+        state_format=state_format,
         **kwargs,
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.999)], ids=str)
-def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, dtype, betas):
-    make = functools.partial(compact, betas=betas, weight_decay=0.1)
+@pytest.mark.parametrize(
+    ("state_format", "dtype", "betas"),
+    [
+        ("compact", torch.float32, (0.9, 0.999)),
+        ("compact", torch.float32, (0.99, 0.999)),
+        ("compact", torch.bfloat16, (0.9, 0.999)),
+        ("compact", torch.bfloat16, (0.99, 0.999)),
+        ("compact24", torch.bfloat16, (0.9, 0.999)),
+        ("compact24", torch.bfloat16, (0.99, 0.999)),
+    ],
+    ids=str,
+)
+def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(
+    tmp_path, state_format, dtype, betas
+):
+    make = functools.partial(compact, state_format=state_format, betas=betas, weight_decay=0.1)
     whole = parameters(dtype, shapes=SHAPES)
     with make(whole, tmp_path, "64MiB") as optimizer:
         buckets = {len(optimizer._buckets)}
@@ -59,6 +71,26 @@ def test_the_bits_are_the_same_with_any_budget_also_of_a_resumed_run(tmp_path, d
                 assert unlike(optimizer.state_dict()["state"], expected) == []
             assert differing(params, whole) == []
     assert len(buckets) > 2
+
+
+def test_masters_have_24_bits_and_follow_those_of_32(tmp_path):
+    shorter, whole = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    with (
+        compact(shorter, tmp_path, "64MiB", "compact24") as ours,
+        compact(whole, tmp_path, "64MiB") as reference,
+    ):
+        train(shorter, ours, steps=20)
+        train(whole, reference, steps=20)
+        kept = ours.state_dict()["state"]
+        masters = reference.state_dict()["state"]
+        assert any((one["master"].view(torch.int32) & 0xFF != 0).any() for one in masters.values())
+        for index in kept:
+            assert (kept[index]["master"].view(torch.int32) & 0xFF == 0).all()
+            # a step moves a weight by up to the rate of 1e-3, and rounds it to 2**-16 of itself
+            assert torch.allclose(kept[index]["master"], masters[index]["master"], atol=4e-3)
+        assert sum(bucket.nbytes for bucket in ours._buckets) < 0.8 * sum(
+            bucket.nbytes for bucket in reference._buckets
+        )
 
 
 @pytest.mark.parametrize(

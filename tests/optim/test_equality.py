@@ -395,7 +395,7 @@ def test_fifty_steps_take_no_more_than_the_budget(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
 def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
     script = tmp_path / "script.py"
     script.write_text(MEMORY)

@@ -169,7 +169,7 @@ def test_what_cannot_be_put_in_is_refused_there_and_then(tmp_path):
         state["exp_avg"].sum()
 
 
-@pytest.mark.parametrize("state_format", ["split", "compact"])
+@pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
 def test_writing_to_packed_states(tmp_path, state_format):
     params = parameters(torch.bfloat16, shapes=SHAPES)
     with tight(params, tmp_path, state_format=state_format) as optimizer:

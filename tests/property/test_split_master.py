@@ -75,12 +75,39 @@ def check(bits: torch.Tensor) -> None:
     )
 
 
+def check_short(bits: torch.Tensor) -> None:
+    """The same of patterns whose lowest 8 bits are zero, of which 8 bits are kept: all come back
+    with the working weights that 16 bits give.
+    """
+    bits = bits & ~0xFF
+    working, back = there_and_back(bits)
+    for there, home in ((split, join), (split_by_torch, join_by_torch)):
+        short = torch.empty(bits.numel(), dtype=torch.bfloat16)
+        low = torch.empty(bits.numel(), dtype=torch.int8)
+        found = torch.empty(bits.numel(), dtype=torch.float32)
+        there(bits.view(torch.float32), short, low)
+        home(short, low, found)
+        assert torch.equal(short.view(torch.int16), working.view(torch.int16))
+        assert torch.equal(found.view(torch.int32), back)
+
+
 def as_bits(patterns: torch.Tensor) -> torch.Tensor:
     return patterns.to(torch.int32)  # from int64, keeping the lower half
 
 
 def test_every_upper_half_with_every_lower_half_that_decides():
     check(as_bits((torch.arange(1 << 16)[:, None] << 16 | torch.tensor(LOWS)).flatten()))
+
+
+def test_every_upper_half_with_every_byte_that_is_kept():
+    check_short(
+        as_bits(
+            (
+                torch.arange(1 << 16)[:, None] << 16 | torch.tensor([0, 0x7F, 0x80, 0xFF]) << 8
+            ).flatten()
+        )
+    )
+    check_short(as_bits((torch.tensor(HIGHS)[:, None] << 16 | torch.arange(1 << 16)).flatten()))
 
 
 def test_every_lower_half_with_every_upper_half_that_decides():

@@ -31,6 +31,11 @@ SHIM = """
 using namespace nvme_offload;
 extern "C" void c_split(const std::uint32_t* m, std::uint16_t* w, std::uint16_t* l, std::size_t n) { split(m, w, l, n, 1); }
 extern "C" void c_join(const std::uint16_t* w, const std::uint16_t* l, std::uint32_t* m, std::size_t n) { join(w, l, m, n, 1); }
+extern "C" void c_split_short(const std::uint32_t* m, std::uint16_t* w, std::uint8_t* l, std::size_t n) { split(m, w, l, n, 1); }
+extern "C" void c_join_short(const std::uint16_t* w, const std::uint8_t* l, std::uint32_t* m, std::size_t n) { join(w, l, m, n, 1); }
+extern "C" void c_round_to_24(std::uint32_t* v, std::size_t n, const std::uint32_t* t, const std::uint32_t* f, const std::uint32_t* a) {
+  round_to_24(v, n, {t, f, a}, 1);
+}
 extern "C" void c_encode(const float* v, std::uint8_t* c, std::uint8_t* e, std::size_t n, bool s, const std::uint32_t* t, const std::uint32_t* f,
                          const std::uint32_t* a) { encode(v, c, e, n, s, {t, f, a}, 1); }
 extern "C" void c_decode(const std::uint8_t* c, const std::uint8_t* e, float* v, std::size_t n, bool s) { decode(c, e, v, n, s, 1); }
@@ -38,7 +43,7 @@ extern "C" void c_decode(const std::uint8_t* c, const std::uint8_t* e, float* v,
 
 
 class Codec:
-    """The four functions, of a library compiled for one width or of the package's own (None)."""
+    """The functions, of a library compiled for one width or of the package's own (None)."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         self.library = library
@@ -111,13 +116,26 @@ def patterns() -> np.ndarray:
     return found
 
 
-def test_split_and_join(codec: Codec) -> None:
+def randoms() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What rounding draws on: a table of a block, and two numbers for each block."""
+    generator = np.random.default_rng(11)
+    table, factors, summands = (
+        generator.integers(0, 1 << 32, size, dtype=np.uint32)
+        for size in (BLOCK, -(-NUMEL // BLOCK), -(-NUMEL // BLOCK))
+    )
+    return table, factors | np.uint32(1), summands
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("", np.uint16), ("_short", np.uint8)])
+def test_split_and_join(codec: Codec, form: str, dtype: type) -> None:
     told = []
     for each in (codec, Codec(None)):
-        master, working, low = patterns(), np.zeros(NUMEL, np.uint16), np.zeros(NUMEL, np.uint16)
-        each.call("split", master, working, low, NUMEL)
+        master, working, low = patterns(), np.zeros(NUMEL, np.uint16), np.zeros(NUMEL, dtype)
+        if form:
+            each.call("round_to_24", master, NUMEL, *randoms())
+        each.call(f"split{form}", master, working, low, NUMEL)
         again = np.zeros(NUMEL, np.uint32)
-        each.call("join", working, low, again, NUMEL)
+        each.call(f"join{form}", working, low, again, NUMEL)
         told.append((working.tobytes(), low.tobytes(), again.tobytes()))
     assert told[0] == told[1]
     numbers = (master & 0x7FFFFFFF) <= 0x7F800000
@@ -126,12 +144,6 @@ def test_split_and_join(codec: Codec) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_encode_and_decode(codec: Codec, signed: bool) -> None:
-    generator = np.random.default_rng(11)
-    table = generator.integers(0, 1 << 32, ROW, dtype=np.uint32)
-    factors, summands = (
-        generator.integers(0, 1 << 32, 3, dtype=np.uint32) | np.uint32(1),
-        generator.integers(0, 1 << 32, 3, dtype=np.uint32),
-    )
     values = (
         patterns().view(np.float32)
         if signed
@@ -144,7 +156,7 @@ def test_encode_and_decode(codec: Codec, signed: bool) -> None:
             np.zeros(-(-NUMEL // BLOCK), np.uint8),
             np.zeros(NUMEL, np.float32),
         )
-        each.call("encode", values, codes, exponents, NUMEL, signed, table, factors, summands)
+        each.call("encode", values, codes, exponents, NUMEL, signed, *randoms())
         each.call("decode", codes, exponents, back, NUMEL, signed)
         told.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))
     assert told[0] == told[1]

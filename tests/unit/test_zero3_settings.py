@@ -104,8 +104,8 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
     ("key", "wrong", "possible"),
     [
         ("swappers", "ours", '"native", "deepspeed"'),
-        ("state_format", "lossless", '"exact", "split", "compact"'),
-        ("state_format", None, '"exact", "split", "compact"'),
+        ("state_format", "lossless", '"exact", "split", "compact", "compact24"'),
+        ("state_format", None, '"exact", "split", "compact", "compact24"'),
         ("missing_gradients", "none", '"zero", "last"'),
         ("swappers", None, '"native", "deepspeed"'),
         ("swappers", [], '"native", "deepspeed"'),

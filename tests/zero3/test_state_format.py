@@ -126,6 +126,11 @@ def test_runs_go_on_as_if_they_had_not_ended(tmp_path):
             section={**COMPACT, "host_memory": 400_000},
         ),
         Case(name="adagrad", optimizer="adagrad", section=COMPACT),
+        Case(
+            name="compact24",
+            model="blocks",
+            section={"state_format": "compact24", "host_memory": 400_000},
+        ),
     ]
     whole = run_lives(
         [Life(case.name, case, saves=[[2, str(tmp_path / case.name)]]) for case in cases], tmp_path
@@ -149,7 +154,7 @@ REFUSED = [
     ),
     (
         Case(section={"state_format": "small"}),
-        '"state_format" in "nvme_offload" must be one of "exact", "split", "compact"',
+        '"state_format" in "nvme_offload" must be one of "exact", "split", "compact", "compact24"',
     ),
     (Case(section={"state_format": "split", "swappers": "deepspeed"}), 'leave "swappers" out'),
 ]
