@@ -7,14 +7,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..optimizer_states import BLOCK, Layout
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, is_for_each
+
+if TYPE_CHECKING:
+    from .awaited import Awaited
 
 _SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
@@ -26,6 +30,9 @@ class Weight:
 
     *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
     optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
+
+    *awaited*: the update that is queued, and *taken* the gradient of the last that was, with its
+    version.
     """
 
     parameter: torch.Tensor
@@ -38,6 +45,8 @@ class Weight:
     offset: int = 0
     shown: Any = None  # the `ShownState`, once there is one
     placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
+    awaited: Awaited | None = None
+    taken: tuple[weakref.ref[torch.Tensor], int] | None = None
 
     @property
     def states(self) -> dict[Any, Any]:
@@ -45,6 +54,29 @@ class Weight:
         are no fragments, as of what never has gradients.
         """
         return self.fragments[0].states if self.fragments else {}
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """That of the update that is queued, or the parameter's own."""
+        return self.parameter.grad if self.awaited is None else self.awaited.values
+
+    @property
+    def has_new_gradient(self) -> bool:
+        """Whether the parameter has another gradient than the one that was taken up."""
+        gradient = self.parameter.grad
+        return gradient is not None and (
+            self.taken is None
+            or self.taken[0]() is not gradient
+            or self.taken[1] != gradient._version
+        )
+
+    def taken_up(self) -> None:
+        """Its gradient is that of an update to come, as which autograd is told of that now."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            torch.autograd.graph.increment_version(self.parameter)
+            self.taken = weakref.ref(gradient), gradient._version
+        self.seen = self._now()
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""
@@ -68,7 +100,7 @@ class Weight:
         """An update has changed the parameter, which autograd is told as of every other change in
         place; without a gradient only where it does *always*.
         """
-        if always or self.parameter.grad is not None:
+        if always or self.gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
         self.seen = self._now()
         self.updates += 1
@@ -192,7 +224,7 @@ class Fragment:
         """What the shadow is to be given; put into *widened*, which has a place for each element of
         the bucket, or none, where it has other bits.
         """
-        if (gradient := self.weight.parameter.grad) is None:
+        if (gradient := self.weight.gradient) is None:
             return None
         part = self.of(local(gradient))
         if part.dtype == self.shadow.dtype or widened.numel() == 0:

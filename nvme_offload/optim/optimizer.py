@@ -25,14 +25,16 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
+from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy, clear_spent
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
-from .options import StepOptions, materialised, same, samples_of
+from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import ShownState, StateOnDrive
 from .stats import UpdateClock, UpdateStats
-from .update import Updater
+from .update import Options, Updater
+from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
@@ -61,6 +63,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
     DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and is the caller's
     word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by
     hand.
+
+    *overlap_step*: `step` returns at once, and its updates run in a thread of their own under what
+    comes next, as a rule the next forward pass, in the order of its needs. The bits are the same:
+    the first use of a parameter waits for its update, and so do `state`, `state_dict`, `stats` and
+    all else that is asked of the optimizer, but for `zero_grad()` and `param_groups`. See
+    `synchronize` for what cannot wait by itself. An error of the drive is raised by the first use,
+    or by the next `step`. With `step_in_backward`, updates begin under the backward pass.
 
     Parameters are updated in buckets, and large ones in parts, where that gives the same bits.
     torch's own classes are known; any other is tried when the optimizer is made, and a line of the
@@ -97,6 +106,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         host_memory: int | str = "auto",
         state_format: Literal["exact", "split", "compact", "compact24"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
+        overlap_step: bool = False,
         elementwise: bool = False,
         masters: bool = True,
         aio: AioConfig | None = None,
@@ -118,6 +128,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if step_in_backward
             else None
         )
+        self._overlap = bool(overlap_step)
+        self._queue: UpdateQueue | None = None
+        self._open_step: Step | None = None  # some of whose updates are queued
+        self._hooks: dict[Weight, Any] = {}  # for the first gradient of a backward pass
+        self._state_was_asked_for = False  # since it was looked at last
+        self._backward_begins = True  # there was none since the last step
+        self._uses: dict[Weight, int] = {}  # in which order parameters are used
+        self._late: list[tuple[int, str, Any, Any]] = []  # options that a queued step has changed
+        self._told_alone = False  # that steps are not run under anything
+        self._changes_groups = False
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._source = weakref.ref(self)
@@ -160,6 +180,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 f"optimizer{next(_serial)}",
                 declared=elementwise,
             )
+            if self._overlap:
+                self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
             self._clock = UpdateClock(self._tier)
         except BaseException:
@@ -174,35 +196,57 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. Raises: UsageError; the drive's errors, after which it may be
         called again: see the class.
+
+        With `overlap_step` it queues the updates, after those of the step before. Where these have
+        failed, it raises their error; called again it tries them again, and makes a step of its own
+        only where there are other gradients.
         """
+        tried_again = self._catch_up()
         self._check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
+            if tried_again and not any(weight.has_new_gradient for weight in self._weights):
+                return loss
+            due = self._due()
+            if self._can_queue(due):
+                self._queue_updates(due)
+                self._end_step()
+                return loss
+            self._end_queueing()
             with self._clock.running():
-                self._check_parameters()
-                self._take_up_states()
-                for weight in self._weights:
-                    weight.settle_gradient()
-                due = [
-                    bucket
-                    for bucket in self._buckets
-                    if bucket not in self._updated and bucket.has_gradient
-                ]
-                self._bucketing.check(due)
-                for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
-                    _check_gradient(weight)
                 self._tier.swapper.prefetch(bucket.name for bucket in due)
                 try:
                     for bucket in due:
-                        self._update(bucket)
+                        self._update_now(bucket)
                 finally:
                     self._updater.drain()
                 self._end_step()
             self._last = self._clock.end_step(self._steps)
         return loss
+
+    def synchronize(self) -> None:
+        """With `overlap_step`: return when all updates are made; on a GPU, when what is done next
+        on the current stream comes after them. Otherwise, and where none is to come, do nothing.
+
+        Call it before what cannot wait by itself uses parameters, their gradients, or states: other
+        tensors that share their memory and were made before the step, C++ extensions and functions
+        of TorchScript that are given a parameter, `torch.as_tensor(parameter)` and the like, and
+        CUDA graphs. Raises: the drive's errors, after which it may be called again: it goes on with
+        what is left.
+        """
+        queue: UpdateQueue | None = self.__dict__.get("_queue")
+        if queue is None:
+            return
+        queue.wait()
+        if self._late:
+            late, self._late = self._late, []
+            for index, key, before, value in late:
+                if same(self.param_groups[index].get(key), before):  # nobody has set it since
+                    self.param_groups[index][key] = value
+            self._changed_groups(sorted({key for _, key, _, _ in late}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays
@@ -225,6 +269,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not self._ready:
             super().add_param_group(param_group)
             return
+        self.synchronize()
         [sample] = samples_of([param_group])
         super().add_param_group(param_group)
         groups, samples = self.param_groups, self._template.param_groups
@@ -246,6 +291,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         "nvme_offload" beside "state" and "param_groups" says how the states are kept, which loading
         it anywhere does not depend on. Raises: NoSpaceError; UsageError.
         """
+        self.synchronize()
         self._check_usable()
         self._check_parameters()
         for weight in self._weights:
@@ -253,7 +299,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 _check_unchanged(weight)
         with self._lock:
             self._updater.drain()
-            small = self.state
+            small = self._state
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
@@ -289,6 +335,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ValueError when it is of other parameters, and nothing is changed; as `step`, after which it
         is to be loaded again.
         """
+        self._give_up_what_fails()
         loaded: dict[Weight, dict[str, Any]] = {}
         steps, wide = 0, False
 
@@ -327,13 +374,24 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 for hook in hooks:
                     hook.remove()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        if "state" in given:
+            self.state = given.pop("state")
+        super().__setstate__(given)
+
     # Beyond it.
 
     def stats(self) -> UpdateStats:
-        """Of the last step. Raises: UsageError when there was none."""
+        """Of the last step. With `overlap_step` it waits for the updates. Raises: UsageError when
+        there was none; as `synchronize`.
+        """
+        self.synchronize()
         if self._last is None:
             raise UsageError("this optimizer has made no step yet")
-        return self._last
+        if self._queue is None:
+            return self._last
+        return dataclasses.replace(self._last, update_wait_seconds=self._queue.waited_seconds)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,14 +410,24 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Give back memory and room on the drives; a second call does nothing. Nothing but the
         parameters is left.
+
+        Raises: with `overlap_step`, what went wrong in the last updates; it is closed all the same.
         """
         with self._lock:
             if not self._closed:
-                self._closed = True
-                if self._backward is not None:
-                    self._backward.close()
-                self._updater.drain()
-                self._tier.close()
+                try:
+                    self.synchronize()
+                finally:
+                    self._closed = True
+                    if self._queue is not None:
+                        self._queue.stop(finish=False)
+                        self._queue = None
+                    for hook in self._hooks.values():
+                        hook.remove()
+                    if self._backward is not None:
+                        self._backward.close()
+                    self._updater.drain()
+                    self._tier.close()
 
     def __enter__(self) -> NVMeOptimizer:
         return self
@@ -395,6 +463,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
         if inspect.isroutine(getattr(template, name)):
             return functools.partial(self._call, name)
+        self.synchronize()
         made = [bucket.inner for bucket in self._buckets if bucket.inner is not None]
         return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
 
@@ -410,6 +479,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ):
             super().__setattr__(name, value)
             return
+        self.synchronize()
         for optimizer in [
             template,
             *(bucket.inner for bucket in self._buckets if bucket.inner is not None),
@@ -419,6 +489,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
         with self._lock:
             self._check_usable()
             self._check_parameters()
@@ -473,6 +544,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._backward is not None:
                 for parameter in group["params"]:
                     self._backward.check(parameter)
+            if self._overlap:
+                for parameter in group["params"]:
+                    _check_class(parameter)
             made = self._bucketing.admit(
                 index,
                 group["params"],
@@ -508,28 +582,34 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _options_of(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
 
-    def _update(self, bucket: Bucket) -> None:
+    def _update_now(self, bucket: Bucket) -> None:
+        for index, options in self._update(bucket, self._options_of(bucket), self._steps).items():
+            self._options.left(index, options)
+        self._updated.add(bucket)
+
+    def _update(self, bucket: Bucket, options: Options, seed: int) -> Options:
+        """Update the parameters of *bucket*; what the inner optimizer has made of the *options*."""
         memory = self._updater.open(bucket)  # what this raises leaves everything as it was
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
-            for index, options in self._updater.step(
-                bucket, memory, self._options_of(bucket), seed=self._steps
-            ).items():
-                self._options.left(index, options)
+            left = self._updater.step(bucket, memory, options, seed)
         except BaseException as error:
             self._broken = (
                 f"a step failed in the midst of an update ({type(error).__name__}: {error})"
             )
             self._updater.fail(bucket)
             raise
-        self._updated.add(bucket)
         self._show(bucket)
+        return left
 
     def _end_step(self) -> None:
-        self._options.end(self.param_groups)
+        self._changed_groups(self._options.end(self.param_groups))
+        if self._open_step is None:
+            self._tier.swapper.step()
+        else:
+            self._end_queued(self._open_step)
         self._steps += 1
-        self._tier.swapper.step()
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -537,6 +617,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             clear_spent(weight.parameter)
         self._updated.clear()
         self._options.forget()
+        self._open_step = None
         if self._backward is not None:
             self._backward.end_step()
 
@@ -568,13 +649,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 weight.placeholders = there
                 weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
                 if weight.shown:
-                    self.state[weight.parameter] = weight.shown
+                    self._state[weight.parameter] = weight.shown
 
     def _take_up_states(self) -> None:
         """Take what somebody has put into `state`, and let go of what somebody has taken out."""
+        self._state_was_asked_for = False
         given = {}
         for weight in self._weights:
-            state = self.state.get(weight.parameter, {})
+            state = self._state.get(weight.parameter, {})
             if bool(state) if weight.shown is None else weight.shown.differs_from(state):
                 saved.check(state, weight)
                 given[weight] = dict(state)
@@ -594,6 +676,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
         """A copy of a state on the drive: for what `state` has in its place."""
+        self.synchronize()
         with self._lock:
             self._check_usable()
             self._updater.drain()
@@ -611,6 +694,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Put a state on the drive: for what `state` has in its place."""
+        self.synchronize()
         with self._lock:
             self._take_up_states()
             self._restore(
@@ -621,7 +705,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._updater.drain()
         self._broken = "states were being loaded"
         for weight in given:
-            self.state.pop(weight.parameter, None)
+            self._state.pop(weight.parameter, None)
             weight.updates += 1
         for bucket in self._buckets:
             if any(fragment.weight in given for fragment in bucket.fragments):
@@ -639,22 +723,198 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return
         # once more: there may be more processes than when the optimizer was made
         self._backward.check(weight.parameter)
+        self._begin_backward()
         weight.settle_gradient()
         await_copy(weight.parameter)
-        with self._lock, self._clock.running():
+        with self._lock:
             for bucket in self._backward.complete(weight):
                 try:
                     if not self._updated:
                         self._take_up_states()
                     for fragment in bucket.fragments:
                         _check_gradient(fragment.weight)
-                    self._update(bucket)
+                    if self._can_queue([bucket]):
+                        self._queue_updates([bucket])
+                    elif self._queue is None or self._queue.quiesce():
+                        with self._clock.running():
+                            self._update_now(bucket)
+                    else:
+                        continue  # an update before it has failed, which is for `step` to tell
                 except Exception as error:
                     _log.warning(
                         "an update during backward() failed, and is left to step(): %s", error
                     )
                 else:
                     self._backward.spend(bucket)
+
+    # What `overlap_step` does.
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """As every optimizer's. With `overlap_step` it waits for the updates."""
+        self.synchronize()
+        self._state_was_asked_for = True
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether parameters and states are no longer of one step."""
+        return bool(self._broken)
+
+    def _catch_up(self) -> bool:
+        """Wait for the step before, if there is one; whether it was tried again after a caller was
+        told that it had failed.
+        """
+        if self._queue is None:
+            return False
+        if self._open_step is not None:
+            self._queue.check()
+            return False
+        told = self._queue.told
+        self.synchronize()
+        return told
+
+    def _due(self) -> list[Bucket]:
+        """Buckets whose gradients are there, and which are not updated in this step yet."""
+        self._check_parameters()
+        if self._open_step is None or self._state_was_asked_for:
+            self.synchronize()
+            self._take_up_states()
+        for weight in self._weights:
+            weight.settle_gradient()
+        due = [
+            bucket
+            for bucket in self._buckets
+            if bucket not in self._updated and bucket.has_gradient
+        ]
+        self._bucketing.check(due)
+        for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
+            _check_gradient(weight)
+        return due
+
+    def _can_queue(self, due: Sequence[Bucket]) -> bool:
+        """Whether the updates of *due* can be made after the step has returned. At first the inner
+        optimizers are made, and what they change is found out.
+        """
+        if self._queue is None or self._changes_groups:
+            return False
+        if anything_is_compiled():
+            self._tell_alone("torch.compile is used in this process")
+            return False
+        gradients = [
+            weight.parameter.grad
+            for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}
+            if weight.parameter.grad is not None
+        ]
+        return (
+            all(bucket.inner is not None for bucket in due)
+            and all(map(can_be_awaited, gradients))
+            and len(set(map(id, gradients))) == len(gradients)
+        )
+
+    def _queue_updates(self, due: Sequence[Bucket]) -> None:
+        assert self._queue is not None
+        if self._open_step is None:
+            self._open_step = Step(self, self._steps + 1, torch.get_num_threads())
+        for bucket in due:
+            for fragment in bucket.fragments:
+                self._watch_first_gradient(fragment.weight)
+            options = self._options_of(bucket)
+            self._open_step.given.update(options)
+            self._queue.add(self._open_step, bucket, options)
+            self._updated.add(bucket)
+
+    def _end_queueing(self) -> None:
+        """Have what is queued of this step made, whose others are made here and now."""
+        self.synchronize()
+        if self._open_step is not None:
+            for index, options in self._open_step.left.items():
+                self._options.left(index, options)
+            self._open_step = None
+
+    def _end_queued(self, step: Step) -> None:
+        """No more is to come of *step*: have its updates made in the order in which parameters were
+        used last.
+        """
+        assert self._queue is not None
+        uses, self._queue.uses = self._queue.uses, []
+        if uses:
+            self._uses = {
+                weight: place for place, weight in enumerate(dict.fromkeys([*uses, *self._uses]))
+            }
+        never = len(self._uses)
+        self._queue.waited_seconds = 0.0
+        self._queue.end(
+            step,
+            lambda bucket: min(
+                self._uses.get(fragment.weight, never) for fragment in bucket.fragments
+            ),
+        )
+        self._open_step, self._backward_begins = None, True
+
+    def run_job(self, job: Job) -> None:
+        """What the thread of the queue calls. Nobody else uses the swapper until then."""
+        step = job.step
+        if step.hints:
+            self._tier.swapper.prefetch(step.hints)
+            step.hints = []
+        with self._clock.running():
+            if job.bucket is not None:
+                step.left.update(self._update(job.bucket, job.options, step.number - 1))
+                return
+            self._updater.drain()
+            self._tier.swapper.step()
+            for index, key, value in differences(step.given, step.left):
+                self._late.append((index, key, step.given[index].get(key), value))
+        self._last = self._clock.end_step(step.number)
+
+    def _watch_first_gradient(self, weight: Weight) -> None:
+        """Have nothing to come when a backward pass begins: it may write to gradients, as do DDP's
+        buckets, which share their memory.
+        """
+        if weight in self._hooks or not weight.parameter.requires_grad:
+            return
+        source = self._source
+
+        def first(_: torch.Tensor) -> None:
+            optimizer = source()
+            if optimizer is not None:
+                optimizer._begin_backward()
+
+        torch.utils.hooks.unserializable_hook(first)
+
+        compiler: Any = torch.compiler
+        self._hooks[weight] = weight.parameter.register_hook(compiler.disable(first))
+
+    def _begin_backward(self) -> None:
+        if self._backward_begins:
+            self.synchronize()
+            self._backward_begins = False
+
+    def _changed_groups(self, keys: Sequence[str]) -> None:
+        if keys and self._overlap and not self._changes_groups:
+            self._changes_groups = True
+            self._tell_alone(
+                f"{self._class_name} changes {', '.join(keys)} of its groups in a step, which schedulers and programs read"
+            )
+
+    def _tell_alone(self, reason: str) -> None:
+        if not self._told_alone:
+            self._told_alone = True
+            _log.warning("overlap_step is left out: %s", reason)
+
+    def _give_up_what_fails(self) -> None:
+        """Before states are loaded: wait for what is to come, and give up what cannot be made."""
+        try:
+            self.synchronize()
+        except Exception as error:
+            assert self._queue is not None
+            _log.warning("updates are given up, since states are loaded: %s", error)
+            self._queue.abandon()
 
     def _check_parameters(self) -> None:
         """Whoever puts other parameters into the groups, as some do after sharding a model, must be
@@ -681,6 +941,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint"
             )
+
+
+def _check_class(parameter: torch.Tensor) -> None:
+    if not can_be_awaited(parameter):
+        raise UnsupportedError(
+            f"overlap_step=True takes Parameters and plain tensors, whose use can be made to wait, not {type(parameter).__name__}, such as FSDP2's DTensors: "
+            "leave it out, or use step_in_backward"
+        )
 
 
 def _check_gradient(weight: Weight) -> None:

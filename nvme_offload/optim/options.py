@@ -46,19 +46,31 @@ class StepOptions:
         """A bucket of the group of *index* has been updated, and left these *options*."""
         self._after[index] = options
 
-    def end(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The step is over: let *groups* have what has changed."""
-        for index, options in self._after.items():
-            before = self._before[index]
-            for key, value in options.items():
-                if key not in _NOT_OPTIONS and not (key in before and same(before[key], value)):
-                    groups[index][key] = value
+    def end(self, groups: Sequence[dict[str, Any]]) -> list[str]:
+        """The step is over: let *groups* have what has changed, the names of which are returned."""
+        changed = differences(self._before, self._after)
+        for index, key, value in changed:
+            groups[index][key] = value
         self.forget()
+        return sorted({key for _, key, _ in changed})
 
     def forget(self) -> None:
         """Leave the groups as they are."""
         self._before.clear()
         self._after.clear()
+
+
+def differences(
+    before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]]
+) -> list[tuple[int, str, Any]]:
+    """What is other in the options *after*, by group, than *before*: group, key and value."""
+    return [
+        (index, key, value)
+        for index, options in after.items()
+        for key, value in options.items()
+        if key not in _NOT_OPTIONS
+        and not (key in before[index] and same(before[index][key], value))
+    ]
 
 
 def materialised(params: Any) -> Any:

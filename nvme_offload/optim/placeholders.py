@@ -112,6 +112,7 @@ class StateOnDrive(torch.Tensor):
         source = self.source()
         if source is None:
             raise UsageError(f"the NVMeOptimizer that the state {self.key!r} was of is gone")
+        source.synchronize()
         if not self.is_current:
             raise UsageError(
                 f"the state {self.key!r} was moved before an update, and its values are no longer what they were: clone() keeps them"
@@ -152,6 +153,9 @@ class StateOnDrive(torch.Tensor):
     def _by(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What *function*, a view or a move, makes of this."""
         rest = args[1:]
+        source = self.source()
+        if function is _MOVE and source is not None:
+            source.synchronize()  # the update that is to come is before this
         updates = (
             self.weight.updates if function is _MOVE and self.updates is None else self.updates
         )

@@ -15,9 +15,18 @@ from ..swap.tier import Tier
 class UpdateStats(DriveUse):
     """One step of an `NVMeOptimizer`, as `DriveUse` has it.
 
-    seconds: in `step` and, with step_in_backward, in the updates before it. What moved is counted
-    from the end of the step before.
+    seconds: in `step` and, with step_in_backward, in the updates before it; with overlap_step, that
+    the updates took, under whatever else ran. What moved is counted from the end of the step
+    before. update_wait_seconds: with overlap_step, that the program waited for the updates.
     """
+
+    update_wait_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.update_wait_seconds:
+            text += f"; the program waited {self.update_wait_seconds:.2f} s for the updates"
+        return text
 
 
 class UpdateClock:

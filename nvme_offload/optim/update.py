@@ -110,7 +110,7 @@ class Updater:
             # bucket's value now; later of what it computes with.
             self._trim(at_most=0 if first else self.slack_bytes)
         for fragment in bucket.fragments:
-            fragment.stepped |= fragment.weight.parameter.grad is not None
+            fragment.stepped |= fragment.weight.gradient is not None
             fragment.weight.updated()
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
 

@@ -1,0 +1,163 @@
+"""`Awaited`: an update that is queued, and the classes that its parameter and its gradient have
+until then, every use of which waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .buckets import Weight
+    from .update_queue import Step, UpdateQueue
+
+_KEY = "_nvme_offload_awaited"  # in the __dict__ of a tensor
+
+
+class Awaited:
+    """The update of *weight* in *step*, some of whose buckets are in *queue*.
+
+    Attributes: *values*, of the gradient, None where there is none; *left*, the buckets that are
+    not updated yet; *event*, of a CUDA device: it is reached when the update is made there;
+    *home*, the stream that was current in `step`. All but *values* change under the queue's lock.
+    """
+
+    def __init__(self, queue: UpdateQueue, step: Step, weight: Weight) -> None:
+        gradient = weight.parameter.grad
+        self.queue = queue
+        self.step = step
+        self.weight = weight
+        self.values = None if gradient is None else gradient.detach()
+        self._gradient = None if gradient is None else weakref.ref(gradient)
+        self.left = 0
+        self.event: Any = None
+        self.home: Any = None
+
+    def hold(self) -> None:
+        """From now on every use of the parameter, and of the gradient, waits."""
+        for tensor in self._tensors():
+            if type(tensor) in _WAITING:
+                tensor.__dict__[_KEY] = self
+                tensor.__class__ = _WAITING[type(tensor)]
+
+    def restore(self) -> None:
+        """Give both their own classes back."""
+        for tensor in self._tensors():
+            if tensor.__dict__.get(_KEY) is self:
+                tensor.__class__ = _OWN[type(tensor)]
+                del tensor.__dict__[_KEY]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield self.weight.parameter
+        gradient = None if self._gradient is None else self._gradient()
+        if gradient is not None:
+            yield gradient
+
+
+class _Waits:
+    """What both classes have."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        found = [one for one in _leaves((args, kwargs)) if isinstance(one, _Waits)]
+        for one in found:
+            use(one)
+        if not found:  # in a container of another kind
+            from .update_queue import wait_for_all
+
+            wait_for_all()
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        # torch's would make another one of this class
+        use(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        use(self)
+        return self.__reduce_ex__(protocol)
+
+
+class AwaitedParameter(_Waits, torch.nn.Parameter):
+    """A Parameter with an update that is to come."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a Parameter: there is code that calls `type(parameter)`."""
+        return torch.nn.Parameter(*args, **kwargs)
+
+
+class AwaitedTensor(_Waits, torch.Tensor):
+    """A tensor of which an update that is to come needs the values, or which it is to change."""
+
+    @staticmethod
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a Tensor."""
+        return torch.Tensor(*args, **kwargs)
+
+
+_WAITING: dict[type, Any] = {torch.nn.Parameter: AwaitedParameter, torch.Tensor: AwaitedTensor}
+_OWN: dict[type, Any] = {waiting: own for own, waiting in _WAITING.items()}
+
+
+def can_be_awaited(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is of a class whose uses can be made to wait."""
+    return type(tensor) in _WAITING or isinstance(tensor, _Waits)
+
+
+def use(tensor: Any) -> None:
+    """Wait for the update of *tensor*, if there is one to come. Raises: what went wrong in it."""
+    awaited = tensor.__dict__.get(_KEY)
+    if awaited is not None:
+        awaited.queue.use(awaited)
+
+
+def use_module(module: torch.nn.Module, _: Any) -> None:
+    """Before the forward pass of *module*: wait for its own parameters, which it may give to what
+    does not look at their classes, such as a C++ extension.
+
+    Those of torch that have a path of their own where no tensor has a class that is not known, or
+    are compiled, do so with the parameters of their children, too.
+    """
+    for parameter in (
+        module.parameters() if isinstance(module, _WITH_CHILDREN) else module._parameters.values()
+    ):
+        if isinstance(parameter, _Waits):
+            use(parameter)
+
+
+_WITH_CHILDREN = (
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerEncoder,
+    torch.jit.ScriptModule,
+)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _accessors() -> Iterator[Any]:
+    for name in ("shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "requires_grad"):
+        yield getattr(torch.Tensor, name).__get__
+    gradient: Any = torch.Tensor.grad
+    yield from (gradient.__get__, gradient.__set__, gradient.__delete__)
+    yield from (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)
+
+
+# No update changes what these tell, and of a gradient they tell or change which one it is.
+_WITHOUT_VALUES = frozenset(_accessors())

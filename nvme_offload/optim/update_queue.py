@@ -1,0 +1,376 @@
+"""`UpdateQueue`: the updates of steps that have returned, and the thread that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import UsageError
+from .awaited import Awaited, use_module
+from .buckets import Bucket, Weight
+
+_queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
+_compiled = False  # whether anything was compiled in this process
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One step, of *owner*, which its jobs keep alive: it is the *number*th, counted from 1.
+
+    *given* and *left*: the options of groups, as they were when the step was called and as the last
+    bucket left them. *threads*: that torch's operators may use. *hints*: names of values in the
+    order of need, which the swapper has not been told of yet.
+    """
+
+    owner: Any
+    number: int
+    threads: int
+    given: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    left: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    hints: list[str] = dataclasses.field(default_factory=list)
+
+
+class Job(NamedTuple):
+    """The update of *bucket* with *options* by group; of no bucket, the end of the step. *ready*:
+    the event of a CUDA device after which it may begin.
+    """
+
+    step: Step
+    bucket: Bucket | None
+    options: Mapping[int, Mapping[str, Any]]
+    awaited: Sequence[Awaited]
+    ready: Any
+
+
+class UpdateQueue:
+    """Jobs, which a thread of the queue's own makes one after the other by its owner's `run_job`.
+
+    A job that fails stops the queue. Who waits next is told what went wrong, and who waits after
+    that has it tried again.
+
+    Attributes: *lock*, under which jobs are put together; *waited_seconds*, that callers waited
+    since it was last set to 0; *uses*, weights in the order in which they were first used. Lifetime:
+    the thread ends by `stop`, when the queue is garbage, or with the process, after the jobs.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.waited_seconds = 0.0
+        self.uses: list[Weight] = []
+        self._jobs: deque[Job] = deque()
+        self._current: Job | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._held: dict[Awaited, None] = {}  # whose parameters nobody has used yet
+        self._streams: dict[torch.device, Any] = {}
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._module_hook: Any = None
+        self._process = os.getpid()
+        _queues.add(self)
+        weakref.finalize(self, _end, weakref.ref(self), self.lock)
+
+    @property
+    def told(self) -> bool:
+        """Whether a caller was told of an error, and nobody has waited since."""
+        return self._told
+
+    # For who has updates to make.
+
+    def add(
+        self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Queue the update of *bucket*, whose gradients are those of now."""
+        with self.lock:
+            awaited = []
+            for weight in dict.fromkeys(fragment.weight for fragment in bucket.fragments):
+                one = weight.awaited
+                if one is None or one.step is not step:
+                    weight.look()
+                    one = Awaited(self, step, weight)
+                    weight.taken_up()
+                    weight.awaited = one
+                one.left += 1
+                one.hold()
+                self._held[one] = None
+                awaited.append(one)
+            ready = None
+            if bucket.device.type == "cuda":
+                home = torch.cuda.current_stream(bucket.device)
+                ready = home.record_event()
+                stream = self._stream(bucket.device)
+                for one in awaited:
+                    one.home = home
+                    if one.values is not None:
+                        one.values.record_stream(stream)
+            self._put(Job(step, bucket, options, awaited, ready))
+            if self._module_hook is None:
+                self._module_hook = torch.nn.modules.module.register_module_forward_pre_hook(
+                    use_module
+                )
+
+    def end(self, step: Step, order: Callable[[Bucket], int]) -> None:
+        """No more is to come of *step*: make what is left in the *order* of buckets."""
+        with self.lock:
+            jobs = sorted(
+                (job for job in self._jobs if job.bucket is not None),
+                key=lambda job: order(job.bucket) if job.bucket is not None else 0,
+            )
+            self._jobs = deque(jobs)
+            step.hints = [job.bucket.name for job in jobs if job.bucket is not None]
+            self._put(Job(step, None, {}, (), None))
+
+    def _put(self, job: Job) -> None:
+        self._jobs.append(job)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work,
+                args=(weakref.ref(self), self.lock),
+                name="nvme_offload updates",
+                daemon=True,
+            )
+            self._thread.start()
+        self.lock.notify_all()
+
+    # For who needs them made.
+
+    def wait(self) -> None:
+        """Return when all jobs are done. Raises: what went wrong."""
+        if self._is_worker():
+            return
+        self._wait(self._is_done)
+        with self.lock:
+            for device, stream in self._streams.items():
+                torch.cuda.current_stream(device).wait_stream(stream)
+            for awaited in list(self._held):
+                self._restore(awaited)
+
+    def use(self, awaited: Awaited) -> None:
+        """Wait for one update: the parameter is used for the first time. Raises: what went
+        wrong.
+        """
+        self._wait(lambda: awaited.left == 0)
+        with self.lock:
+            if awaited in self._held:
+                if awaited.event is not None:
+                    now = torch.cuda.current_stream(awaited.weight.parameter.device)
+                    for stream in {now, awaited.home}:
+                        stream.wait_event(awaited.event)
+                self.uses.append(awaited.weight)
+                self._restore(awaited)
+
+    def check(self) -> None:
+        """Raises: what went wrong, if nobody was told; otherwise have it tried again."""
+        with self.lock:
+            if self._error is not None and not self._told:
+                self._tell()
+            self._try_again()
+
+    def quiesce(self) -> bool:
+        """Return when no job is being made or will be; whether all are done."""
+        if self._is_worker():
+            return False
+        with self.lock:
+            self.lock.wait_for(
+                lambda: self._current is None and (not self._jobs or self._error is not None)
+            )
+            return not self._jobs
+
+    def stop(self, *, finish: bool) -> None:
+        """End the thread, after all jobs or after the one that is being made; nothing waits for
+        those that are not made.
+        """
+        if finish:
+            self.quiesce()
+        with self.lock:
+            self._stopping = True
+            self.lock.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None and not self._is_worker(thread):
+            thread.join()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the jobs that are not made; those that wait go on. None may be being made."""
+        with self.lock:
+            self._jobs.clear()
+            self._error, self._told = None, False
+            for awaited in list(self._held):
+                awaited.left = 0
+                awaited.weight.awaited = None
+                self._restore(awaited)
+            self.lock.notify_all()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        with self.lock:
+            if is_done():
+                return
+            if os.getpid() != self._process:
+                raise UsageError(
+                    "an update of NVMeOptimizer is to come in the process that this one was forked from, and never comes here: call optimizer.synchronize() "
+                    "before the fork"
+                )
+            self._try_again()
+            began = time.perf_counter()
+            try:
+                self.lock.wait_for(lambda: is_done() or self._error is not None)
+            finally:
+                self.waited_seconds += time.perf_counter() - began
+            if not is_done():
+                self._tell()
+
+    def _tell(self) -> None:
+        error = self._error
+        assert error is not None
+        self._told = True
+        if self._jobs and self._jobs[0].step.owner.is_broken:
+            self.abandon()
+        raise error
+
+    def _try_again(self) -> None:
+        if self._told:
+            self._error, self._told = None, False
+            self.lock.notify_all()
+
+    def _restore(self, awaited: Awaited) -> None:
+        awaited.restore()
+        self._held.pop(awaited, None)
+        if not self._held and self._module_hook is not None:
+            self._module_hook.remove()
+            self._module_hook = None
+
+    def _is_done(self) -> bool:
+        return not self._jobs and self._current is None
+
+    def _is_worker(self, thread: threading.Thread | None = None) -> bool:
+        return threading.current_thread() is (thread or self._thread)
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            make: Any = torch.cuda.Stream
+            self._streams[device] = make(device)
+        return self._streams[device]
+
+    # In the thread.
+
+    def take(self) -> Job | None:
+        """The next job, if there is one to be made now. Under the lock."""
+        if not self._jobs or self._error is not None:
+            return None
+        self._current = self._jobs.popleft()
+        return self._current
+
+    def make(self, job: Job) -> None:
+        """Make a *job* that was taken."""
+        error: BaseException | None = None
+        event = None
+        try:
+            with self._like_the_caller(job):
+                job.step.owner.run_job(job)
+                if job.ready is not None:
+                    event = torch.cuda.current_stream().record_event()
+        except BaseException as failure:
+            error = failure
+            if hasattr(error, "add_note"):
+                error.add_note(f"in the updates of step {job.step.number} of NVMeOptimizer")
+        with self.lock:
+            self._current = None
+            if error is not None:
+                self._jobs.appendleft(job)
+                self._error, self._told = error, False
+            else:
+                for awaited in job.awaited:
+                    awaited.left -= 1
+                    awaited.event = event
+                    if awaited.left == 0:
+                        awaited.values = None
+                        awaited.weight.awaited = None
+            self.lock.notify_all()
+
+    @contextlib.contextmanager
+    def _like_the_caller(self, job: Job) -> Iterator[None]:
+        """What is a thread's own, as the step's caller had it, on a stream of this thread's; no
+        use of a parameter waits.
+        """
+        if torch.get_num_threads() != job.step.threads:
+            torch.set_num_threads(job.step.threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+            if job.ready is not None and job.bucket is not None:
+                stream = self._stream(job.bucket.device)
+                stream.wait_event(job.ready)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+def wait_for_all() -> None:
+    """Return when no optimizer has an update to come. Raises: what went wrong."""
+    for queue in list(_queues):
+        queue.wait()
+
+
+def anything_is_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process: what it compiled looks at the
+    classes of parameters, and not by their own functions. What is compiled later waits first.
+    """
+    global _compiled
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
+    # `torch._dynamo.reset` takes it out
+    if handler is not None and _before_compiling not in handler.start_callbacks:
+        handler.register_start_callback(_before_compiling)
+    _compiled = _compiled or dynamo.utils.counters["frames"]["total"] > 0
+    return _compiled
+
+
+def _before_compiling(*_: Any) -> None:
+    global _compiled
+    _compiled = True
+    wait_for_all()
+
+
+def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+    """The thread: holds the queue only while it makes a job."""
+    while True:
+        with lock:
+            while True:
+                queue = reference()
+                if queue is None or queue._stopping:
+                    return
+                job = queue.take()
+                if job is not None:
+                    break
+                del queue, job
+                lock.wait()
+        queue.make(job)
+        del queue, job
+
+
+def _end(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+    queue = reference()
+    if queue is not None:  # the process ends: a thread in the midst of torch may not be there then
+        queue.stop(finish=True)
+    else:
+        with lock:
+            lock.notify_all()
+
+
+def _before_fork() -> None:
+    for queue in list(_queues):
+        queue.quiesce()
+
+
+os.register_at_fork(before=_before_fork)
