@@ -55,6 +55,12 @@ _WAYS = {
     "states": "ZeRO-3, states on the drive",
     "optimizer": 'NVMeOptimizer, "compact"',
 }
+# Of --overlap-step: the rows that it makes of the way "optimizer".
+_TITLES = {
+    **_WAYS,
+    "at once": f"{_WAYS['optimizer']}, step at once",
+    "overlapped": f"{_WAYS['optimizer']}, step under the next forward pass",
+}
 # width, of the MLP, layers, heads
 _SIZES = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40)}
 _VOCABULARY = 32000
@@ -233,9 +239,14 @@ def _train(job: dict[str, Any]) -> None:
     disk, planning = Disk(Path(job["directory"])), Planning()
     torch.manual_seed(0)
     began = time.monotonic()
-    parts, elements, tensors = (_nvme_optimizer if job["way"] == "optimizer" else _zero3)(
-        job, "cuda" if cuda else "cpu"
+    make = (
+        _zero3
+        if job["way"] != "optimizer"
+        else _overlapping
+        if job["overlap_step"]
+        else _nvme_optimizer
     )
+    parts, elements, tensors = make(job, "cuda" if cuda else "cpu")
     synchronize()
     made = time.monotonic() - began
     for number in range(job["steps"]):
@@ -262,7 +273,9 @@ def _train(job: dict[str, Any]) -> None:
                 "planning_seconds": planning.seconds - used,
                 "uses": planning.uses - uses,
             }
-        print(json.dumps({"event": "step", "number": number, "phases": phases}), file=events)
+        waited = {"waited_seconds": job["waited"]()} if "waited" in job else {}
+        event = {"event": "step", "number": number, "phases": phases, **waited}
+        print(json.dumps(event), file=events)
     memory = process.memory_of("self")
     done = {
         "set_up_seconds": made,
@@ -355,6 +368,51 @@ def _nvme_optimizer(
     )
 
 
+def _overlapping(
+    job: dict[str, Any], device: str
+) -> tuple[dict[str, Callable[[], object]], int, int]:
+    """A training whose gradients are clipped; every other step waits for its updates at once. A
+    step ends with the forward pass that its updates may run under.
+    """
+    from nvme_offload.optim import NVMeOptimizer
+
+    sizes = Sizes(*job["sizes"])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Llama(sizes)
+    torch.set_default_dtype(before)
+    parameters = list(model.parameters())
+    optimizer = NVMeOptimizer(
+        parameters,
+        paths=job["directory"],
+        host_memory=job["host_memory"],
+        state_format="compact",
+        aio=AioConfig(**job["aio"]),
+        overlap_step=True,
+        lr=1e-4,
+        fused=True,
+    )
+    tokens = torch.randint(0, sizes.vocabulary, (job["batch"], job["sequence"]), device=device)
+    held = [model(tokens)]
+    steps = itertools.count()
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if next(steps) % 2 == 0:
+            optimizer.synchronize()
+
+    job["waited"] = lambda: optimizer.stats().update_wait_seconds
+    parts: dict[str, Callable[[], object]] = {
+        "backward": lambda: held.pop().backward(),
+        "update": update,
+        "forward": lambda: held.append(model(tokens)),
+    }
+    return parts, sum(parameter.numel() for parameter in parameters), len(parameters)
+
+
 def _cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -372,6 +430,11 @@ def _cpu_seconds() -> float:
     help="Of a model with as many tensors, a multiple of 16, instead of its own.",
 )
 @click.option("--ways", default=",".join(_WAYS), show_default=True, help="With commas between.")
+@click.option(
+    "--overlap-step",
+    is_flag=True,
+    help="Train with NVMeOptimizer, gradients clipped at 1.0; every other step runs under the next forward pass.",
+)
 @click.option("--host-memory", default="16GB", show_default=True, help="Of each way.")
 @click.option("--batch", type=int, default=4, show_default=True)
 @click.option("--sequence", type=int, default=2048, show_default=True)
@@ -456,7 +519,10 @@ def main(
             }
             told, error = _run(
                 directory,
-                {**asked, **{key: options[key] for key in ("batch", "sequence", "steps")}},
+                {
+                    **asked,
+                    **{key: options[key] for key in ("batch", "sequence", "steps", "overlap_step")},
+                },
                 options["timeout"],
             )
         speeds.append(
@@ -466,20 +532,26 @@ def main(
         )
         done = next((event for event in told if event["event"] == "done"), {})
         settled = [
-            event["phases"]
-            for event in told
-            if event["event"] == "step" and event["number"] >= _SETTLING
+            event for event in told if event["event"] == "step" and event["number"] >= _SETTLING
         ]
-        found.append(
+        rows = {way: settled}
+        if way == "optimizer" and options["overlap_step"]:
+            rows = {
+                name: [event for event in settled if event["number"] % 2 == odd]
+                for odd, name in enumerate(("at once", "overlapped"))
+            }
+        found += [
             {
-                "way": way,
+                "way": name,
                 "error": error,
                 "done": done,
-                "steps": settled,
+                "steps": [event["phases"] for event in steps],
+                "waited": [event["waited_seconds"] for event in steps if "waited_seconds" in event],
                 "mixed": statistics.fmean(speeds[-2:]),
                 "host_memory": cap,
             }
-        )
+            for name, steps in rows.items()
+        ]
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.with_name(output.name + ".md").write_text(render(described, found))
@@ -561,7 +633,7 @@ def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
     lines = [head, ("---",) * len(head)]
     notes = []
     for one in found:
-        title, done = _WAYS[one["way"]], one["done"]
+        title, done = _TITLES[one["way"]], one["done"]
         if one["error"] is not None:
             notes.append(f"- {title}: failed: {one['error']}")
         if done:
@@ -570,6 +642,9 @@ def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
                 f"of which {one['host_memory'] / 1e9:.3g} GB for the swapper, and {done['gpu_peak_bytes'] / 1e9:.2f} GB of the GPU ({done['accelerator']}); "
                 f"the engine alone: {one['mixed'] / 1e9:.2f} GB/s both ways at once"
             )
+        if one["waited"]:
+            waits = ", ".join(f"{seconds:.2f}" for seconds in one["waited"])
+            notes.append(f"- {title}: s that the program waited for the updates of a step: {waits}")
         names = [name for name in _PHASES if one["steps"] and name in one["steps"][0]]
         for name in [*names, *(["step"] if len(names) > 1 else [])]:
             lines.append(

@@ -40,13 +40,15 @@ class Awaited:
         """From now on every use of the parameter, and of the gradient, waits."""
         for tensor in self._tensors():
             if type(tensor) in _WAITING:
-                tensor.__dict__[_KEY] = self
+                # A parameter's gradient, which the garbage collector does not see, must not keep it.
+                own = tensor is self.weight.parameter
+                tensor.__dict__[_KEY] = self if own else weakref.ref(self)
                 tensor.__class__ = _WAITING[type(tensor)]
 
     def restore(self) -> None:
         """Give both their own classes back."""
         for tensor in self._tensors():
-            if tensor.__dict__.get(_KEY) is self:
+            if _awaited(tensor) is self:
                 tensor.__class__ = _OWN[type(tensor)]
                 del tensor.__dict__[_KEY]
 
@@ -61,7 +63,9 @@ class _Waits:
     """What both classes have."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -113,9 +117,16 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
 
 def use(tensor: Any) -> None:
     """Wait for the update of *tensor*, if there is one to come. Raises: what went wrong in it."""
-    awaited = tensor.__dict__.get(_KEY)
+    awaited = _awaited(tensor)
     if awaited is not None:
         awaited.queue.use(awaited)
+    elif isinstance(tensor, _Waits):  # a gradient, the parameter of which is gone
+        tensor.__class__ = _OWN[type(tensor)]
+
+
+def _awaited(tensor: torch.Tensor) -> Any:
+    found = tensor.__dict__.get(_KEY)
+    return found() if isinstance(found, weakref.ref) else found
 
 
 def use_module(module: torch.nn.Module, _: Any) -> None:
@@ -156,8 +167,8 @@ def _accessors() -> Iterator[Any]:
         yield getattr(torch.Tensor, name).__get__
     gradient: Any = torch.Tensor.grad
     yield from (gradient.__get__, gradient.__set__, gradient.__delete__)
-    yield from (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel)
 
 
-# No update changes what these tell, and of a gradient they tell or change which one it is.
+# No update changes what these tell, and of a gradient they tell or change which one it is. Not
+# `dim`, which is all that torch.func.vmap asks of a tensor.
 _WITHOUT_VALUES = frozenset(_accessors())

@@ -201,15 +201,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         failed, it raises their error; called again it tries them again, and makes a step of its own
         only where there are other gradients.
         """
-        tried_again = self._catch_up()
+        tried_again = self._queue is not None and self._queue.told
+        if self._queue is not None:
+            self._queue.check()
         self._check_usable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._lock:
-            if tried_again and not any(weight.has_new_gradient for weight in self._weights):
-                return loss
+            if self._open_step is None:
+                self.synchronize()
+                if tried_again and not any(weight.has_new_gradient for weight in self._weights):
+                    return loss
             due = self._due()
             if self._can_queue(due):
                 self._queue_updates(due)
@@ -749,7 +753,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     # What `overlap_step` does.
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:
         """As every optimizer's. With `overlap_step` it waits for the updates."""
         self.synchronize()
@@ -764,19 +768,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def is_broken(self) -> bool:
         """Whether parameters and states are no longer of one step."""
         return bool(self._broken)
-
-    def _catch_up(self) -> bool:
-        """Wait for the step before, if there is one; whether it was tried again after a caller was
-        told that it had failed.
-        """
-        if self._queue is None:
-            return False
-        if self._open_step is not None:
-            self._queue.check()
-            return False
-        told = self._queue.told
-        self.synchronize()
-        return told
 
     def _due(self) -> list[Bucket]:
         """Buckets whose gradients are there, and which are not updated in this step yet."""
@@ -885,10 +876,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if optimizer is not None:
                 optimizer._begin_backward()
 
-        torch.utils.hooks.unserializable_hook(first)
+        hooks: Any = torch.utils.hooks
+        hooks.unserializable_hook(first)
 
         compiler: Any = torch.compiler
-        self._hooks[weight] = weight.parameter.register_hook(compiler.disable(first))
+        parameter: Any = weight.parameter
+        self._hooks[weight] = parameter.register_hook(compiler.disable(first))
 
     def _begin_backward(self) -> None:
         if self._backward_begins:

@@ -69,8 +69,8 @@ class UpdateQueue:
         self.uses: list[Weight] = []
         self._jobs: deque[Job] = deque()
         self._current: Job | None = None
-        self._error: BaseException | None = None
-        self._told = False
+        self._failed = False  # and the first job is to be tried again
+        self._error: BaseException | None = None  # why, until somebody is told
         self._held: dict[Awaited, None] = {}  # whose parameters nobody has used yet
         self._streams: dict[torch.device, Any] = {}
         self._stopping = False
@@ -83,13 +83,11 @@ class UpdateQueue:
     @property
     def told(self) -> bool:
         """Whether a caller was told of an error, and nobody has waited since."""
-        return self._told
+        return self._failed and self._error is None
 
     # For who has updates to make.
 
-    def add(
-        self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]
-    ) -> None:
+    def add(self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue the update of *bucket*, whose gradients are those of now."""
         with self.lock:
             awaited = []
@@ -172,8 +170,7 @@ class UpdateQueue:
     def check(self) -> None:
         """Raises: what went wrong, if nobody was told; otherwise have it tried again."""
         with self.lock:
-            if self._error is not None and not self._told:
-                self._tell()
+            self._tell()
             self._try_again()
 
     def quiesce(self) -> bool:
@@ -181,9 +178,7 @@ class UpdateQueue:
         if self._is_worker():
             return False
         with self.lock:
-            self.lock.wait_for(
-                lambda: self._current is None and (not self._jobs or self._error is not None)
-            )
+            self.lock.wait_for(lambda: self._current is None and (not self._jobs or self._failed))
             return not self._jobs
 
     def stop(self, *, finish: bool) -> None:
@@ -204,7 +199,7 @@ class UpdateQueue:
         """Forget the jobs that are not made; those that wait go on. None may be being made."""
         with self.lock:
             self._jobs.clear()
-            self._error, self._told = None, False
+            self._failed, self._error = False, None
             for awaited in list(self._held):
                 awaited.left = 0
                 awaited.weight.awaited = None
@@ -220,26 +215,32 @@ class UpdateQueue:
                     "an update of NVMeOptimizer is to come in the process that this one was forked from, and never comes here: call optimizer.synchronize() "
                     "before the fork"
                 )
-            self._try_again()
             began = time.perf_counter()
             try:
-                self.lock.wait_for(lambda: is_done() or self._error is not None)
+                while not is_done():
+                    self._try_again()
+                    self.lock.wait_for(lambda: is_done() or self._failed)
+                    if not is_done():
+                        self._tell()
             finally:
                 self.waited_seconds += time.perf_counter() - began
-            if not is_done():
-                self._tell()
 
     def _tell(self) -> None:
-        error = self._error
-        assert error is not None
-        self._told = True
-        if self._jobs and self._jobs[0].step.owner.is_broken:
-            self.abandon()
-        raise error
+        """Raises: what went wrong, if nobody was told. It is not kept: its traceback has the
+        caller's frames, and these the graph of a forward pass.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            if self._jobs and self._jobs[0].step.owner.is_broken:
+                self.abandon()
+            try:
+                raise error
+            finally:
+                del error
 
     def _try_again(self) -> None:
-        if self._told:
-            self._error, self._told = None, False
+        if self.told:
+            self._failed = False
             self.lock.notify_all()
 
     def _restore(self, awaited: Awaited) -> None:
@@ -265,7 +266,7 @@ class UpdateQueue:
 
     def take(self) -> Job | None:
         """The next job, if there is one to be made now. Under the lock."""
-        if not self._jobs or self._error is not None:
+        if not self._jobs or self._failed:
             return None
         self._current = self._jobs.popleft()
         return self._current
@@ -287,7 +288,7 @@ class UpdateQueue:
             self._current = None
             if error is not None:
                 self._jobs.appendleft(job)
-                self._error, self._told = error, False
+                self._failed, self._error = True, error
             else:
                 for awaited in job.awaited:
                     awaited.left -= 1
@@ -339,7 +340,15 @@ def anything_is_compiled() -> bool:
 def _before_compiling(*_: Any) -> None:
     global _compiled
     _compiled = True
-    wait_for_all()
+    # While torch compiles, optimizers compute otherwise, in whatever thread, so that it has to stop
+    # for the updates. Source: `_compile_session_context` of torch.compiler, torch.optim.adam.
+    compiler: Any = torch.compiler
+    compiling = getattr(compiler, "_is_compiling_flag", False)
+    compiler._is_compiling_flag = False
+    try:
+        wait_for_all()
+    finally:
+        compiler._is_compiling_flag = compiling
 
 
 def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:

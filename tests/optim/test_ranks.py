@@ -1,5 +1,5 @@
 """`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism,
-distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`.
+distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ IN_BACKWARD = (
     "a_drive_that_fails_on_one_rank",
     "what_cannot_be_known_is_refused",
     "what_looks_at_gradients_afterwards_is_an_error",
+)
+OVERLAPPED = (
+    "ddp",
+    "ddp_with_gradients_in_its_buckets",
+    "ddp_with_unused_parameters",
+    "ddp_accumulation",
+    "zero_redundancy",
+    "fsdp2_is_refused",
 )
 
 
@@ -92,6 +100,11 @@ def told_in_backward(tmp_path_factory):
     return told_by_two_ranks("ranks_in_backward.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
+@pytest.fixture(scope="module")
+def told_overlapped(tmp_path_factory):
+    return told_by_two_ranks("ranks_overlap.py", "cpu", tmp_path_factory.mktemp("drive"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(told, case):
@@ -102,6 +115,17 @@ def test_two_ranks(told, case):
 @pytest.mark.parametrize("case", IN_BACKWARD)
 def test_updates_in_backward_on_two_ranks(told_in_backward, case):
     assert told_in_backward[case] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OVERLAPPED)
+def test_overlapped_steps_on_two_ranks(told_overlapped, case):
+    assert told_overlapped[case] == []
+
+
+@pytest.mark.slow
+def test_every_overlapped_case_is_looked_at(told_overlapped):
+    assert set(told_overlapped) == set(OVERLAPPED)
 
 
 @pytest.mark.slow

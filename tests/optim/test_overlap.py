@@ -1,0 +1,1231 @@
+"""`overlap_step`: the updates of a step run under the next forward pass, with the same bits, and
+nobody sees a weight or a state from before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import Lion, Reference, differing, parameters, set_gradients, unlike
+
+import nvme_offload.store.store
+from nvme_offload._aio import FaultKind
+from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
+from nvme_offload.io.engine import Engine
+from nvme_offload.optim import NVMeOptimizer, update_queue
+from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
+from nvme_offload.optim.update_queue import UpdateQueue
+
+STEPS = 5
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 100),
+        torch.nn.Tanh(),
+        torch.nn.Linear(100, 3),
+    ).to(dtype)
+
+
+def batch(step, dtype=torch.float32):
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(net, step):
+    return net(batch(step, net[0].weight.dtype)).float().square().mean()
+
+
+def waiting(net):
+    return [type(parameter) is AwaitedParameter for parameter in net.parameters()]
+
+
+def begun(path, steps=2, **options):
+    """A model and its optimizer after some *steps*, a bucket for each layer, with gradients."""
+    net = model()
+    optimizer = NVMeOptimizer(
+        [{"params": layer.parameters()} for layer in (net[0], net[2], net[4])],
+        lr=0.01,
+        paths=path,
+        overlap_step=True,
+        **options,
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(net, steps).backward()
+    return net, optimizer
+
+
+def in_memory(steps):
+    """What AdamW makes of the model."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+    return net
+
+
+@pytest.fixture
+def only_when_awaited(monkeypatch):
+    """No update is made before somebody waits for one: who looks without waiting sees what was
+    before.
+    """
+    wanted = threading.Event()
+
+    def opening(method):
+        def wrapped(queue, *args, **kwargs):
+            wanted.set()
+            try:
+                return method(queue, *args, **kwargs)
+            finally:
+                wanted.clear()
+
+        return wrapped
+
+    make = UpdateQueue.make
+
+    def held(queue, job):
+        wanted.wait()
+        make(queue, job)
+
+    for name in ("_wait", "quiesce", "stop"):
+        monkeypatch.setattr(UpdateQueue, name, opening(getattr(UpdateQueue, name)))
+    monkeypatch.setattr(UpdateQueue, "make", held)
+
+
+class Gate:
+    """Holds the update of the last bucket; tells when somebody waits for one."""
+
+    def __init__(self, optimizer, monkeypatch):
+        self.opened, self.awaited = threading.Event(), threading.Event()
+        opening, waits = optimizer._updater.open, UpdateQueue._wait
+
+        def open_bucket(bucket):
+            if bucket is optimizer._buckets[-1]:
+                self.opened.wait()
+            return opening(bucket)
+
+        def wait(queue, is_done):
+            if not is_done():
+                self.awaited.set()
+            waits(queue, is_done)
+
+        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+        monkeypatch.setattr(UpdateQueue, "_wait", wait)
+
+
+# The bits.
+
+
+def train(path, overlap, state_format, clip, in_backward, chosen):
+    """Parameters after some steps, and what was seen of them by the way."""
+    accumulation, scheduling, evaluation, checkpoints = chosen
+
+    def make(net):
+        optimizer = NVMeOptimizer(
+            net.parameters(),
+            lr=0.01,
+            paths=path,
+            host_memory=200_000,
+            state_format=state_format,
+            step_in_backward=in_backward,
+            overlap_step=overlap,
+        )
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    net = model(torch.bfloat16)
+    optimizer, scheduler = make(net)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if accumulation:
+            with optimizer.no_sync():
+                loss_of(net, 100 + step).backward()
+        loss = loss_of(net, step)
+        loss.backward()
+        seen.append(loss.detach())
+        if clip == "always" or (clip == "sometimes" and step % 2):
+            seen.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01))
+        optimizer.step()
+        if scheduling:
+            scheduler.step()
+        if evaluation:
+            net.eval()
+            with torch.no_grad():
+                seen.append(net(batch(200 + step, torch.bfloat16)))
+            net.train()
+        if checkpoints and step == STEPS - 2:
+            file = io.BytesIO()
+            torch.save([net.state_dict(), optimizer.state_dict(), scheduler.state_dict()], file)
+            optimizer.close()
+            file.seek(0)
+            saved = torch.load(file)
+            net = model(torch.bfloat16)
+            net.load_state_dict(saved[0])
+            optimizer, scheduler = make(net)
+            optimizer.load_state_dict(saved[1])
+            scheduler.load_state_dict(saved[2])
+    queued = any(waiting(net))
+    optimizer.close()
+    # the first step after a load makes the inner optimizers
+    assert queued == (overlap and not checkpoints and not evaluation)
+    return [*net.parameters(), *seen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact"])
+@pytest.mark.parametrize("clip", ["always", "never", "sometimes", "in backward"])
+def test_the_same_bits_as_without(tmp_path, state_format, clip):
+    for chosen in itertools.product((False, True), repeat=4):
+        results = [
+            train(tmp_path, overlap, state_format, clip, clip == "in backward", chosen)
+            for overlap in (False, True)
+        ]
+        assert differing(*results) == [], chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.usefixtures("only_when_awaited")
+def test_the_same_bits_as_in_memory(tmp_path, dtype, in_backward, masters):
+    plain, ours = model(dtype), model(dtype)
+    reference = (
+        Reference(list(plain.parameters()), torch.optim.AdamW)
+        if masters
+        else torch.optim.AdamW(plain.parameters())
+    )
+    with NVMeOptimizer(
+        ours.parameters(),
+        paths=tmp_path,
+        host_memory=200_000,
+        masters=masters,
+        step_in_backward=in_backward,
+        overlap_step=True,
+    ) as optimizer:
+        for step in range(STEPS):
+            plain.zero_grad()
+            loss_of(plain, step).backward()
+            reference.step()
+            ours.zero_grad()
+            loss_of(ours, step).backward()
+            optimizer.step()
+        assert all(waiting(ours))
+        assert optimizer.stats().step == STEPS
+        # all 16-bit states without masters fit
+        assert (optimizer.stats().bytes_read > 0) == (masters or dtype == torch.float32)
+        assert not any(waiting(ours))
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_scaler_that_overflows(tmp_path):
+    def run(net, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = net(batch(step)).float().square().mean()
+            scaler.scale(loss * (torch.inf if step == 2 else 1)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+
+    plain, ours = model(), model()
+    run(plain, torch.optim.AdamW(plain.parameters()))
+    with NVMeOptimizer(ours.parameters(), paths=tmp_path, overlap_step=True) as optimizer:
+        run(ours, optimizer)
+        assert all(waiting(ours))
+        assert optimizer.stats().step == STEPS - 1
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_an_average_of_the_weights(tmp_path):
+    def run(net, optimizer):
+        average = torch.optim.swa_utils.AveragedModel(
+            net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+            average.update_parameters(net)
+        return list(average.parameters())
+
+    plain, ours = model(), model()
+    expected = run(plain, torch.optim.AdamW(plain.parameters()))
+    with NVMeOptimizer(ours.parameters(), paths=tmp_path, overlap_step=True) as optimizer:
+        assert differing(run(ours, optimizer), expected) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_groups_with_parameters_that_are_frozen_unused_shared_and_plain(tmp_path):
+    def run(make):
+        net = model()
+        net[0].bias.requires_grad_(False)
+        unused, plain = torch.nn.Parameter(torch.ones(7)), torch.ones(3, requires_grad=True)
+        groups = [
+            {"params": [net[0].weight, net[0].bias, unused], "lr": 0.1},
+            {"params": [*net[2].parameters(), *net[4].parameters(), plain], "weight_decay": 0.5},
+        ]
+        optimizer = make(groups)
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            hidden = net[1](net[0](batch(step)))
+            (net[2:](hidden) * plain + net[2:](hidden * 2)).square().mean().backward()
+            optimizer.step()
+            if step == 2:
+                net[0].bias.requires_grad_(True)
+        return [*net.parameters(), unused, plain]
+
+    def ours(groups):
+        return NVMeOptimizer(groups, paths=tmp_path, host_memory=200_000, overlap_step=True)
+
+    assert differing(run(ours), run(torch.optim.AdamW)) == []
+
+
+def test_transformers_trainer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2, use_cache=False
+    )
+    tokens = torch.randint(0, 64, (24, 16), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def run(make, **options):
+        torch.manual_seed(0)
+        net = transformers.GPT2LMHeadModel(config)
+        optimizer = make(net.parameters(), lr=1e-2, **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            num_train_epochs=1,
+            max_grad_norm=0.1,
+            eval_strategy="steps",
+            eval_steps=4,
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        queued = []
+
+        class Looking(transformers.TrainerCallback):
+            def on_step_end(self, *_, **__):
+                queued.append(any(waiting(net)))
+
+        trainer = transformers.Trainer(
+            net,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows[:4],
+            optimizers=(optimizer, scheduler),
+            callbacks=[Looking()],
+        )
+        trainer.train()
+        told = [
+            (entry.get("loss"), entry.get("grad_norm"), entry.get("eval_loss"))
+            for entry in trainer.state.log_history
+        ]
+        return net, told, optimizer, queued
+
+    plain, expected, *_ = run(torch.optim.AdamW)
+    ours, told, optimizer, queued = run(
+        NVMeOptimizer, paths=tmp_path, host_memory=100_000, overlap_step=True
+    )
+    assert queued == [False, *[True] * 5]  # the first makes the states
+    assert optimizer.stats().step == 6
+    optimizer.close()
+    assert told == expected
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning's own
+def test_lightning_whose_steps_have_closures(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, make):
+            super().__init__()
+            self.net = model()
+            self.make = make
+
+        def training_step(self, rows, _):
+            return self.net(rows).square().mean()
+
+        def configure_optimizers(self):
+            return self.make(self.net.parameters(), lr=0.01)
+
+    rows = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+
+    def run(make):
+        module = Module(make)
+        lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            gradient_clip_val=0.1,
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(tmp_path),
+        ).fit(module, torch.utils.data.DataLoader(rows, batch_size=4))
+        return list(module.net.parameters())
+
+    ours = run(functools.partial(NVMeOptimizer, paths=tmp_path, overlap_step=True))
+    assert differing(ours, run(torch.optim.AdamW)) == []
+
+
+# What runs under what.
+
+
+def test_the_forward_pass_runs_while_the_drive_works(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path, host_memory=200_000)
+    expected = in_memory(3)
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    optimizer.zero_grad()
+    hidden = net[:4](batch(3))  # while the update of the last layer is held
+    assert not gate.opened.is_set()
+    assert waiting(net) == [False] * 4 + [True] * 2
+    assert torch.equal(hidden, expected[:4](batch(3)))
+    gate.awaited.clear()
+    results = []
+    last = threading.Thread(target=lambda: results.append(net[4](hidden).detach()))
+    last.start()
+    gate.awaited.wait()
+    assert results == []
+    gate.opened.set()
+    last.join()
+    assert torch.equal(results[0], expected(batch(3)).detach())
+    assert optimizer.stats().update_wait_seconds > 0
+    assert "the program waited" in str(optimizer.stats())
+    optimizer.close()
+
+
+def test_updates_begin_under_the_backward_pass_too(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path, steps=1, step_in_backward=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    before = net[4].weight.detach().clone()
+    gate = Gate(optimizer, monkeypatch)
+    loss_of(net, 2).backward()  # the last layer is the first to be queued
+    assert waiting(net) == [True] * 6
+    optimizer.step()
+    assert not gate.opened.is_set()
+    gate.opened.set()
+    optimizer.synchronize()
+    assert differing([net[4].weight], [before]) == [0]
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+    optimizer.close()
+
+
+def test_updates_are_made_in_the_order_of_first_use(tmp_path, monkeypatch):
+    net = model()
+    layers = [net[4], net[0], net[2]]  # not as they are used
+    made = []
+    with NVMeOptimizer(
+        [{"params": layer.parameters()} for layer in layers], paths=tmp_path, overlap_step=True
+    ) as optimizer:
+        opening = optimizer._updater.open
+
+        def open_bucket(bucket):
+            made.append(optimizer._buckets.index(bucket))
+            return opening(bucket)
+
+        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+    assert made == [0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2, 0]
+
+
+def test_zero_grad_and_what_is_asked_of_a_gradient_do_not_wait(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    assert [parameter.grad.shape for parameter in net.parameters()] == [
+        parameter.shape for parameter in net.parameters()
+    ]
+    assert all(type(parameter.grad) is AwaitedTensor for parameter in net[4].parameters())
+    assert net[4].weight.requires_grad
+    assert net[4].weight.is_leaf
+    assert (net[4].weight.dtype, net[4].weight.device.type) == (torch.float32, "cpu")
+    assert {net[4].weight} <= set(net.parameters())
+    optimizer.zero_grad()
+    net.zero_grad()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not gate.awaited.is_set()
+    gate.opened.set()
+    optimizer.close()
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+# Nobody sees what was before.
+
+
+def pair_of(path):
+    """A model in memory and one with updates to come, after the same steps, and their optimizers;
+    gradients are still there.
+    """
+    plain, ours = model(), model()
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), lr=0.01),
+        NVMeOptimizer(
+            ours.parameters(), lr=0.01, paths=path, host_memory=200_000, overlap_step=True
+        ),
+    )
+    for net, optimizer in zip((plain, ours), optimizers, strict=True):
+        step_of(net, optimizer, 0)
+        step_of(net, optimizer, 1)
+    return (plain, optimizers[0]), (ours, optimizers[1])
+
+
+def step_of(net, optimizer, number):
+    optimizer.zero_grad()
+    loss_of(net, number).backward()
+    optimizer.step()
+
+
+class Apart(torch.nn.Module):
+    """Gives its own parameter to what does not look at its class."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, _):
+        return torch.as_tensor(self.weight).detach().clone()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, weight):
+        return weight * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 2
+
+
+LOOKS = {
+    "detach": lambda net, _: net[0].weight.detach().clone(),
+    "data": lambda net, _: net[2].weight.data.clone(),
+    "tolist": lambda net, _: torch.tensor(net[4].weight.tolist()),
+    "numpy": lambda net, _: torch.from_numpy(net[4].weight.detach().numpy().copy()),
+    "item": lambda net, _: torch.tensor(net[4].bias[0].item()),
+    "norm": lambda net, _: net[2].weight.norm().detach(),
+    "repr": lambda net, _: torch.tensor(list(repr(net[4].weight).encode())),
+    "data_ptr": lambda net, _: net[0].weight.untyped_storage().clone() and net[0].weight.clone(),
+    "state_dict": lambda net, _: torch.cat([v.view(-1) for v in net.state_dict().values()]),
+    "deepcopy": lambda net, _: torch.nn.utils.parameters_to_vector(
+        copy.deepcopy(net).parameters()
+    ).detach(),
+    "deepcopy of one": lambda net, _: copy.deepcopy(net[0].weight).detach(),
+    "copy": lambda net, _: copy.copy(net[0].bias).detach().clone(),
+    "pickle": lambda net, _: pickle.loads(pickle.dumps(net[2].bias)).detach(),
+    "save": lambda net, _: saved_and_loaded(net),
+    "vector": lambda net, _: torch.nn.utils.parameters_to_vector(net.parameters()).detach(),
+    "foreach": lambda net, _: torch.stack(torch._foreach_norm(list(net.parameters()))).detach(),
+    "forward": lambda net, _: net(batch(77)).detach(),
+    "no_grad": lambda net, _: torch.no_grad()(net)(batch(77)),
+    "inference": lambda net, _: torch.inference_mode()(net)(batch(77)).clone(),
+    "functional": lambda net, _: torch.func.functional_call(
+        net, dict(net.named_parameters()), batch(77)
+    ).detach(),
+    "vmap": lambda net, _: torch.func.vmap(lambda row: row * 2)(net[4].weight).detach(),
+    "function": lambda net, _: Scaled.apply(net[4].weight).detach(),
+    "ops": lambda net, _: torch.ops.aten.mul.Tensor(net[4].weight, 2).detach(),
+    "module": lambda net, _: Apart(net[0].weight)(None),
+    "TorchScript": lambda net, _: torch.jit.trace(net, batch(0), check_trace=False)(
+        batch(77)
+    ).detach(),
+    "a state": lambda net, optimizer: optimizer.state[net[0].weight]["exp_avg"].clone(),
+    "a number": lambda net, optimizer: optimizer.state[net[4].bias]["step"].clone(),
+    "states": lambda net, optimizer: torch.cat(
+        [state["exp_avg_sq"].reshape(-1) for state in optimizer.state_dict()["state"].values()]
+    ),
+}
+
+
+def saved_and_loaded(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)[0].weight.detach()
+
+
+def no_grad(function):
+    return lambda *args: torch.no_grad()(function)(*args)
+
+
+CHANGES = {
+    "mul_": no_grad(lambda net, _: net[0].weight.mul_(0.5)),
+    "data": lambda net, _: net[2].weight.data.add_(0.25),
+    "new data": lambda net, _: setattr(net[4].bias, "data", torch.full((3,), 0.125)),
+    "out": no_grad(lambda net, _: torch.add(net[4].bias, 1, out=net[4].bias)),
+    "setitem": no_grad(lambda net, _: net[4].weight.__setitem__(0, 0.5)),
+    "foreach": no_grad(lambda net, _: torch._foreach_mul_(list(net.parameters()), 0.75)),
+    "init": lambda net, _: torch.nn.init.constant_(net[0].bias, 0.5),
+    "load": lambda net, _: net.load_state_dict(
+        {key: value * 0.5 for key, value in net.state_dict().items()}
+    ),
+    "vector": lambda net, _: torch.nn.utils.vector_to_parameters(
+        torch.linspace(-1, 1, 40 * 200 + 200 + 200 * 100 + 100 + 303), net.parameters()
+    ),
+    "a state": lambda net, optimizer: optimizer.state[net[0].weight]["exp_avg"].mul_(2.0),
+    "another state": lambda net, optimizer: optimizer.state[net[0].bias].update(
+        exp_avg=torch.ones(200)
+    ),
+    "a gradient": lambda net, _: net[0].weight.grad.mul_(100),
+    "gradients": lambda net, optimizer: optimizer.zero_grad(set_to_none=False),
+    "clipping": lambda net, _: torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3),
+    "accumulation": lambda net, _: loss_of(net, 88).backward(),
+    "a rate": lambda net, optimizer: optimizer.param_groups[0].update(lr=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("only_when_awaited")
+def test_whoever_looks_sees_what_is_new(tmp_path, name):
+    plain, ours = pair_of(tmp_path)
+    seen = [LOOKS[name](*one) for one in (plain, ours)]
+    assert differing([seen[1]], [seen[0]]) == []
+    assert type(seen[1]) is torch.Tensor
+    ours[1].close()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.usefixtures("only_when_awaited")
+def test_whoever_changes_something_changes_what_is_new(tmp_path, name):
+    pairs = pair_of(tmp_path)
+    for net, optimizer in pairs:
+        CHANGES[name](net, optimizer)
+        step_of(net, optimizer, 2)
+    (plain, _), (ours, optimizer) = pairs
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    optimizer.close()
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                *(("look", name) for name in LOOKS if name != "TorchScript"),
+                *(("change", name) for name in CHANGES),
+                ("step", ""),
+                ("step", ""),
+            ]
+        ),
+        max_size=12,
+    )
+)
+@pytest.mark.usefixtures("only_when_awaited")
+def test_any_program(tmp_path, program):
+    pairs = pair_of(tmp_path)
+    try:
+        for number, (kind, name) in enumerate(program, 2):
+            if kind == "look":
+                seen = [LOOKS[name](*one) for one in pairs]
+                assert differing([seen[1]], [seen[0]]) == [], name
+                continue
+            for net, optimizer in pairs:
+                if kind == "step":
+                    step_of(net, optimizer, number)
+                elif net[0].weight.grad is not None or "gradient" not in name:
+                    CHANGES[name](net, optimizer)
+        (plain, reference), (ours, optimizer) = pairs
+        assert differing(list(ours.parameters()), list(plain.parameters())) == []
+        assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+    finally:
+        pairs[1][1].close()
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_layer_of_torch_with_a_path_of_its_own_takes_it(tmp_path):
+    def run(make):
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        optimizer = make(layer.parameters(), lr=0.01)
+        inputs = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer.train()(inputs).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                seen.append(layer.eval()(inputs))
+        return seen
+
+    ours = functools.partial(NVMeOptimizer, paths=tmp_path, overlap_step=True)
+    assert differing(run(ours), run(torch.optim.AdamW)) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_graph_of_before_the_step_is_refused_as_in_memory(tmp_path):
+    for net, optimizer in pair_of(tmp_path):
+        optimizer.zero_grad()
+        loss = loss_of(net, 2)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_placeholders_of_before_the_step(tmp_path):
+    (plain, reference), (ours, optimizer) = pair_of(tmp_path)
+    kept = optimizer.state[ours[0].weight]["exp_avg"]
+    moved = kept.double()
+    for net, one in ((plain, reference), (ours, optimizer)):
+        step_of(net, one, 2)
+    with pytest.raises(UsageError, match="was moved before an update"):
+        moved.clone()
+    step_of(ours, optimizer, 3)
+    step_of(plain, reference, 3)
+    assert torch.equal(kept.double().clone(), reference.state[plain[0].weight]["exp_avg"].double())
+    optimizer.close()
+
+
+def test_type_of_a_parameter_makes_a_parameter(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    assert isinstance(net[4].weight, torch.nn.Parameter)
+    assert type(type(net[4].weight)(torch.ones(2), requires_grad=False)) is torch.nn.Parameter
+    assert type(type(net[4].weight.grad)(2)) is torch.Tensor
+    assert len(list(net.parameters())) == 6
+    gate.opened.set()
+    optimizer.close()
+    assert {type(parameter) for parameter in net.parameters()} == {torch.nn.Parameter}
+    assert all(not vars(parameter) for parameter in net.parameters())
+
+
+# Errors.
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A function that has the engine's transfers fail."""
+
+    def make(faults):
+        monkeypatch.setattr(
+            nvme_offload.store.store, "Engine", functools.partial(Engine, _faults=faults)
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("first", range(0, 60, 4))
+def test_each_transfer_that_fails_is_told_of_and_tried_again(tmp_path, faulty, first, in_backward):
+    faulty([(first, 2, FaultKind.FAIL, 5)])
+    net = model(torch.bfloat16)
+    failures = []
+
+    def until_done(action):
+        while True:
+            try:
+                return action()
+            except IOFailure as error:
+                assert error.errno == 5  # noqa: PT017
+                failures.append(error)
+                assert len(failures) < 5, "one that passes"
+
+    with NVMeOptimizer(
+        net.parameters(),
+        lr=0.01,
+        paths=tmp_path,
+        host_memory=200_000,
+        step_in_backward=in_backward,
+        overlap_step=True,
+    ) as optimizer:
+
+        def backward(step):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+
+        for step in range(4):
+            until_done(functools.partial(backward, step))
+            until_done(optimizer.step)
+        until_done(optimizer.synchronize)
+        assert optimizer.stats().step == 4
+        assert {float(optimizer.state[one]["step"]) for one in net.parameters()} == {4.0}
+    plain = model(torch.bfloat16)
+    reference = Reference(list(plain.parameters()), torch.optim.AdamW, lr=0.01)
+    for step in range(4):
+        plain.zero_grad()
+        loss_of(plain, step).backward()
+        reference.step()
+    assert differing(list(net.parameters()), list(plain.parameters())) == []
+
+
+class Failing:
+    """Has updates of the last bucket fail so many times."""
+
+    def __init__(self, optimizer, monkeypatch, times):
+        self.times = times
+        opening = optimizer._updater.open
+
+        def open_bucket(bucket):
+            if bucket is optimizer._buckets[-1] and self.times:
+                self.times -= 1
+                raise IOFailure(
+                    5, "gone", operation="read", path="drive", offset=0, nbytes=0, done=0
+                )
+            return opening(bucket)
+
+        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, optimizer: net(batch(3)),
+        lambda net, optimizer: optimizer.step(),
+        lambda net, optimizer: optimizer.synchronize(),
+        lambda net, optimizer: optimizer.state_dict(),
+        lambda net, optimizer: optimizer.stats(),
+        lambda net, optimizer: net.state_dict(),
+        lambda net, optimizer: net[4].weight.grad.zero_(),
+        lambda net, optimizer: copy.deepcopy(net),
+    ],
+)
+def test_whoever_waits_is_told_and_who_comes_next_goes_on(tmp_path, monkeypatch, use):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 2)
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(IOFailure, match="gone") as told:
+            use(net, optimizer)
+        if sys.version_info >= (3, 11):
+            assert told.value.__notes__ == ["in the updates of step 3 of NVMeOptimizer"]
+    use(net, optimizer)
+    assert optimizer.stats().step == 3
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+    optimizer.close()
+
+
+def test_a_step_after_an_error_makes_its_own_where_there_are_other_gradients(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1)
+    optimizer.step()
+    with pytest.raises(IOFailure):
+        optimizer.synchronize()
+    optimizer.step()  # the same gradients: what is left of the third
+    assert optimizer.stats().step == 3
+    Failing(optimizer, monkeypatch, 1)
+    optimizer.zero_grad()
+    loss_of(net, 3).backward()
+    optimizer.step()
+    set_gradients(net.parameters(), 4)
+    with pytest.raises(IOFailure):
+        optimizer.step()
+    optimizer.step()  # what is left of the fourth, and the fifth
+    assert optimizer.stats().step == 5
+    optimizer.close()
+    reference = torch.optim.AdamW((again := model()).parameters(), lr=0.01)
+    for step in range(4):
+        again.zero_grad()
+        loss_of(again, step).backward()
+        reference.step()
+    set_gradients(again.parameters(), 4)
+    reference.step()
+    assert differing(list(net.parameters()), list(again.parameters())) == []
+
+
+def test_an_error_within_an_update_wants_a_checkpoint(tmp_path):
+    class Breaking(torch.optim.AdamW):
+        broken = False
+
+        def step(self, closure=None):
+            super().step(closure)
+            if Breaking.broken:
+                raise RuntimeError("out of something")
+
+    net = model()
+    with NVMeOptimizer(net.parameters(), Breaking, paths=tmp_path, overlap_step=True) as optimizer:
+        for step in range(2):
+            step_of(net, optimizer, step)
+        saved, kept = optimizer.state_dict(), copy.deepcopy(net.state_dict())
+        Breaking.broken = True
+        step_of(net, optimizer, 2)
+        with pytest.raises(RuntimeError, match="out of something"):
+            net(batch(3))
+        Breaking.broken = False
+        assert not any(waiting(net))
+        for use in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(UsageError, match="load both from a checkpoint"):
+                use()
+        optimizer.load_state_dict(saved)
+        net.load_state_dict(kept)
+        step_of(net, optimizer, 2)
+    expected = model()
+    reference = torch.optim.AdamW(expected.parameters())
+    for step in range(3):
+        step_of(expected, reference, step)
+    assert differing(list(net.parameters()), list(expected.parameters())) == []
+
+
+def test_what_cannot_be_made_is_given_up_where_states_are_loaded(tmp_path, monkeypatch, caplog):
+    net, optimizer = begun(tmp_path)
+    saved, kept = optimizer.state_dict(), copy.deepcopy(net.state_dict())
+    failing = Failing(optimizer, monkeypatch, 1 << 30)
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    failing.times = 0
+    assert "updates are given up, since states are loaded" in caplog.text
+    net.load_state_dict(kept)
+    optimizer.step()
+    optimizer.close()
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_closing_tells_what_went_wrong_and_closes(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1 << 30)
+    optimizer.step()
+    with pytest.raises(IOFailure, match="gone"):
+        optimizer.close()
+    optimizer.close()
+    assert not any(waiting(net))
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+# What cannot be queued.
+
+
+def test_an_optimizer_that_changes_its_groups_steps_at_once(tmp_path, caplog):
+    plain, ours = model(), model()
+    reference = Lion(plain.parameters(), weight_decay=0.5)
+    with NVMeOptimizer(
+        ours.parameters(), Lion, weight_decay=0.5, paths=tmp_path, overlap_step=True
+    ) as optimizer:
+        for step in range(4):
+            step_of(plain, reference, step)
+            step_of(ours, optimizer, step)
+            assert optimizer.param_groups[0]["count"] == step + 1
+            assert not any(waiting(ours))
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert caplog.text.count("overlap_step is left out: Lion changes count of its groups") == 1
+
+
+def test_an_optimizer_that_changes_its_groups_later_is_found_out(tmp_path, caplog):
+    class Later(torch.optim.SGD):
+        """Halves its rate after the second step."""
+
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    if state["step"] == 3:
+                        group["lr"] = 0.05
+
+    plain, ours = model(), model()
+    reference = Later(plain.parameters(), lr=0.1)
+    with NVMeOptimizer(ours.parameters(), Later, lr=0.1, paths=tmp_path, overlap_step=True) as one:
+        for step in range(5):
+            step_of(plain, reference, step)
+            step_of(ours, one, step)
+        assert one.param_groups[0]["lr"] == 0.05
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert "overlap_step is left out: Later changes lr" in caplog.text
+
+
+def test_parameters_of_another_class_are_refused(tmp_path):
+    class Own(torch.nn.Parameter):
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"overlap_step=True takes.* not Own"):
+        NVMeOptimizer([Own(torch.ones(3))], paths=tmp_path, overlap_step=True)
+    optimizer = NVMeOptimizer(
+        [torch.nn.Parameter(torch.ones(3))], paths=tmp_path, overlap_step=True
+    )
+    with pytest.raises(UnsupportedError, match="not Own"):
+        optimizer.add_param_group({"params": [Own(torch.ones(3))]})
+    optimizer.close()
+
+
+@pytest.fixture
+def compiler():
+    """As in a process where nothing was compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    update_queue._compiled = False
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    update_queue._compiled = False
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles
+@pytest.mark.usefixtures("compiler", "only_when_awaited")
+@pytest.mark.parametrize("when", ["before", "in between"])
+@pytest.mark.parametrize("how", ["model", "in place", "function"])
+def test_what_is_compiled_waits_first_and_then_steps_are_made_at_once(tmp_path, caplog, how, when):
+    plain, ours = model(), model()
+    reference = torch.optim.AdamW(plain.parameters())
+
+    def compiled(net):
+        if how == "in place":
+            net.compile(backend="eager")
+            return net
+        if how == "model":
+            return torch.compile(net, backend="eager")
+        return torch.compile(lambda rows: net(rows), backend="eager")
+
+    forward = compiled(ours) if when == "before" else ours
+    with NVMeOptimizer(ours.parameters(), paths=tmp_path, overlap_step=True) as optimizer:
+        for step in range(5):
+            step_of(plain, reference, step)
+            optimizer.zero_grad()
+            if step == 2 and when == "in between":
+                assert all(waiting(ours))
+                forward = compiled(ours)
+            loss = forward(batch(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert any(waiting(ours)) == (when == "in between" and step == 1) or how == "in place"
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert torch._dynamo.utils.counters["frames"]["total"] < 5
+    assert caplog.text.count("overlap_step is left out: torch.compile is used") == 1
+    assert torch.compiler.is_compiling() is False
+
+
+# Threads and processes.
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if "nvme_offload" in thread.name]
+
+
+def test_the_thread_ends_with_the_optimizer(tmp_path):
+    net, optimizer = begun(tmp_path)
+    optimizer.step()
+    [thread] = threads()
+    optimizer.close()
+    assert not thread.is_alive()
+    net, optimizer = begun(tmp_path)
+    optimizer.step()
+    [thread] = threads()
+    gone = weakref.ref(optimizer)
+    net(batch(0))
+    del optimizer
+    gc.collect()
+    thread.join()
+    gc.collect()
+    assert gone() is None
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_an_optimizer_that_is_dropped_with_updates_to_come_makes_them(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    gate.opened.set()
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_one_that_has_failed_is_garbage_with_its_model(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1 << 30)
+    optimizer.step()
+    with pytest.raises(IOFailure):
+        net(batch(0))
+    [thread] = threads()
+    gone = weakref.ref(net[4].weight)
+    monkeypatch.undo()
+    del net, optimizer
+    gc.collect()
+    assert gone() is None
+    thread.join()
+
+
+def test_a_wait_can_be_interrupted(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    gate = Gate(optimizer, monkeypatch)
+
+    def interrupt():
+        gate.awaited.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    optimizer.step()
+    hidden = net[:4](batch(3))
+    gate.awaited.clear()
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        net[4](hidden)
+    other.join()
+    gate.opened.set()
+    optimizer.close()
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, net):
+        self.net = net
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.net(batch(index))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_data_loader_that_forks_has_the_new_weights(tmp_path):
+    net, optimizer = begun(tmp_path)
+    optimizer.step()
+    loader = torch.utils.data.DataLoader(
+        Rows(net), batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=60
+    )
+    [rows] = list(loader)
+    assert torch.equal(
+        rows, torch.no_grad()(Rows(in_memory(3)).net)(torch.stack([batch(i) for i in range(4)]))
+    )
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_does_not_wait_for_what_never_comes(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1)
+    optimizer.step()
+    with pytest.raises(IOFailure):
+        optimizer.synchronize()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                net[4].weight.sum()
+            except UsageError as error:
+                status = 0 if "forked" in str(error) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    optimizer.close()
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+_AT_EXIT = """
+import atexit, sys
+import torch
+from nvme_offload.optim import NVMeOptimizer
+
+net = torch.nn.Linear(300, 300)
+torch.nn.init.constant_(net.weight, 0.5)
+atexit.register(lambda: print(float(net.weight[0, 0])))
+optimizer = NVMeOptimizer(net.parameters(), torch.optim.SGD, lr=0.125, paths=sys.argv[1], overlap_step=True)
+for _ in range(3):
+    net.weight.grad = torch.ones(300, 300)
+    optimizer.step()
+"""
+
+
+def test_the_process_ends_after_the_updates(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "0.125\n"
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_threads_of_the_program_wait_too(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    seen = [None] * 4
+
+    def look(index):
+        seen[index] = net[4].weight.detach().clone()
+
+    several = [threading.Thread(target=look, args=(index,)) for index in range(4)]
+    for thread in several:
+        thread.start()
+    gate.awaited.wait()
+    gate.opened.set()
+    for thread in several:
+        thread.join()
+    expected = in_memory(3)[4].weight
+    assert differing(seen, [expected] * 4) == []
+    optimizer.close()
+
+
+# All else that is asked of it.
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_what_is_asked_of_the_optimizer_waits(tmp_path):
+    net, optimizer = begun(tmp_path)
+    optimizer.step()
+    assert optimizer.stats().step == 3
+    optimizer.zero_grad()
+    loss_of(net, 3).backward()
+    optimizer.step()
+    extra = parameters(shapes=[(5, 5)])
+    optimizer.add_param_group({"params": extra, "lr": 0.5})
+    assert not any(waiting(net))
+    assert optimizer.state_dict()["nvme_offload"]["steps"] == 4
+    step_of(net, optimizer, 4)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step_of(net, optimizer, 5)
+    step_of(net, optimizer, 6)
+    assert all(waiting(net))
+    optimizer.close()
+    assert not any(waiting(net))
+    expected = in_memory(7)
+    assert differing(list(net.parameters()), list(expected.parameters())) == []
+
+
+def test_without_it_synchronize_does_nothing(tmp_path):
+    with NVMeOptimizer(parameters(), paths=tmp_path) as optimizer:
+        optimizer.synchronize()
+        assert threads() == []
