@@ -1,0 +1,68 @@
+"""`examples/big_models/train.py` on its smallest model: every way to update, beside states in
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doors import needs
+
+pytestmark = needs("transformers")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "big_models" / "train.py"
+SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic"
+
+
+def trained(directory, *options):
+    """What a run of the script tells at its end."""
+    command = [
+        *(sys.executable, "-W", "ignore", str(SCRIPT), *SMALL.split()),
+        *("--drive", str(directory), "--host-memory", "1MB", *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert list(directory.iterdir()) == []
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory):
+    found = {}
+    for clip in ("0", "0.5"):
+        found[clip] = trained(
+            tmp_path_factory.mktemp("memory"), "--reference", "--update", "after", "--clip", clip
+        )
+    assert found["0"]["losses"] != found["0.5"]["losses"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("update", "clip"),
+    [
+        ("after", "0"),
+        ("after", "0.5"),
+        ("in-backward", "0"),
+        ("under-forward", "0"),
+        ("under-forward", "0.5"),
+        ("both", "0"),
+    ],
+)
+def test_exact_has_the_losses_of_states_in_memory(tmp_path, in_memory, update, clip):
+    found = trained(tmp_path, "--format", "exact", "--update", update, "--clip", clip)
+    assert found["losses"] == in_memory[clip]["losses"]
+
+
+@pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
+def test_other_formats_train_alike(tmp_path, in_memory, state_format):
+    found = trained(tmp_path, "--format", state_format)
+    losses, reference = (
+        [float.fromhex(loss) for loss in one["losses"]] for one in (found, in_memory["0"])
+    )
+    assert losses == pytest.approx(reference, abs=0.05)
