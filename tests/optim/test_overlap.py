@@ -450,27 +450,6 @@ def test_updates_begin_under_the_backward_pass_too(tmp_path, monkeypatch):
     optimizer.close()
 
 
-def test_updates_are_made_in_the_order_of_first_use(tmp_path, monkeypatch):
-    net = model()
-    layers = [net[4], net[0], net[2]]  # not as they are used
-    made = []
-    with NVMeOptimizer(
-        [{"params": layer.parameters()} for layer in layers], paths=tmp_path, overlap_step=True
-    ) as optimizer:
-        opening = optimizer._updater.open
-
-        def open_bucket(bucket):
-            made.append(optimizer._buckets.index(bucket))
-            return opening(bucket)
-
-        monkeypatch.setattr(optimizer._updater, "open", open_bucket)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-    assert made == [0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2, 0]
-
-
 def test_zero_grad_and_what_is_asked_of_a_gradient_do_not_wait(tmp_path, monkeypatch):
     net, optimizer = begun(tmp_path)
     gate = Gate(optimizer, monkeypatch)
