@@ -4,13 +4,16 @@ scheduler, and steps that were measured.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +33,7 @@ from nvme_offload.planning.passes import (
     operations,
     saved_bytes,
 )
-from nvme_offload.planning.paste import ds_config, weights
+from nvme_offload.planning.paste import ds_config, script, weights
 from nvme_offload.planning.placement import (
     INFERENCE,
     STRATEGIES,
@@ -779,6 +782,87 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):  # but NVMeOptimize
         for plan in found
     ]
     assert [[word.rpartition(".")[2] for word in line] for line in spoken] == wanted
+
+
+def through(door: str) -> list[Any]:
+    return [pytest.param(each, id=each.name) for each in STRATEGIES if each.door == door]
+
+
+@pytest.mark.parametrize("strategy", through("plain"))
+@pytest.mark.parametrize("activations", ["checkpoint", "drive"])
+def test_the_code_of_a_plan_trains(strategy, activations, tmp_path):
+    torch = pytest.importorskip("torch")
+    small = machine(gpu=None, drives=(Drive(str(tmp_path), 1 << 40, SPEEDS),))
+    work = Work(8, activations=activations, activation_host_bytes=64 << 20)
+    (found,) = plans(of_count("1M"), small, World(), work, None, [strategy])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+    names: dict[str, Any] = {"model": model}
+    exec(script(found, small, work), names)
+    optimizer, offload = names["optimizer"], names.get("offload")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with contextlib.ExitStack() as made:
+        made.callback(optimizer.close)
+        if activations == "drive":
+            made.callback(offload.close)
+        with offload if activations == "drive" else contextlib.nullcontext():
+            loss = model(torch.ones(8, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        stats = optimizer.stats()
+    assert [
+        bool((parameter != old).any())
+        for parameter, old in zip(model.parameters(), before, strict=True)
+    ] == [True] * 4
+    assert stats.step == 1
+
+
+TRAIN = """
+import json, sys
+import torch
+import deepspeed
+import nvme_offload.zero3
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+exec(open(sys.argv[1]).read())
+losses = []
+for _ in range(3):
+    loss = engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+stats = nvme_offload.zero3.stats(engine)
+print("trained:" + json.dumps([losses, stats.step]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", through("zero3"))
+def test_the_code_and_the_config_of_a_plan_train(strategy, tmp_path):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    (tmp_path / "drive").mkdir()
+    small = machine(gpu=None, drives=(Drive(str(tmp_path / "drive"), 1 << 40, SPEEDS),))
+    (found,) = plans(of_count("1M"), small, World(), Work(), 300_000_000, [strategy])
+    (tmp_path / "ds_config.json").write_text(json.dumps(ds_config(found, small)))
+    (tmp_path / "pasted.py").write_text(script(found, small))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted.py"],
+        env={**os.environ, **ranks, **address, "DS_ACCELERATOR": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    losses, step = json.loads(told.stdout.rpartition("trained:")[2])
+    assert losses[2] < losses[0]
+    assert step == 3
 
 
 # This machine.
