@@ -144,6 +144,8 @@ def _conceded(question: Question, plan: Plan) -> str:
         said.append('states are in "split", which rounds last bits another way')
     if plan.strategy.state_format == "compact" and not question.state_format:
         said.append('states are rounded to 8 bits ("compact")')
+    if plan.strategy.state_format == "compact24" and not question.state_format:
+        said.append('states are rounded to 8 bits and masters to 24 ("compact24")')
     if plan.strategy.in_backward:
         said.append("gradients cannot be clipped by a norm")
     return f"; nothing that avoids it fits: {' and '.join(said)}" if said else ""
@@ -208,6 +210,7 @@ def _price(plan: Plan) -> str:
         "exact": "",
         "split": "if last bits may be rounded another way",
         "compact": "if states may be rounded to 8 bits",
+        "compact24": "if states may be rounded to 8 bits and masters to 24",
     }[plan.strategy.state_format]
     unclipped = "if gradients are not clipped by a norm" if plan.strategy.in_backward else ""
     return " and ".join(filter(None, (said, unclipped)))

@@ -111,9 +111,9 @@ def cheapest_change(question: Question) -> Change | None:
 def _levers(question: Question) -> list[_Lever]:
     work = question.work
     found = []
-    if question.state_format not in (None, "compact"):
+    if question.state_format is not None:
         found.append(
-            _Lever(1, 'state format "compact"', lambda q: dataclasses.replace(q, state_format=None))
+            _Lever(1, "another state format", lambda q: dataclasses.replace(q, state_format=None))
         )
     if question.way is not None:
         found.append(_Lever(2, "another way to train", lambda q: dataclasses.replace(q, way=None)))

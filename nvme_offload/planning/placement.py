@@ -38,7 +38,7 @@ _BESIDE_SHARE = 8
 _LEAST_BYTES = 64 << 20
 # Beside the states of an element in use: its widened gradient, and new states. Source:
 # `optim.budget.beside_bytes` for AdamW and bfloat16.
-_BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 28}
+_BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 28, "compact24": 28}
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
@@ -58,7 +58,7 @@ class Strategy(NamedTuple):
     door : {"zero", "deepspeed", "zero3", "plain"}
         ZeRO without a drive, DeepSpeed's own NVMe offload, `nvme_offload.zero3`, or
         `nvme_offload.NVMeOptimizer`.
-    state_format : {"exact", "split", "compact"}
+    state_format : {"exact", "split", "compact", "compact24"}
         Of the states on a drive.
     in_backward : bool
         Whether states are updated during the backward pass, which excludes clipping by a norm.

@@ -48,6 +48,7 @@ from .placement import (
 from .traffic import (
     GRADIENTS,
     PARAMETERS,
+    STATE_BYTES,
     WEIGHT_BYTES,
     chosen_speeds,
     rated_bytes,
@@ -62,7 +63,7 @@ WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for it
 ROUND_TRAFFIC = 8
 # Unpack and pack: "compact" reads 4 and writes 12, and back; "split" makes of 2 of the weight and 2
 # of its own the 4 of the master, and back.
-PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32}
+PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
 OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
 # Of the drive's measured speed, what a step reaches: the median of `NVMeOptimizer`'s shares in
 # reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed's in training-h200*.md.
@@ -268,12 +269,12 @@ class Plan:
 
     @property
     def concession(self) -> int:
-        """What is given up for it: 0 nothing, 1 the last bit ("split"), 2 bits of the states
-        ("compact"), from 3 on also clipping by a norm (`step_in_backward`).
+        """What is given up for it: 0 nothing, then the place of the state format in `STATE_BYTES`;
+        and more than all of these where gradients cannot be clipped by a norm (`step_in_backward`).
         """
-        return ("exact", "split", "compact").index(self.strategy.state_format) + (
-            3 if self.strategy.in_backward else 0
-        )
+        formats = list(STATE_BYTES)
+        unclipped = len(formats) if self.strategy.in_backward else 0
+        return formats.index(self.strategy.state_format) + unclipped
 
 
 def plans(
@@ -310,7 +311,7 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     """The plan of *found* that is recommended; None where nothing fits.
 
     Of those that fit, the ones that concede least are looked at: exact states before "split" before
-    "compact", and `step_in_backward`, which excludes clipping, after all others. Of these it is the
+    "compact" before "compact24", and `step_in_backward`, which excludes clipping, after all others. Of these it is the
     one with the fewest seconds, or where several are as fast as can be told, within a tenth, the
     first. One whose drive's speed is not known is taken where there is no other.
     """

@@ -164,7 +164,7 @@ def test_a_plan_as_json_has_everything(tmp_path):
     )
     assert told["model"]["parameters"] == 7_000_000_000
     assert told["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
-    assert len(told["plans"]) == 20
+    assert len(told["plans"]) == 24
     assert told["fastest"] in {each["name"] for each in told["plans"] if each["fits"]}
     for each in told["plans"]:
         assert each["fits"] == (not each["problems"])
