@@ -236,8 +236,8 @@ def test_nothing_that_fits_is_said_with_status_3(tmp_path):
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert " ".join(done.stdout.split()).startswith(
-        "Nothing fits. The cheapest change that does: a drive with 1120 GB free (--path DIR); then "
-        "ZeRO-3, all on NVMe fits, and its speed is not known"
+        "Nothing fits. The cheapest change that does: a drive with 491 GB free (--path DIR); then "
+        "ZeRO-3, all on NVMe, compact24 fits, and its speed is not known"
     )
     assert not (tmp_path / "none.json").exists()
 
