@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from nvme_offload.commands import checks, cli
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
 from nvme_offload.zero3.settings import Settings
 
 NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
@@ -32,7 +33,24 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_PROBE_BYTES", 4 << 20)
 
 
-def keep_profile(path: Path, gb_per_s: float) -> None:
+def keep_profile(path: Path, gb_per_s: float, seconds: float = 0.6) -> None:
+    trials = tuple(
+        Trial(
+            phase=phase,
+            **dataclasses.asdict(SETTING),
+            bytes=int(gb_per_s * seconds * 1e9),
+            seconds=seconds,
+            gb_per_s=gb_per_s,
+            read_gb_per_s=gb_per_s,
+            write_gb_per_s=0.0,
+            stage="final",
+            control=False,
+            relative=1.0,
+            started_seconds=float(number),
+        )
+        for number in range(4)
+        for phase in PHASES
+    )
     best = {
         phase: Best(
             SETTING.block_size,
@@ -57,7 +75,7 @@ def keep_profile(path: Path, gb_per_s: float) -> None:
             described,
             {"ranks": 1},
             {"name": "native"},
-            (),
+            trials,
             best,
             SETTING,
             best,
@@ -496,10 +514,16 @@ def test_a_swept_drive_is_well_and_an_unswept_one_is_not(tmp_path):
     assert before[-1].status == "warning"
     assert before[-1].remedy == f"nvme-sweep {tmp_path}"
     keep_profile(tmp_path, 4.0)
-    assert (
-        list(checks.drive(str(tmp_path)))[-1].found
-        == "swept 2001-02-03: read 4, write 4, mixed 4 GB/s"
+    swept = list(checks.drive(str(tmp_path)))[-1]
+    assert (swept.status, swept.found) == (
+        "ok",
+        "swept 2001-02-03: read 4.00, write 4.00, mixed 4.00 GB/s; the evidence is good",
     )
+    keep_profile(tmp_path, 4.0, seconds=0.1)
+    swept = list(checks.drive(str(tmp_path)))[-1]
+    assert swept.status == "warning"
+    assert "mixed 4.00 GB/s; the evidence is poor (read: 0 of 2 final trials" in swept.found
+    assert swept.remedy == f"nvme-sweep {tmp_path}, while nobody else uses the drive"
 
 
 def test_direct_io_is_tried_on_the_path_and_nothing_is_left(directory):
