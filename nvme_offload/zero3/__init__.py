@@ -23,6 +23,7 @@ _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s
 
 # object, attribute and DeepSpeed's own value, in the order of replacement
 _replaced: list[tuple[Any, str, Any]] = []
+_disabled = False  # by `disable`, after which a configuration alone enables nothing
 
 
 def enable() -> None:
@@ -76,8 +77,11 @@ def enable() -> None:
 
 def disable() -> None:
     """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go
-    on working.
+    on working. From now on a configuration with the section "nvme_offload" enables nothing by
+    itself, see `nvme_offload.autoload`; `enable` does.
     """
+    global _disabled
+    _disabled = True
     if not _replaced:
         return
     from . import op
@@ -87,6 +91,11 @@ def disable() -> None:
         setattr(owner, name, original)
     op.remove()
     _be_quiet()
+
+
+def _enable_unless_disabled() -> None:
+    if not _disabled:
+        enable()
 
 
 def _be_quiet() -> None:
