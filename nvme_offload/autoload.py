@@ -54,9 +54,10 @@ class _Finder:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None) if finder is not self else None
-            spec = find(name, path, target) if find is not None else None
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None:
-                return _watch(spec)
+                _watch(spec)
+                return spec
         return None
 
 
@@ -79,10 +80,9 @@ class _WatchedSpec(ModuleSpec):
                 _deepspeed_is_loaded()
 
 
-def _watch(spec: Any) -> Any:
+def _watch(spec: ModuleSpec | None) -> None:
     if type(spec) is ModuleSpec:
         spec.__class__ = _WatchedSpec
-    return spec
 
 
 def _is_loading(module: ModuleType) -> bool:

@@ -74,7 +74,7 @@ def _execute(file: str, command: Sequence[str], environment: dict[str, str]) -> 
         signal.signal(number, signal.SIG_DFL)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(file, command, environment)
+    os.execve(file, tuple(command), environment)
 
 
 def _check_autoload() -> None:

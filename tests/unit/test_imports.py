@@ -47,6 +47,7 @@ PURE_MODULES = {
     "swap/access_order.py",
     "swap/arena.py",
     "swap/drive_use.py",
+    "swap/live.py",
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
