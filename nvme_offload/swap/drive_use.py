@@ -99,13 +99,15 @@ class Meter:
 
     def begin(self) -> None:
         """Begin a step now, and not where the one before it ended."""
-        self.take()
-        live.step_began(self._tier)
+        self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
         """The fields of `DriveUse` that are no times of the caller's, since the last call or since
         this was made. A step ends with it.
         """
+        return self._take(ended=True)
+
+    def _take(self, *, ended: bool) -> dict[str, Any]:
         before, now = self._before, self._tier.swapper.stats()
         disks, taken = self._disks.counters(), time.monotonic()
         busy = (
@@ -114,7 +116,7 @@ class Meter:
             else None
         )
         self._before, self._disks_before, self._took = now, disks, taken
-        live.step_ended(self._tier)
+        live.step_began(self._tier, disks, ended=ended)
         return {
             "bytes_read": now.bytes_read - before.bytes_read,
             "bytes_written": now.bytes_written - before.bytes_written,

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..hardware.disk_counters import Disks, busy_share
+from ..hardware.disk_counters import DiskCounters, Disks, busy_share
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -42,24 +42,23 @@ class Live:
         self._lock = threading.Lock()
         # Of the last whole step, from its beginning on: what had moved by when, (bytes, seconds).
         self._last: list[tuple[int, float]] = []
-        self._begin(tier.counters())
+        self._begin(tier.counters(), self._disks.counters())
 
-    def _begin(self, counted: SwapperStats | None) -> None:
+    def _begin(self, counted: SwapperStats | None, disks: DiskCounters | None) -> None:
         self._began = self._told = time.monotonic()
-        self._before = counted
-        self._disks_before = self._disks.counters()
+        self._before, self._disks_before = counted, disks
         self._bytes_at_begin = counted.bytes_moved if counted is not None else 0
         self._samples: list[tuple[int, float]] = [(0, 0.0)]
 
-    def begin(self, *, ended: bool) -> None:
-        """A step begins; *ended*: where the one before it ended."""
+    def begin(self, disks: DiskCounters | None, *, ended: bool) -> None:
+        """A step begins; *ended*: where the one before it ended. *disks*: as they are by now."""
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
         with self._lock:
             if ended and counted is not None:
                 moved = counted.bytes_moved - self._bytes_at_begin
                 self._last = [*self._samples, (moved, time.monotonic() - self._began)]
-            self._begin(counted)
+            self._begin(counted, disks)
 
     def due_in(self) -> float:
         """Seconds until the next line."""
@@ -158,15 +157,12 @@ def watch(tier: Tier) -> None:
     thread.start()
 
 
-def step_ended(tier: Tier) -> None:
-    """A step with *tier* has ended, and the next begins."""
+def step_began(tier: Tier, disks: DiskCounters | None, *, ended: bool) -> None:
+    """A step with *tier* begins; *ended*: where the one before it ended. *disks*: those under it,
+    as they are by now.
+    """
     watch(tier)
-    _live[tier].begin(ended=True)
-
-
-def step_began(tier: Tier) -> None:
-    """A step begins now; what was before it is no step."""
-    _live[tier].begin(ended=False)
+    _live[tier].begin(disks, ended=ended)
 
 
 def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:

@@ -60,7 +60,7 @@ def test_a_step_that_ended_has_told_already(tier, said):
     live.watch(tier)
     lines = live._live[tier]
     use(tier, "a", "b")
-    live.step_ended(tier)
+    live.step_began(tier, None, ended=True)
     lines.tell()
     assert said() == []
     use(tier, "a")
@@ -164,12 +164,12 @@ def clock(monkeypatch):
 
 
 def test_a_line_says_how_the_step_goes(tier, said, clock, monkeypatch):
-    busy = iter([10.0, 20.0, 23.0])
+    busy = iter([10.0, 23.0])
     monkeypatch.setattr(Disks, "counters", lambda self: DiskCounters((5.0, next(busy)), 0))
     lines = live.Live(tier)
     use(tier, "a", "b")
     clock.seconds += 40
-    lines.begin(ended=True)  # a step of 40 s that wrote 2 MiB
+    lines.begin(DiskCounters((5.0, 20.0), 0), ended=True)  # a step of 40 s that wrote 2 MiB
     use(tier, "a")
     clock.seconds += 10
     lines.tell()
@@ -188,12 +188,12 @@ def test_lines_come_after_ten_seconds_and_then_ten_to_a_step(tier, clock):
     lines = live.Live(tier)
     assert lines.due_in() == 10
     clock.seconds += 600
-    lines.begin(ended=True)  # a step of 600 s
+    lines.begin(None, ended=True)  # a step of 600 s
     assert lines.due_in() == 10
     clock.seconds += 10
     lines.tell()
     assert lines.due_in() == 60
-    lines.begin(ended=True)
+    lines.begin(None, ended=True)
     clock.seconds += 10
     lines.tell()
     assert lines.due_in() == 10
