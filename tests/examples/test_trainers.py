@@ -97,7 +97,7 @@ def test_the_trainer_without_deepspeed_resumes_bit_for_bit(place):
             assert torch.equal(resumed["state"][index][key], value), (index, key)
     history = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     for entry in history:
-        if "loss" in entry:
+        if "loss" in entry and entry["step"] > 1:  # the first step makes the states
             assert entry["nvme_read_gb"] > 0
             assert entry["nvme_offload/total_written_gb"] > 0
     assert len(re.findall(r"'nvme_offload/step_seconds'", whole.said + again.said)) == 4 + 2
