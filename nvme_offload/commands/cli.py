@@ -303,6 +303,36 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     return 0 if works else NOT_SO
 
 
+@command.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument(
+    "started", metavar="COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED
+)
+def run(started: tuple[str, ...]) -> int:
+    """Start a launcher or a trainer with nvme_offload.zero3.enable() in effect in every Python
+    process of it that imports DeepSpeed. The script needs no line of code.
+
+    \b
+    Examples:
+      nvme-offload run -- deepspeed --num_gpus=2 train.py --deepspeed ds_config.json
+      nvme-offload run -- torchrun --nproc-per-node=2 train.py --deepspeed ds_config.json
+      nvme-offload run -- accelerate launch --config_file accelerate.yaml train.py
+      nvme-offload run -- llamafactory-cli train train.yaml
+      nvme-offload run -- python train.py
+
+    What the DeepSpeed configuration puts on "device": "nvme" then goes through this package. A
+    configuration that has the section "nvme_offload" does not need this command. The "--" may be
+    left out. COMMAND must use the Python environment that this package is installed in.
+
+    Exit status, signals and standard streams are those of COMMAND; 127 if there is no such
+    command, 126 if it cannot be executed.
+    """
+    from .run import replace_process
+
+    return replace_process(started)
+
+
 def _print(text: str) -> None:
     try:
         click.echo(text)
