@@ -323,6 +323,14 @@ def test_every_address_of_the_project_has_the_one_base():
                 assert file_of(path, url)[0].exists(), f"{path} leads to {url}"
 
 
+def test_ci_runs_targets_that_the_makefile_has():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"^ +- run: (make .*)$", workflow, re.MULTILINE)
+    assert {"make lint", "make test", "make wheel", "make docs"} <= set(commands)
+    for command in commands:
+        check_command(command)
+
+
 REPORTS = ROOT / "reports"
 
 

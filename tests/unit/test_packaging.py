@@ -261,6 +261,13 @@ def test_the_distributions_are_ready_for_an_index(distributions):
     assert metadata["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert metadata.get_payload(decode=True).decode().strip() == readme.strip()
+    pytest.importorskip("cmarkgfm", reason="readme-renderer[md] is not installed here")
+    from readme_renderer import markdown
+
+    shown = markdown.render(readme)
+    assert shown.count("<table>") == 1
+    assert "][" not in shown, "a link has no address"
+    assert len(re.findall(r'<img src="https://github.com/[^"]*\.svg"', shown)) == 1
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
     assert set(urls) == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
 
@@ -378,6 +385,27 @@ def test_the_source_distribution_has_what_git_has(distributions):
     assert {
         name for name in tracked.stdout.splitlines() if (ROOT / name).exists()
     } - left_out <= packed
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == nvme_offload.__version__
+    assert citation["license"] == "Apache-2.0"
+    # what the schema of that version wants
+    assert {"authors", "cff-version", "message", "title"} <= set(citation)
+
+
+def test_the_forms_for_issues_ask_for_something():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here")
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for name in ("bug.yml", "drive.yml"):
+        form = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        ids = [field["id"] for field in form["body"]]
+        assert len(set(ids)) == len(ids)
+        assert any(field.get("validations", {}).get("required") for field in form["body"])
 
 
 def test_the_installed_package_says_what_it_is():
