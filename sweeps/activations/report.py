@@ -166,7 +166,8 @@ def _drive(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
 
 def _how(steps: pd.DataFrame) -> str:
     return (
-        f"{steps['round'].nunique()} rounds; each goes every way, and the next begins with another. A figure is the median over all steps, without the first of each way in a "
+        f"{steps['round'].nunique()} rounds; each goes every way, and the next begins with another. "
+        "A figure is the median over all steps, without the first of each way in a "
         "process; a ratio the median over the rounds of what one round gave; with all of them in brackets. Activation memory is the peak over weights and "
         "gradients: of the GPU, or where there is none of what the process has resident, with all of the way's own host memory. What waits waits on the host, "
         "which on a GPU runs ahead of the computing: a wait there need not make a step longer."

@@ -12,7 +12,7 @@ from nvme_offload.report import wording
 from nvme_offload.report.charts.canvas import SMALL, Chart, frameless, note, plot
 from nvme_offload.report.palette import Palette
 
-from ..peers.report import Spread
+from ..report import Spread
 from .results import Results, Row, TaskFacts, rows
 
 if TYPE_CHECKING:

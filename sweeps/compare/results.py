@@ -13,7 +13,7 @@ from typing import Any
 
 from nvme_offload.errors import UsageError
 
-from ..peers.report import Spread, spread
+from ..report import Spread, spread
 from .plan import Setting
 from .training import TrainingRow
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.errors import CorruptionError
+from ..peers.rig import wrong
 
 if TYPE_CHECKING:
     import torch
@@ -82,14 +82,7 @@ def require_same(found: Mapping[str, torch.Tensor], nbytes: int, side: str) -> N
     pattern = _pattern()
     expected = shapes(nbytes)
     if set(found) != {shape.name for shape in expected}:
-        raise CorruptionError(
-            f"{side} has other tensors",
-            operation="read",
-            path="the checkpoint",
-            offset=0,
-            nbytes=nbytes,
-            done=0,
-        )
+        raise wrong(f"{side} has other tensors", 0, nbytes, "the checkpoint")
     for number, shape in enumerate(expected):
         flat = found[shape.name].reshape(-1).view(torch.uint8).numpy()
         same = flat.size == shape.nbytes
@@ -98,13 +91,8 @@ def require_same(found: Mapping[str, torch.Tensor], nbytes: int, side: str) -> N
             for begin, piece in _pieces(pattern, number, shape.nbytes)
         )
         if not same:
-            raise CorruptionError(
-                f"{side} has other bytes in {shape.name}",
-                operation="read",
-                path="the checkpoint",
-                offset=0,
-                nbytes=shape.nbytes,
-                done=0,
+            raise wrong(
+                f"{side} has other bytes in {shape.name}", 0, shape.nbytes, "the checkpoint"
             )
 
 

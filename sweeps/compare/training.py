@@ -13,7 +13,7 @@ from typing import Any
 
 from nvme_offload.errors import UsageError
 
-from ..peers.report import spread
+from ..report import spread
 from ..training.plan import Model
 
 

@@ -86,7 +86,8 @@ def render(results: Results, chart: str | None) -> str:
         if name != "exact" and results.of("exact")
     ]
     found = [
-        f"- `\"{one.format}\"`: {'within' if one.within else 'NOT within'} the seeds' spread. Its mean loss is {statistics.mean(one.losses):.4f}, exact's seeds lie between "
+        f'- `"{one.format}"`: {"within" if one.within else "NOT within"} the seeds\' spread. '
+        f"Its mean loss is {statistics.mean(one.losses):.4f}, exact's seeds lie between "
         f"{min(one.exact):.4f} and {max(one.exact):.4f}. Seed by seed it differs by {one} in the mean."
         for one in compared
     ]

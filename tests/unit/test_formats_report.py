@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from sweeps.formats.codec import main as codec
 
 from sweeps.formats.__main__ import main
-from sweeps.formats.codec import main as codec
 from sweeps.formats.report import Results, render, smoothed, verdict
 from sweeps.formats.stress import Stressed
 from sweeps.formats.text import read_text
