@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from sweeps.formats.codec import main as codec
 
 from sweeps.formats.__main__ import main
 from sweeps.formats.report import Results, render, smoothed, verdict
@@ -124,19 +123,3 @@ def test_what_cannot_be_trained_is_refused(options, message):
     called = CliRunner().invoke(main, options.split())
     assert called.exit_code == 2
     assert message in called.output
-
-
-def test_the_codec_is_timed_with_its_bytes():
-    called = CliRunner().invoke(
-        codec, ["--parameters", "65536", "--rounds", "1", "--device", "cpu"], catch_exceptions=False
-    )
-    assert called.exit_code == 0
-    for row, nbytes in (
-        ("exact: unpack", "12.0000"),
-        ("split: pack", "10.0000"),
-        ("compact: pack", "4.0078"),
-    ):
-        assert any(
-            line.startswith(f"| {row} |") and line.endswith(f"| {nbytes} |")
-            for line in called.output.splitlines()
-        )
