@@ -38,6 +38,13 @@ class Shape(NamedTuple):
         """Of the tensor."""
         return self.numel * self.itemsize
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        import torch
+
+        return torch.bfloat16 if self.itemsize == 2 else torch.float32
+
 
 def shapes(nbytes: int) -> list[Shape]:
     """The tensors of a state of about *nbytes*, never more."""
@@ -65,9 +72,7 @@ def build(nbytes: int) -> dict[str, torch.Tensor]:
     pattern = _pattern()
     state = {}
     for number, shape in enumerate(shapes(nbytes)):
-        tensor = torch.empty(
-            shape.numel, dtype=torch.bfloat16 if shape.itemsize == 2 else torch.float32
-        )
+        tensor = torch.empty(shape.numel, dtype=shape.dtype)
         flat = tensor.view(torch.uint8).numpy()
         for begin, piece in _pieces(pattern, number, shape.nbytes):
             flat[begin : begin + piece.size] = piece
