@@ -109,11 +109,13 @@ def document(*parts: str) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def write(output: Path | None, text: str, results: Any = None) -> None:
-    """Write *output*.md and, with *results*, *output*.json; nothing where *output* is None."""
+def write(output: Path | None, text: str, results: Any = None, indent: int | None = 1) -> None:
+    """Write *results* to *output*.json, where there are any, and *text* to *output*.md; nothing
+    where *output* is None.
+    """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".md").write_text(text, encoding="utf-8")
         if results is not None:
-            kept = json.dumps(results, indent=1) + "\n"
+            kept = json.dumps(results, indent=indent) + "\n"
             output.with_name(output.name + ".json").write_text(kept, encoding="utf-8")
+        output.with_name(output.name + ".md").write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,7 +23,6 @@ from .. import command
 from ..command import COUNT, option, say
 from ..machine import commit, facts
 from ..report import write
-from ..turns import interruptible
 from .report import Results, as_json, draw, from_json, render
 from .stress import CASES, stress
 from .text import read_text
@@ -111,14 +111,15 @@ def main(
         _Job(number, device, text_bytes, recipe, name, seed)
         for number, (seed, name) in enumerate(runs)
     ]
-    with interruptible(results.facts, []):
-        with _mapped(at_once) as mapped:
-            for run in mapped(_train, jobs):
-                results.trained.append(run)
-                loss = f"{run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
-                say(f"{run.format}, seed {run.seed}: {loss}")
-        if stressed:
-            results.stressed.extend(stress(case, name) for case in CASES for name in names)
+    started = time.monotonic()
+    with _mapped(at_once) as mapped:
+        for run in mapped(_train, jobs):
+            results.trained.append(run)
+            loss = f"{run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
+            say(f"{run.format}, seed {run.seed}: {loss}")
+    if stressed:
+        results.stressed.extend(stress(case, name) for case in CASES for name in names)
+    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
     _write(results, output)
 
 
@@ -146,14 +147,14 @@ def _write(results: Results, output: Path | None) -> None:
     """
     chart = None
     if output is not None:
-        write(output, "", as_json(results))
+        write(output, render(results, chart), as_json(results), indent=None)
         try:
             draw(results, output.with_name(output.name + ".png"))
             chart = output.name + ".png"
         except ImportError as error:
             again = f"--again {output}.json --output {output}"
             say(f"No chart: {error}. Where matplotlib is, {again} draws it.")
-    write(output, text := render(results, chart), as_json(results))
+    write(output, text := render(results, chart), as_json(results), indent=None)
     click.echo(text)
 
 
