@@ -15,7 +15,7 @@ import click
 from nvme_offload.errors import OffloadError
 from nvme_offload.units import parse_bytes
 
-_BEGAN = time.monotonic()
+BEGAN = time.monotonic()  # the command
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
@@ -91,7 +91,7 @@ def stop_at_sigterm() -> None:
 
 def say(text: str) -> None:
     """Print a line of progress, with the seconds since the start, on standard error."""
-    click.echo(f"{time.monotonic() - _BEGAN:5.0f} s  {text}", err=True)
+    click.echo(f"{time.monotonic() - BEGAN:5.0f} s  {text}", err=True)
 
 
 def run(command: click.Command, module: str) -> None:

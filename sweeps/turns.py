@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from .command import BEGAN
+
 Side = TypeVar("Side")
 
 
@@ -25,12 +27,12 @@ def rounds(count: int, seconds: float | None, notes: list[str]) -> Iterator[int]
     """Numbers of rounds, up to *count*.
 
     Ends early where the next round, as long as the longest so far, would end later than *seconds*
-    after this was called first; then says so in *notes*. The first round always begins.
+    after the command began; then says so in *notes*. The first round always begins.
     """
-    started, longest = time.monotonic(), 0.0
+    longest = 0.0
     for number in range(count):
         began = time.monotonic()
-        if seconds is not None and number > 0 and began + longest > started + seconds:
+        if seconds is not None and number > 0 and began + longest > BEGAN + seconds:
             notes.append(f"{number} of {count} rounds fitted into the time that was given.")
             return
         yield number

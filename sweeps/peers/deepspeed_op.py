@@ -112,7 +112,7 @@ class DeepSpeedOp:
             for path in written:
                 sync(path)
         if refused or finished != len(calls):
-            raise failed("DeepSpeed's op failed", job)
+            raise failed("DeepSpeed's op failed", job, path=calls[0][2])
         if "read" in buffers:
             require_read(buffers["read"], "DeepSpeed's op")
         return watch.measurement(job.nbytes)

@@ -83,7 +83,8 @@ class KvikIO:
             for file in files.values():
                 file.close()
         if moved != job.nbytes:
-            raise failed("KvikIO failed", job, done=moved)
+            path = str(rig.path(job.directions[0]))
+            raise failed("KvikIO failed", job, done=moved, path=path)
         if "read" in buffers:
             require_read(buffers["read"], "KvikIO")
         return watch.measurement(job.nbytes)

@@ -200,9 +200,11 @@ def wrong(
     )
 
 
-def failed(said: str, job: Job, number: int = errno.EIO, done: int = 0) -> IOFailure:
+def failed(
+    said: str, job: Job, number: int = errno.EIO, done: int = 0, path: str = "the file"
+) -> IOFailure:
     """The error of a side that did not move all bytes of *job*."""
-    facts = {"operation": job.direction, "path": "the file", "offset": 0}
+    facts = {"operation": job.direction, "path": path, "offset": 0}
     return IOFailure(number, said, nbytes=job.nbytes, done=done, **facts)
 
 
