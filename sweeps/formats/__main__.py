@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -26,19 +26,8 @@ from ..report import write
 from .report import Results, as_json, draw, from_json, render
 from .stress import CASES, stress
 from .text import read_text
-from .trainer import Recipe, Trained, train
+from .trainer import Job, Recipe, run_job
 from .transformer import Shape
-
-
-class _Job(NamedTuple):
-    """A training; *number* of all, which tells its GPU where there are several."""
-
-    number: int
-    device: str
-    text_bytes: int
-    recipe: Recipe
-    format: str
-    seed: int
 
 
 def shape(layers: int, width: int, heads: int, context: int, batch: int, steps: int) -> Any:
@@ -108,12 +97,12 @@ def main(
     )
     runs = [(seed, name) for seed in range(seeds) for name in names]
     jobs = [
-        _Job(number, device, text_bytes, recipe, name, seed)
+        Job(number, device, text_bytes, recipe, name, seed)
         for number, (seed, name) in enumerate(runs)
     ]
     started = time.monotonic()
     with _mapped(at_once) as mapped:
-        for run in mapped(_train, jobs):
+        for run in mapped(run_job, jobs):
             results.trained.append(run)
             loss = f"{run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
             say(f"{run.format}, seed {run.seed}: {loss}")
@@ -131,14 +120,6 @@ def _mapped(at_once: int) -> Iterator[Callable[..., Any]]:
         return
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
         yield pool.map
-
-
-def _train(job: _Job) -> Trained:
-    device = (
-        f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
-    )
-    text, held_out, _ = read_text(job.text_bytes)
-    return train(text.to(device), held_out.to(device), job.recipe, job.format, job.seed)
 
 
 def _write(results: Results, output: Path | None) -> None:

@@ -94,7 +94,13 @@ def test_the_command_trains_and_writes_its_report(tmp_path, at_once):
     options = f"--at-once {at_once} --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2 --no-stress"
     called = CliRunner().invoke(
         main,
-        [*options.split(), "--output", str(tmp_path / "new" / "formats")],
+        [
+            *options.split(),
+            "--formats",
+            "exact,split,compact",
+            "--output",
+            str(tmp_path / "new" / "formats"),
+        ],
         catch_exceptions=False,
     )
     assert called.exit_code == 0
