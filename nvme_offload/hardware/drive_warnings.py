@@ -1,4 +1,4 @@
-"""What about a drive costs speed, or makes a measurement of it mean something else."""
+"""Properties of a drive that cost speed, or that distort its measurement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ _NEARLY_FULL = 0.10
 
 
 def warnings(drive: Drive) -> list[str]:
-    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what
-    it means and one on what to do, for each.
+    """List what costs speed on *drive*, or distorts a measurement of it.
+
+    Returns
+    -------
+    list of str
+        For each a sentence on the effect and one on the cure.
     """
     return list(_warnings(drive))
 
@@ -40,7 +44,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"{drive.path} is in a container's overlay, whose first write to a file copies it and whose files vanish with the container. "
             "Mount a directory of the host's drive into the container, for example `docker run -v /local_nvme:/local_nvme`, and give that."
         )
-    # Virtual disks claim to rotate, or not, as their host happens to be configured.
+    # Virtual disks report this flag as their host configures it.
     if drive.rotational and not any(disk.startswith(("vd", "xvd")) for disk in disks):
         yield (
             f"{drive.device} says that it is a rotating disk, which is far too slow to train from. "
