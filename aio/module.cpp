@@ -286,8 +286,8 @@ class PyRequest {
       if (without_gil([&] { return request_->wait_for(slice); })) return;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (limited && Clock::now() >= deadline) {
-        const std::string text = std::string(name_of(request_->operation)) + " in " + *request_->path + " is not done within " +
-                                 py::cast<std::string>(py::str(py::float_(*timeout_seconds))) + " s; it goes on";
+        const std::string text = std::string(name_of(request_->operation)) + " in " + *request_->path + " did not finish within " +
+                                 py::cast<std::string>(py::str(py::float_(*timeout_seconds))) + " s; it continues";
         raise(error_class("WaitTimeout")(decoded(text)));
       }
     }
