@@ -1,5 +1,5 @@
-"""`DriveUse`: what a step moved to and from the drives of a tier, and how long it waited for them;
-a `Meter` reads it off.
+"""`DriveUse`: what a step transferred to and from the drives of a tier, and its wait for them;
+`Meter` counts it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,29 @@ from ..errors import OffloadError
 from ..hardware import profile_shelf
 
 if TYPE_CHECKING:
-    from .swapper import SwapperStats
     from .tier import Tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriveUse:
-    """One step.
+    """The transfers of one step.
 
-    step: counted from 1. seconds: all of it. bytes_read, bytes_written: from and to the drives.
-    waited_seconds: in which the step stood still for a drive. resident_bytes: of what is offloaded,
-    those that are in host memory at the end. peak_bytes: the most host memory of the pool that was
-    ever in use. tuned_bytes_per_second: what the drive's profile promises for reads and writes at
-    once; None where the drive has no profile.
+    Attributes
+    ----------
+    step : int
+        Counted from 1.
+    seconds : float
+        Duration of the step.
+    bytes_read, bytes_written : int
+        From and to the drives.
+    waited_seconds : float
+        Time in which the step was blocked on a drive.
+    resident_bytes : int
+        Offloaded bytes in host memory at the end of the step.
+    peak_bytes : int
+        The most host memory of the pool used so far.
+    tuned_bytes_per_second : float or None
+        Mixed read and write speed of the drives by their profile; None without a profile.
     """
 
     step: int
@@ -38,7 +48,7 @@ class DriveUse:
 
     @property
     def bytes_per_second(self) -> float:
-        """Both directions together, over the whole step."""
+        """Reads and writes together, over the whole step."""
         return (self.bytes_read + self.bytes_written) / self.seconds
 
     def __str__(self) -> str:
@@ -55,7 +65,7 @@ class DriveUse:
 
 
 class Meter:
-    """Counts what moves in and out of *tier*, whoever moves it."""
+    """Counts the transfers of *tier*, whoever starts them."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -69,29 +79,17 @@ class Meter:
 
     def waited_seconds(self) -> float:
         """How long callers of the tier have waited for a drive since the last `take`."""
-        return self._waited_until(self._tier.swapper.stats())
+        return self._tier.swapper.stats().wait_seconds - self._before.wait_seconds
 
     def take(self) -> dict[str, Any]:
-        """The fields of `DriveUse` that are no times of the caller's, since the last call or since
-        this was made.
-        """
+        """The fields of `DriveUse` but for step and seconds, since the last call or since creation."""
         before, now = self._before, self._tier.swapper.stats()
-        waited = self._waited_until(now)
         self._before = now
         return {
             "bytes_read": now.bytes_read - before.bytes_read,
             "bytes_written": now.bytes_written - before.bytes_written,
-            "waited_seconds": waited,
+            "waited_seconds": now.wait_seconds - before.wait_seconds,
             "resident_bytes": now.resident_bytes,
             "peak_bytes": now.peak_bytes,
             "tuned_bytes_per_second": self._tuned,
         }
-
-    def _waited_until(self, now: SwapperStats) -> float:
-        before = self._before
-        return (
-            now.read_wait_seconds
-            + now.room_wait_seconds
-            - before.read_wait_seconds
-            - before.room_wait_seconds
-        )

@@ -160,7 +160,7 @@ def test_a_cancelled_put_leaves_what_was_there(
                 CancelledError, match=rf"it was cancelled before it started, of tensor '{put.name}'"
             ):
                 put.wait(0)
-        with pytest.raises(CancelledError, match="a transfer that it was to follow failed"):
+        with pytest.raises(CancelledError, match="a transfer that it waited for failed"):
             get.wait(0)
         let_go()
         blocker.wait(SECONDS)
