@@ -50,14 +50,14 @@ def write_file(
     -----
     Source: rename(2), fsync(2).
     """
-    with _partial_path(path, 0o666 if mode is None else 0o600) as (aside, descriptor):
+    with _partial_path(path, 0o666 if mode is None else 0o600) as (partial, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
         if owner is not None:
             os.fchown(descriptor, *owner)
         if mode is not None:
             os.fchmod(descriptor, mode)
         os.fsync(descriptor)
-        aside.replace(path)
+        partial.replace(path)
     sync_directory(path.parent)
 
 
@@ -107,23 +107,23 @@ def kept_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def aside_directory(path: Path) -> Iterator[Path]:
+def partial_directory(path: Path) -> Iterator[Path]:
     """Create a temporary directory next to *path*, to be filled and then committed by
-    `show_directory`.
+    `publish_directory`.
 
     On exit the directory is removed if it was not committed. Raises: OSError.
     """
-    with _partial_path(path, None) as (aside, _):
-        yield aside
+    with _partial_path(path, None) as (partial, _):
+        yield partial
 
 
-def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | None:
-    """Rename the directory *aside*, whose contents are synced, to *path*.
+def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path | None:
+    """Rename the directory *partial*, whose contents are synced, to *path*.
 
     Parameters
     ----------
-    aside : Path
-        A directory of `aside_directory`.
+    partial : Path
+        A directory of `partial_directory`.
     path : Path
         The target.
     over : bool
@@ -146,25 +146,27 @@ def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | Non
     -----
     Source: renameat2(2).
     """
-    sync_directory(aside)
+    sync_directory(partial)
     replaced: Path | None = None
     if not os.path.lexists(path):
-        aside.rename(path)  # rename(2) replaces a directory created meanwhile only if that is empty
+        partial.rename(
+            path
+        )  # rename(2) replaces a directory created meanwhile only if that is empty
     elif not over:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    elif _exchanged(aside, path):
-        replaced = aside
+    elif _exchanged(partial, path):
+        replaced = partial
     else:
         replaced = _replaced(path)
         remove(replaced)
         path.rename(replaced)
-        aside.rename(path)
+        partial.rename(path)
     sync_directory(path.parent)
     return replaced
 
 
 def recover_directory(path: Path) -> Path | None:
-    """Repair what a `show_directory` with *over* left when it was killed between its two renames.
+    """Repair what a `publish_directory` with *over* left when it was killed between its two renames.
 
     Returns the replaced directory where it was killed after both renames, for the caller to remove.
     Raises: OSError.
@@ -212,9 +214,9 @@ def remove_unfinished() -> None:
     """Remove the temporary files and directories of this process. For the handler of a terminating
     signal: it may run at any point.
     """
-    for aside in list(_partial):
+    for partial in list(_partial):
         with contextlib.suppress(OSError):
-            remove(aside)
+            remove(partial)
 
 
 def remove_abandoned(directory: Path, name: str) -> None:
@@ -251,33 +253,33 @@ def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
     with contextlib.suppress(OSError):
         remove_abandoned(path.parent, re.escape(path.name))
     while True:
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        _partial.add(aside)  # before it exists: a signal may arrive at any point
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        _partial.add(partial)  # before it exists: a signal may arrive at any point
         try:
-            descriptor = _claimed(aside, mode)
+            descriptor = _claimed(partial, mode)
             if descriptor is None:
                 continue
             try:
-                yield aside, descriptor
+                yield partial, descriptor
             finally:
                 os.close(descriptor)
                 with contextlib.suppress(OSError):
-                    remove(aside)
+                    remove(partial)
             return
         finally:
-            _partial.discard(aside)
+            _partial.discard(partial)
 
 
-def _claimed(aside: Path, mode: int | None) -> int | None:
-    """Create and lock *aside*; its descriptor, or None where another writer removed it as abandoned
+def _claimed(partial: Path, mode: int | None) -> int | None:
+    """Create and lock *partial*; its descriptor, or None where another writer removed it as abandoned
     before it was locked. Raises: OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if mode is None:
-        aside.mkdir()
+        partial.mkdir()
         flags = os.O_RDONLY | os.O_DIRECTORY
     try:
-        descriptor = os.open(aside, flags | os.O_CLOEXEC, mode or 0)
+        descriptor = os.open(partial, flags | os.O_CLOEXEC, mode or 0)
     except FileNotFoundError:
         if mode is None:
             return None

@@ -54,7 +54,7 @@ def gpus() -> list[Gpu]:
         "--format=csv,noheader,nounits",
     ]
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -64,15 +64,15 @@ def gpus() -> list[Gpu]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return parse_gpus(told)[: gpu_count()]
+    return parse_gpus(output)[: gpu_count()]
 
 
-def parse_gpus(told: str) -> list[Gpu]:
+def parse_gpus(output: str) -> list[Gpu]:
     """Parse nvidia-smi's output: name, MiB, PCIe generation, lanes.
 
     Parameters
     ----------
-    told : str
+    output : str
         CSV. A field that is not a number ("[N/A]") is unknown.
 
     Returns
@@ -81,7 +81,7 @@ def parse_gpus(told: str) -> list[Gpu]:
         One per line.
     """
     found = []
-    for line in told.splitlines():
+    for line in output.splitlines():
         name, *numbers = (field.strip() for field in line.rsplit(",", 3))
         if len(numbers) == 3 and numbers[0].isdecimal():
             memory, generation, lanes = (

@@ -17,8 +17,8 @@ from .arena import Arena, Block
 from .residents import Chooser
 from .value_states import TABLE, Event, State
 
-# The next use of a value as a number, for Belady eviction: the value used last is the victim.
-# Positions of the learned order lie between these two.
+# The next use of a value as a number, for Belady eviction: the victim is the value whose next use
+# is farthest. Positions of the learned order lie between these two.
 _HINTED = -(1 << 62)  # plus the number of the hint
 # plus the time of the last use: without a known order, the most recently used value is the victim
 _UNKNOWN = 1 << 62
@@ -30,7 +30,6 @@ _GOOD_ENOUGH = 0.95
 _HINT_SLACK = 8
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
-_IN_USE = frozenset({State.USED, State.USED_DIRTY, State.USED_WRITING, State.USED_REDIRTY})
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
@@ -94,8 +93,8 @@ class Schedule:
     waits for the write (`Transfer.after`). So the plan does not depend on when transfers end.
 
     While no order is known, or it is not followed, values stay until their memory is needed. The
-    victim is the value used last (Belady eviction); where nothing is known, the most recently used
-    one, which is the same in a cyclic order. As much memory as would be prefetched is kept
+    victim is the value whose next use is farthest (Belady eviction); where nothing is known, the
+    most recently used one, which is the same in a cyclic order. As much memory as would be prefetched is kept
     reclaimable.
 
     A reclaimable block keeps its contents until it is reused. Where a write fails whose block was
@@ -631,8 +630,8 @@ class Schedule:
             self._evict(victim)
 
     def _pop_victim(self, heap: list[tuple[int, int, _Entry]], beyond: int) -> _Entry | None:
-        """Remove and return the candidate of *heap* that is used last, if that is later than
-        *beyond*.
+        """Remove and return the candidate of *heap* whose next use is farthest, if that is later
+        than *beyond*.
         """
         renewed = 0
         while heap:
@@ -813,8 +812,8 @@ class Schedule:
     def _evict_for(
         self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None
     ) -> int | None:
-        """Evict the candidates used last, with their neighbours, until *size* contiguous bytes are
-        reclaimable; their start, or None.
+        """Evict the candidates whose next use is farthest, with their neighbours, until *size*
+        contiguous bytes are reclaimable; their start, or None.
         """
         beyond = (_HINTED << 1) if position is None else position
         tried: list[_Entry] = []
@@ -823,12 +822,12 @@ class Schedule:
             victim = self._pop_victim(heap, beyond)
             if victim is None:
                 break
-            gap = self._extend_victim(victim, size, beyond, position is not None)
-            if gap is None:
+            blocks = self._extend_victim(victim, size, beyond, position is not None)
+            if blocks is None:
                 tried.append(victim)
                 continue
-            found = gap[0].start
-            for block in gap:
+            found = blocks[0].start
+            for block in blocks:
                 if block.owner is not None and not block.reclaimable:
                     self._evict(block.owner)
         for entry in tried:
@@ -838,8 +837,8 @@ class Schedule:
     def _extend_victim(
         self, victim: _Entry, size: int, beyond: int, above: bool
     ) -> list[_Block] | None:
-        """The block of *victim* and neighbours, the latest used first, that have *size* bytes
-        together; None where there are none.
+        """The block of *victim* with neighbours, those with the farthest next use first, that have
+        *size* bytes together; None where there are none.
         """
         low = high = victim.block
         assert low is not None
