@@ -208,11 +208,7 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     ]
     nodes = {sysfs.number(sysfs.first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
-    rotational = [
-        flag
-        for queue in disk_queues
-        if (flag := sysfs.number(sysfs.read(queue / "rotational"))) is not None
-    ]
+    rotational = _numbers(disk_queues, "rotational")
     device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
     return Drive(
         path=str(absolute),
@@ -228,11 +224,11 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         ),
         transport=_alternatives([sysfs.first(lineage, "transport") for lineage in lineages]),
         rotational=any(rotational) if rotational else None,
-        logical_block_bytes=_largest(top_queues, "logical_block_size"),
-        physical_block_bytes=_largest(top_queues, "physical_block_size"),
-        max_block_kib=_smallest(top_queues, "max_sectors_kb"),
+        logical_block_bytes=max(_numbers(top_queues, "logical_block_size"), default=None),
+        physical_block_bytes=max(_numbers(top_queues, "physical_block_size"), default=None),
+        max_block_kib=min(_numbers(top_queues, "max_sectors_kb"), default=None),
         scheduler=_alternatives([sysfs.scheduler(queue) for queue in disk_queues]),
-        queue_requests=_smallest(disk_queues, "nr_requests"),
+        queue_requests=min(_numbers(disk_queues, "nr_requests"), default=None),
         size_bytes=space.f_blocks * space.f_frsize,
         free_bytes=space.f_bavail * space.f_frsize,
         pcie_link=_joined([link.text for link in links if link]) or None,
@@ -428,23 +424,8 @@ def _alternatives(texts: list[str | None]) -> str | None:
     return ", ".join(dict.fromkeys(text for text in texts if text)) or None
 
 
-def _largest(queues: list[Path], name: str) -> int | None:
-    return max(
-        (
-            value
-            for queue in queues
-            if (value := sysfs.number(sysfs.read(queue / name))) is not None
-        ),
-        default=None,
-    )
-
-
-def _smallest(queues: list[Path], name: str) -> int | None:
-    return min(
-        (
-            value
-            for queue in queues
-            if (value := sysfs.number(sysfs.read(queue / name))) is not None
-        ),
-        default=None,
-    )
+def _numbers(queues: list[Path], name: str) -> list[int]:
+    """The attribute *name* of the queues that have it as a number."""
+    return [
+        value for queue in queues if (value := sysfs.number(sysfs.read(queue / name))) is not None
+    ]

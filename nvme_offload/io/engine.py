@@ -697,8 +697,8 @@ def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
         for one in list(opened):
             _close_at_last(one)
 
-    # weakref finalizers run in reverse order of creation. An `atexit` handler would not: torch has
-    # registered weakref's own there already.
+    # weakref finalizers run in reverse order of creation, all from one atexit handler. An atexit
+    # handler of our own would run before all of them: torch has created finalizers already.
     weakref.finalize(opened, close)
 
 
