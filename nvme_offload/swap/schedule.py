@@ -366,9 +366,9 @@ class Schedule:
             self._provide_needed(needed)
         if needed is None or needed.block is not None:
             self._prefetch()
-        return self.pending()
+        return self.take_pending()
 
-    def pending(self) -> list[Transfer]:
+    def take_pending(self) -> list[Transfer]:
         """The transfers to start that are already decided, without planning more."""
         transfers, self._to_start = self._to_start, []
         return transfers
@@ -397,7 +397,7 @@ class Schedule:
             if entry.state in (State.DIRTY, State.DIRTY_FAILED) and entry.name not in but:
                 self._start_write(entry)
                 self._add_candidate(entry)  # evictable again if its last write had failed
-        return self.pending()
+        return self.take_pending()
 
     def grow(self, nbytes: int) -> None:
         """Extend the memory to *nbytes* in all. Blocks stay where they are."""

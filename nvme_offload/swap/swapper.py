@@ -163,7 +163,7 @@ class TensorSwapper(Closing):
         with self._lock:
             self._live()
             while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
-                self._start_all(self._schedule.pending())
+                self._start_all(self._schedule.take_pending())
                 self._finish(blocking)
             self._schedule.create(name, nbytes, lowest)
             self._write_errors.pop(name, None)  # that value is no more
@@ -291,7 +291,7 @@ class TensorSwapper(Closing):
             self._live()
             self._schedule.size(name)  # raises for an unknown name
             while (blocking := self._schedule.blocking_transfer(name)) is not None:
-                self._start_all(self._schedule.pending())
+                self._start_all(self._schedule.take_pending())
                 self._finish(blocking)
             self._schedule.discard(name)
             self._write_errors.pop(name, None)
@@ -572,7 +572,7 @@ class TensorSwapper(Closing):
             for transfers in (*self._in_flight, self._empty):
                 while transfers:
                     self._finish(transfers[0])
-            self._start_all(self._schedule.pending())
+            self._start_all(self._schedule.take_pending())
 
     def _wait(self, transfer: Transfer, ticket: StoreTicket) -> None:
         """Wait for *ticket*, and log it where that takes long. Raises: OffloadError."""

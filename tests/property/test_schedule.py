@@ -157,7 +157,7 @@ class Machine:
 
     def create(self, name: str, nbytes: int) -> None:
         while (blocking := self.schedule.blocks_create(name, nbytes)) is not None:
-            self.start_all(self.schedule.pending())
+            self.start_all(self.schedule.take_pending())
             self.end(blocking)
         self.schedule.create(name, nbytes)
         self.drive.pop(name, None)
@@ -188,7 +188,7 @@ class Machine:
 
     def discard(self, name: str) -> None:
         while (blocking := self.schedule.blocking_transfer(name)) is not None:
-            self.start_all(self.schedule.pending())
+            self.start_all(self.schedule.take_pending())
             self.end(blocking)
         self.held.pop(name, None)
         self.written_in_use.discard(name)
