@@ -20,7 +20,7 @@ from pathlib import Path
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
-_partial: set[Path] = set()  # temporary files and directories of this process
+_partials: set[Path] = set()  # temporary files and directories of this process
 # renameat2 is missing in this kernel or filesystem
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -214,7 +214,7 @@ def remove_unfinished() -> None:
     """Remove the temporary files and directories of this process. For the handler of a terminating
     signal: it may run at any point.
     """
-    for partial in list(_partial):
+    for partial in list(_partials):
         with contextlib.suppress(OSError):
             remove(partial)
 
@@ -254,7 +254,7 @@ def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
         remove_abandoned(path.parent, re.escape(path.name))
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        _partial.add(partial)  # before it exists: a signal may arrive at any point
+        _partials.add(partial)  # before it exists: a signal may arrive at any point
         try:
             descriptor = _claimed(partial, mode)
             if descriptor is None:
@@ -267,7 +267,7 @@ def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
                     remove(partial)
             return
         finally:
-            _partial.discard(partial)
+            _partials.discard(partial)
 
 
 def _claimed(partial: Path, mode: int | None) -> int | None:
