@@ -153,7 +153,7 @@ def examine(
     fresh = make([torch.nn.Parameter(sample.clone()) for sample in samples])
     if len(fresh.param_groups) != 1:
         raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: of one group of parameters it makes {len(fresh.param_groups)}, so that a learning rate that is set "
+            f"{name} cannot be used with NVMeOptimizer: it turns one parameter group into {len(fresh.param_groups)}, so a learning rate that is set later "
             "would not reach them"
         )
     eager = any(isinstance(state, dict) and len(state) > 0 for state in fresh.state.values())
@@ -161,7 +161,7 @@ def examine(
     together = _recorded(name, make, samples, _KNOWN_STEPS if elementwise is not None else _STEPS)
     if together.shared:
         raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which is of no parameter, so that no checkpoint of torch has it"
+            f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which belongs to no parameter, so torch checkpoints lack it"
         )
     if together.outside:
         raise UnsupportedError(

@@ -31,4 +31,4 @@ def all_or_none(action: Callable[[], None]) -> None:
     if failure is not None:
         raise failure
     if anywhere:
-        raise UsageError("another rank cannot train with this configuration, and says why")
+        raise UsageError("another rank cannot train with this configuration; its message says why")

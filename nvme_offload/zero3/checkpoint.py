@@ -201,7 +201,7 @@ class _Generation:
         self._place_lock: int | None = None
         if Path(save_dir).resolve() not in self.place.parents:
             raise UsageError(
-                f"a tag names a directory below that of the checkpoints, which {tag!r} does not"
+                f"a tag must name a directory below that of the checkpoints, not {tag!r}"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -429,13 +429,13 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
     def check() -> None:
         place = directory()
         if tag is None and not _has_states(place):
-            raise _corrupt(latest, "it names no checkpoint that is beside it")
+            raise _corrupt(latest, "it names no checkpoint in its directory")
         found = Manifest.read(place)
         if found is None:
             return
         if with_states and found.ranks != ranks:
             raise UnsupportedError(
-                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} are to load it: use as many, or convert it "
+                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} load it: use as many, or convert it "
                 "with DeepSpeed's ds_to_universal"
             )
         for number, entry in enumerate(found.files):
@@ -462,7 +462,7 @@ def _latest(path: Path) -> str:
     except UnicodeDecodeError:
         tag = ""
     if not tag or "\0" in tag or path.parent.resolve() not in (path.parent / tag).resolve().parents:
-        raise _corrupt(path, "it names no checkpoint that is beside it")
+        raise _corrupt(path, "it names no checkpoint in its directory")
     return tag
 
 
@@ -476,10 +476,11 @@ def _read_states(path: str, engine: io.Engine) -> Any:
         found = Manifest.read(Path(path).parent)
         if found is None:
             raise _corrupt(
-                Path(path).with_name(manifest.NAME), "it is missing, and with it the checksums"
+                Path(path).with_name(manifest.NAME),
+                "it is missing, so the checksums cannot be checked",
             )
         if found.generation != generation:
-            raise _corrupt(Path(path), f"it is of another save than {manifest.NAME} beside it")
+            raise _corrupt(Path(path), f"it belongs to another save than {manifest.NAME} beside it")
     return tree
 
 
@@ -503,7 +504,7 @@ def _agree(failure: Exception | None, tag: str) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise OffloadError(
-                f"the checkpoint {tag} was not saved, because another rank could not: rank {rank} had {text}"
+                f"the checkpoint {tag} was not saved, because rank {rank} failed: {text}"
             )
 
 
@@ -553,8 +554,8 @@ def _streams(engine: Any) -> bool:
     if not getattr(engine, "told_of_checkpoint_memory", False):
         engine.told_of_checkpoint_memory = True
         _log.warning(
-            "checkpoints are written by %s, which wants the states of a rank in memory all at once; "
-            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are written from the drive',
+            "checkpoints are written by %s, which needs all states of a rank in memory at once; "
+            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are streamed from the drive',
             type(checkpoint_engine).__name__,
         )
     return False
@@ -617,5 +618,5 @@ def _typed(error: Exception, path: Path) -> Exception:
         code = errno.ENOSPC
     if code is None:
         return error
-    reason = f"{os.strerror(code)}; the checkpoint before it is untouched"
+    reason = f"{os.strerror(code)}; the previous checkpoint is unchanged"
     return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)

@@ -284,11 +284,11 @@ def check() -> None:
     lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
     if lacking:
         raise UnsupportedError(
-            f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
+            f"DeepSpeed {version} lacks what nvme_offload uses: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
         )
     if is_too_new(version):
         _log.warning(
-            "DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known",
+            "DeepSpeed %s is newer than %s, the newest that was tested: every name that is used exists, nothing else was checked",
             version,
             NEWEST,
         )

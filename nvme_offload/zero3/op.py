@@ -197,7 +197,7 @@ class aio_handle:
             finished, self._pending = self._pending, []
         failures = [operation.failure for operation in finished if operation.failure is not None]
         for failure in failures[1:]:
-            _log.error("beside the exception that wait raises: %s", failure)
+            _log.error("besides the exception that wait raises: %s", failure)
         if failures:
             raise failures[0]
         return len(finished)
@@ -462,7 +462,7 @@ def _close(engine: Engine) -> None:
     try:
         engine.close()
     except OffloadError as failure:
-        _log.error("in an operation that nobody waited for: %s", failure)
+        _log.error("an operation that was never waited for failed: %s", failure)
 
 
 def _keep(handle: aio_handle) -> aio_handle:

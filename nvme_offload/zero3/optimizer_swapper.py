@@ -395,7 +395,7 @@ def element_bytes(
     if (working, master) != (torch.bfloat16, torch.float32):
         raise UnsupportedError(
             f'"state_format": "{state_format.name}" is for parameters in bfloat16 with master weights in float32, and these are in {working} with {master}: '
-            'have "bf16" enabled, or leave "state_format" out'
+            'enable "bf16", or leave "state_format" out'
         )
     unpacked = state_format.unpacked_elements(state_format.layout(1, states, working, optimizer))
     return state_format.element_bytes(

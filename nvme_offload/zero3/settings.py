@@ -93,7 +93,7 @@ class Settings:
         for key, theirs in (("state_format", "exact"), ("missing_gradients", "last")):
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
                 raise UsageError(
-                    f'"{key}" in "{SECTION}" wants this package\'s swappers: leave "swappers" out'
+                    f'"{key}" in "{SECTION}" needs this package\'s swappers: leave "swappers" out'
                 )
         if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
@@ -167,11 +167,11 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
             and isinstance(section, Mapping)
             and section.get("device") == "nvme"
         ):
-            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing goes to a drive: that needs "stage": 3'
+            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing is offloaded to a drive: that needs "stage": 3'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
     if memory != "auto" and memory > total:
-        yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is it meant?'
+        yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is that intended?'
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:

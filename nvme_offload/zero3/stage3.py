@@ -189,7 +189,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             for part in group[:-1]
         ):
             _log.warning(
-                'sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
+                'sub-groups were cut inside SIMD vectors, so the last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
             )
         self._logical_groups += parts
         return list(itertools.chain.from_iterable(parts))
@@ -674,7 +674,7 @@ def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
         unused = [key for key in section if key in _WITHOUT_EFFECT]
         if section.get("device") == "nvme" and unused:
             _log.info(
-                '%s in "%s": no longer needed; the one budget "host_memory" holds for all',
+                '%s in "%s": not used; "host_memory" is the one budget for everything',
                 ", ".join(unused),
                 name,
             )

@@ -127,7 +127,7 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
     if (sum(master.numel() for master in masters), sum(found)) != (sum(numels), wanted):
         raise OffloadError(
             f"the checkpoint would have {sum(master.numel() for master in masters)} of {sum(numels)} master weights and {sum(found)} of {wanted} "
-            "optimizer states, so it was not saved: this is a fault of nvme_offload with this release of DeepSpeed"
+            "optimizer states, so it was not saved: this is a bug of nvme_offload with this release of DeepSpeed"
         )
 
 
@@ -303,7 +303,7 @@ def _spans(
         if sum(sizes) != sum(wanted):
             raise UsageError(
                 f"the checkpoint has {sum(sizes)} elements of parameter group {number} for this rank, and the model has {sum(wanted)}: "
-                "it is of another model, of other groups of parameters, or of another number of ranks"
+                "it is from another model, other parameter groups, or another number of ranks"
             )
         for index, offset, group, start, numel in _overlaps(ours[number], wanted, saved, sizes):
             spans[index].append(_Span(group, start, offset, numel))

@@ -338,8 +338,8 @@ def main() -> None:
             f"- torch {torch.__version__} on the CPU, one thread",
             "",
             "Final losses, those of language models means over three seeds, as multiples of exact's. *compact* is what a user has: with beta1 or a momentum "
-            f"above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it keeps states "
-            "in 16 bits. *always 8 bits* is without that.",
+            f"above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it "
+            "keeps states in 16 bits. *always 8 bits* is without that.",
             "",
             table[0],
             "|---" * len(lines[0]) + "|",

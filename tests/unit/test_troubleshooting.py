@@ -272,7 +272,7 @@ def test_the_messages_are_found():
         "is not as it was written",  # handed to a function that raises
         "this string is not closed on its line",  # handed to a method that raises
         "could be locked in memory",  # within another
-        "wants the states of a rank in memory",  # logged
+        "needs all states of a rank in memory",  # logged
         "copies to and from the GPU will be several times slower",  # warned
         "this build has no io_uring",  # of the core
         "is a file mounted as a disk",  # yielded by a function of warnings

@@ -54,7 +54,7 @@ def test_every_key_is_read():
 def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
     with pytest.raises(
         UsageError,
-        match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out',
+        match=f'"{key}" in "nvme_offload" needs this package\'s swappers: leave "swappers" out',
     ):
         of(swappers="deepspeed", **{key: value})
 
@@ -160,7 +160,7 @@ QUESTIONED = [
     *(
         (
             {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
-            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing goes to a drive: that needs "stage": 3',
+            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing is offloaded to a drive: that needs "stage": 3',
         )
         for stage, name in (
             (1, "offload_optimizer"),
