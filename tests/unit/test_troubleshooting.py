@@ -231,8 +231,8 @@ def phrase_of(pieces: list[str]) -> str:
 def python_messages() -> Iterator[Message]:
     """Those of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    # a method of the reader of configs, which others call
-    kinds = family(list(trees.values())) | {"fail"}
+    # a method of the reader of configs and a function of the manifest, which other modules call
+    kinds = family(list(trees.values())) | {"fail", "corrupt"}
     for path, tree in trees.items():
         for line, pieces in Reader(tree, kinds).messages():
             yield Message(f"{path.relative_to(ROOT)}:{line}", phrase_of(pieces))
