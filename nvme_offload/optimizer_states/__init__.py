@@ -1,5 +1,5 @@
-"""How the optimizer states of a bucket of parameters are packed on the drive: "exact", "split" and
-"compact". Computes on tensors, moves nothing.
+"""How the optimizer states of a bucket of parameters are packed on the drive: `FORMATS`. Computes
+on tensors, moves nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`Heartbeat`: tells every minute what moves to and from the drives, while no step ends that would
-tell.
+"""`Heartbeat`: logs every minute what moves to and from the drives, during long steps that log
+nothing themselves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _beating: weakref.WeakKeyDictionary[Tier, Heartbeat] = weakref.WeakKeyDictionary
 
 
 class Heartbeat:
-    """Logs what moved in and out of *tier* since the last `beat`, where something did, and since
-    when no step has ended.
+    """Logs what moved to and from *tier* since the last `beat`, if anything did and no step has
+    ended since.
 
-    A step of a large model takes minutes, its checkpoint too, and an inference has no steps:
-    whoever waits shall see that it goes on.
+    A step of a large model takes minutes, and so does its checkpoint; an inference has no steps.
+    The log shows that it is not stuck.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -36,11 +36,11 @@ class Heartbeat:
         self._rested = False
 
     def rest(self) -> None:
-        """A step has ended, so that no sign of life is due at the next beat."""
+        """A step has ended: the next beat logs nothing."""
         self._rested = True
 
     def beat(self) -> None:
-        """Tell what moved, if that is due."""
+        """Log what moved, if that is due."""
         tier = self._tier()
         counted = tier.counters() if tier is not None else None
         if counted is None:  # nothing is kept there yet, or any more
@@ -67,7 +67,7 @@ class Heartbeat:
 
 
 def watch(tier: Tier) -> None:
-    """Have *tier* beat every minute for as long as it lives."""
+    """Let *tier* beat every minute for as long as it lives."""
     if tier in _beating:
         return
     heartbeat = _beating[tier] = Heartbeat(tier)
@@ -82,7 +82,7 @@ def watch(tier: Tier) -> None:
 
 
 def rest(tier: Tier) -> None:
-    """A step with *tier* has ended, and was told of."""
+    """A step with *tier* has ended, and was logged."""
     if tier in _beating:
         _beating[tier].rest()
 

@@ -1,5 +1,5 @@
-"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end;
-Lightning's and the Trainer's callbacks are made of it.
+"""`Progress`: summarizes training steps for progress bars, logs and a final line. The callbacks for
+Lightning and the Trainer use it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine after another, as they are seen.
+    """The steps of one engine, as they are seen.
 
-    What is not offloaded to a drive by this package has nothing to show: that is said once, as a
-    warning, and no error.
+    An engine without anything offloaded by this package has nothing to show. That is logged once as
+    a warning, and is not an error.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,17 @@ class Progress:
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer;
-        whether it is one that was not seen before.
+        """Take in the last step of an engine.
+
+        Parameters
+        ----------
+        engine
+            A DeepSpeed engine, or a wrapper with its optimizer as `optimizer`.
+
+        Returns
+        -------
+        bool
+            Whether it is a step that was not seen before.
         """
         try:
             step = clock_of(engine).last
@@ -68,8 +77,9 @@ class Progress:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps seen since the last call, or {} when there was none: the share of their time
-        that waited for a drive, and what one moved on average.
+        """Averages over the steps seen since the last call, {} for none: `nvme_wait_share`, the
+        share of time that training waited for a drive; `nvme_gb_per_s`; `nvme_read_gb` and
+        `nvme_written_gb`, for each step.
         """
         seen, self._since = self._since, _Sum()
         if not seen.steps:
@@ -82,7 +92,7 @@ class Progress:
         }
 
     def tell_summary(self) -> None:
-        """Log what all steps since the last summary came to."""
+        """Log totals of all steps since the last summary."""
         seen, self._all = self._all, _Sum()
         if seen.steps:
             _log.info(
