@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HELD = 2  # copies of saved tensors in flight that the computation does not wait for
 # Tensors copied to a GPU ahead, if the next node needs no more.
 _AHEAD = 2
-_HINTED = 8  # chunks that the swapper is told to prefetch
+_PREFETCHED = 8  # chunks that the swapper is told to prefetch
 _NEAR = 32  # a restored tensor stays on its device if it is needed again within so many
 # How far to look for the next chunks, once for each chunk that is swapped in.
 _FAR = 8192
@@ -98,16 +98,16 @@ class ActivationCache:
         self._lock = threading.RLock()  # guards all of the below
         self._copier = copier or Copier()
         self._saving: deque[tuple[Value, Copy]] = deque()  # in flight, in the order of their start
-        self._bringing: deque[tuple[Value, Copy]] = deque()
+        self._restoring: deque[tuple[Value, Copy]] = deque()
         # Numbers of saved tensors that no graph holds any more. Appended to without the lock.
-        self._gone: deque[int] = deque()
+        self._dropped: deque[int] = deque()
         self._values: dict[int, Value] = {}  # by the saved tensor's number
         self._order = BackwardOrder()
         self._storages = Storages()
         self._on_device: set[Value] = set()  # those with `memory`
         self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
-        # `Chunks.brought` at the last prefetch.
-        self._hinted_at = 0
+        # `Chunks.swapped_in` at the last prefetch.
+        self._prefetched_at = 0
         self._warned_too_large = False
         self._closed = False
         self._process_id = os.getpid()
@@ -119,7 +119,7 @@ class ActivationCache:
         self._moved: dict[str, int] = {}
         # A copy in flight must not lose its host memory. Finalizers run in reverse order, so the
         # tier, which is older, is closed after this.
-        self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
+        self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._restoring)
 
     def begin(self) -> None:
         """A forward pass begins. Raises: UsageError when closed, or in a forked child process."""
@@ -156,7 +156,7 @@ class ActivationCache:
             self._check_open()
             self._collect()
             value = self._values[saved.number]
-            storage, offset = value.on_device() or self._bring(value)
+            storage, offset = value.on_device() or self._restore(value)
             if value.filled is not None:
                 value.filled.precede(storage)
             if value.users == 1:
@@ -232,7 +232,7 @@ class ActivationCache:
             # at::sequence_number.
             number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
             self._values[number] = value
-            return Moved(tensor, number, self._gone)
+            return Moved(tensor, number, self._dropped)
 
     def _save(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
@@ -266,16 +266,16 @@ class ActivationCache:
         self._counts["alive_bytes"] += end - begin
         return value
 
-    def _bring(self, value: Value) -> tuple[torch.UntypedStorage, int]:
+    def _restore(self, value: Value) -> tuple[torch.UntypedStorage, int]:
         """Restore *value* on its device. It stays there until `_look_ahead` finds that it is not
         needed soon.
         """
         if value.copy is not None:
             with self._chunks.read_waits:
                 self._finish(value, value.copy)
-        self._chunks.bring(value.chunk)
+        self._chunks.swap_in(value.chunk)
         try:
-            value.memory, copy = self._copier.bring(self._host_memory_of(value), value.device)
+            value.memory, copy = self._copier.restore(self._host_memory_of(value), value.device)
         except BaseException:
             self._chunks.unpin(value.chunk)
             raise
@@ -283,7 +283,7 @@ class ActivationCache:
         if copy is None:
             self._chunks.unpin(value.chunk)
         else:
-            self._bringing.append((value, copy))
+            self._restoring.append((value, copy))
         self._on_device.add(value)
         storage = value.memory.untyped_storage()
         value.restored = weak_reference(storage)
@@ -299,8 +299,8 @@ class ActivationCache:
         it does not need soon.
         """
         self._order.ask(number)
-        if self._hinted_at != self._chunks.brought:
-            self._hinted_at = self._chunks.brought
+        if self._prefetched_at != self._chunks.swapped_in:
+            self._prefetched_at = self._chunks.swapped_in
             self._chunks.prefetch(self._next_chunks(asked.chunk, number))
         if self._on_device:
             near = {self._values[one] for one in self._order.after(number, _NEAR)}
@@ -313,7 +313,7 @@ class ActivationCache:
                 self._values[one] for one in self._order.next_node(number, _AHEAD)
             ):
                 if value.on_device() is None and self._copier.overlaps(value.device):
-                    self._bring(value)
+                    self._restore(value)
 
     def _next_chunks(self, asked: Chunk, number: int) -> list[Chunk]:
         """The chunks that backward needs after *number*, the next one first."""
@@ -321,12 +321,12 @@ class ActivationCache:
         for count in (_NEAR, _FAR):
             for one in self._order.after(number, count):
                 found[self._values[one].chunk] = None
-                if len(found) > _HINTED:
+                if len(found) > _PREFETCHED:
                     break
-            if len(found) > _HINTED:
+            if len(found) > _PREFETCHED:
                 break
         found.pop(asked, None)
-        return list(found)[:_HINTED]
+        return list(found)[:_PREFETCHED]
 
     def _drop(self, value: Value) -> None:
         """Free the restored bytes of *value* on its device."""
@@ -335,8 +335,8 @@ class ActivationCache:
 
     def _collect(self) -> None:
         """Process dropped tensors and finished copies."""
-        while self._gone:
-            number = self._gone.popleft()
+        while self._dropped:
+            number = self._dropped.popleft()
             self._order.forget(number)
             value = self._values.pop(number)
             value.users -= 1
@@ -345,20 +345,20 @@ class ActivationCache:
                 self._drop(value)
                 self._counts["alive_bytes"] -= value.nbytes
                 self._chunks.forget(value.chunk)
-        for in_flight in (self._saving, self._bringing):
+        for in_flight in (self._saving, self._restoring):
             while in_flight and in_flight[0][1].done():
                 self._finish(*in_flight[0])
 
     def _finish(self, value: Value, copy: Copy) -> None:
         """Wait for *copy*, in flight for *value*."""
         copy.wait()
-        (self._saving if (value, copy) in self._saving else self._bringing).remove((value, copy))
+        (self._saving if (value, copy) in self._saving else self._restoring).remove((value, copy))
         value.copy = None
         self._chunks.unpin(value.chunk)
 
     def _finish_first(self) -> bool:
         """Wait for the oldest copy; False when none is in flight."""
-        for in_flight in (self._saving, self._bringing):
+        for in_flight in (self._saving, self._restoring):
             if in_flight:
                 self._finish(*in_flight[0])
                 return True

@@ -94,7 +94,7 @@ class Chunks:
         self._numbers = 0
         self._alive_bytes = 0  # of chunks
         self._requested_bytes = 0  # requested from the tier
-        self.brought = 0  # chunks swapped in so far
+        self.swapped_in = 0  # chunks swapped in so far
         self.room_waits = Waiting()
         self.read_waits = Waiting()
 
@@ -117,7 +117,7 @@ class Chunks:
         chunk.pins += 1
         return chunk, begin
 
-    def bring(self, chunk: Chunk) -> torch.Tensor:
+    def swap_in(self, chunk: Chunk) -> torch.Tensor:
         """The memory of *chunk*, pinned. May wait for the drive. Raises: as
         `TensorSwapper.swap_in`.
         """
@@ -125,7 +125,7 @@ class Chunks:
             with self.read_waits:
                 chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
             chunk.changed = False
-            self.brought += 1
+            self.swapped_in += 1
             if chunk.saved > 1:
                 self._reading.append(chunk)
                 if len(self._reading) > _READ_CHUNKS:

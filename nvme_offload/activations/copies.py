@@ -77,7 +77,9 @@ class Copier:
             return None
         return self._start(place, source)
 
-    def bring(self, place: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Copy | None]:
+    def restore(
+        self, place: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, Copy | None]:
         """Copy *place* to new memory of *device*: that, and the copy that fills it. None: done
         already.
         """

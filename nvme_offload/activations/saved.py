@@ -154,14 +154,14 @@ class Parts:
 
 class Moved:
     """A tensor whose bytes are offloaded. When the graph drops it, its *number* is appended to
-    *gone*, in any thread.
+    *dropped*, in any thread.
     """
 
-    __slots__ = ("_begin", "_gone", "_like", "_size", "_stride", "_version", "number")
+    __slots__ = ("_begin", "_dropped", "_like", "_size", "_stride", "_version", "number")
 
-    def __init__(self, tensor: torch.Tensor, number: int, gone: deque[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int, dropped: deque[int]) -> None:
         self.number = number
-        self._gone = gone
+        self._dropped = dropped
         self._begin = tensor.storage_offset() * tensor.element_size()
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -172,7 +172,7 @@ class Moved:
 
     def __del__(self) -> None:
         # Takes no lock: the garbage collector may call this between any two instructions.
-        self._gone.append(self.number)
+        self._dropped.append(self.number)
 
     def check(self) -> None:
         """Raises: RuntimeError when the tensor was modified since it was saved."""

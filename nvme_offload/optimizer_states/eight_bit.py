@@ -182,9 +182,7 @@ def round_to_24_by_torch(
         drawn.bitwise_right_shift_(24).bitwise_and_(0xFF)
         drawn.mul_(part.isfinite())
         bits = part.view(torch.int32)
-        bits.bitwise_or_(
-            part.isnan() * 0x400000
-        )  # quiet: without its low bits a NaN could become an infinity
+        bits.bitwise_or_(part.isnan() * 0x400000)  # quiet: not an infinity without low bits
         bits.add_(drawn).bitwise_and_(~0xFF)
 
 

@@ -65,7 +65,7 @@ class Settings:
         How master weights and optimizer states are kept (`nvme_offload.optimizer_states`). With
         Adam and bfloat16 parameters, bytes for each parameter: "exact" 12; "split" 10, without the
         bits that the parameter has; "compact" 4, with states rounded to 8 bits; "compact24" 3, with
-        masters rounded to 24 bits besides.
+        masters rounded to 24 bits.
     missing_gradients
         What a parameter without a gradient in a step gets: "zero", or "last" for that of its last
         step, as DeepSpeed does.

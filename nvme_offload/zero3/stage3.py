@@ -132,7 +132,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             states=kept,
             gradient=self.gradient_accumulation_dtype.itemsize
             + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
-            beside=self.master_weights_and_grads_dtype.itemsize + unpacked,
+            scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize
             if param_groups[0]["params"][0].nvme_swapper is not None
             else 0,

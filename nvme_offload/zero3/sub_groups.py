@@ -34,7 +34,7 @@ class Footprint:
         Packed master weights and optimizer states.
     gradient
         The gradient, as it is reduced.
-    beside
+    scratch
         Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
         states.
     parameter
@@ -43,14 +43,14 @@ class Footprint:
 
     states: float
     gradient: int
-    beside: int
+    scratch: int
     parameter: int
 
     @property
     def _at_once(self) -> float:
         # An update holds the states, the scratch memory, and one 16-bit parameter at a time before
         # and after the states.
-        return self.states + self.beside + 2 * self.parameter
+        return self.states + self.scratch + 2 * self.parameter
 
     def least_bytes(self, elements: int) -> int:
         """The memory that sub-groups, and parameters, of up to *elements* need."""
@@ -64,7 +64,7 @@ class Footprint:
         """The best size of sub-groups for *nbytes* of memory, in elements."""
         return min(
             _LARGEST_SUB_GROUP,
-            max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.beside))),
+            max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.scratch))),
         )
 
     def whole_bytes(self, sizes: list[int], least: int) -> int:
@@ -74,7 +74,7 @@ class Footprint:
         largest = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
         return (
             math.ceil(sum(sizes) * (self.states + self.gradient))
-            + largest * self.beside
+            + largest * self.scratch
             + 2 * (len(sizes) + 1) * _SLACK_BYTES
         )
 
