@@ -77,7 +77,7 @@ def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
     """
     if key not in _SIGNED:
         raise UnsupportedError(
-            f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so not how to round it; '
+            f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so it does not know how to round it; '
             f'it knows {", ".join(sorted(_SIGNED))}: use state_format="split" or "exact"'
         )
     return _SIGNED[key]
