@@ -27,7 +27,7 @@ from .saved import (
     is_weight,
     span,
 )
-from .storages import Storages, Value, bytes_of, weak_reference
+from .storages import SavedBytes, Storages, bytes_of, weak_reference
 
 if TYPE_CHECKING:
     import torch
@@ -97,14 +97,16 @@ class ActivationCache:
         self._least_bytes = max(least_bytes, 1)
         self._lock = threading.RLock()  # guards all of the below
         self._copier = copier or Copier()
-        self._saving: deque[tuple[Value, Copy]] = deque()  # in flight, in the order of their start
-        self._restoring: deque[tuple[Value, Copy]] = deque()
+        self._saving: deque[tuple[SavedBytes, Copy]] = (
+            deque()
+        )  # in flight, in the order of their start
+        self._restoring: deque[tuple[SavedBytes, Copy]] = deque()
         # Numbers of saved tensors that no graph holds any more. Appended to without the lock.
         self._dropped: deque[int] = deque()
-        self._values: dict[int, Value] = {}  # by the saved tensor's number
+        self._values: dict[int, SavedBytes] = {}  # by the saved tensor's number
         self._order = BackwardOrder()
         self._storages = Storages()
-        self._on_device: set[Value] = set()  # those with `memory`
+        self._on_device: set[SavedBytes] = set()  # those with `memory`
         self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
         # `Chunks.swapped_in` at the last prefetch.
         self._prefetched_at = 0
@@ -236,9 +238,9 @@ class ActivationCache:
 
     def _save(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
-    ) -> Value:
+    ) -> SavedBytes:
         chunk, place = self._chunks.reserve(end - begin)
-        value = Value(
+        value = SavedBytes(
             chunk,
             place,
             begin,
@@ -266,7 +268,7 @@ class ActivationCache:
         self._counts["alive_bytes"] += end - begin
         return value
 
-    def _restore(self, value: Value) -> tuple[torch.UntypedStorage, int]:
+    def _restore(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
         """Restore *value* on its device. It stays there until `_look_ahead` finds that it is not
         needed soon.
         """
@@ -289,12 +291,12 @@ class ActivationCache:
         value.restored = weak_reference(storage)
         return storage, value.begin
 
-    def _host_memory_of(self, value: Value) -> torch.Tensor:
+    def _host_memory_of(self, value: SavedBytes) -> torch.Tensor:
         """The host memory of *value*, whose chunk is pinned."""
         assert value.chunk.place is not None
         return value.chunk.place[value.place : value.place + value.nbytes]
 
-    def _look_ahead(self, asked: Value, number: int) -> None:
+    def _look_ahead(self, asked: SavedBytes, number: int) -> None:
         """Backward has unpacked *number*: prefetch what it needs next, and free on the devices what
         it does not need soon.
         """
@@ -328,7 +330,7 @@ class ActivationCache:
         found.pop(asked, None)
         return list(found)[:_PREFETCHED]
 
-    def _drop(self, value: Value) -> None:
+    def _drop(self, value: SavedBytes) -> None:
         """Free the restored bytes of *value* on its device."""
         value.memory = None
         self._on_device.discard(value)
@@ -349,7 +351,7 @@ class ActivationCache:
             while in_flight and in_flight[0][1].done():
                 self._finish(*in_flight[0])
 
-    def _finish(self, value: Value, copy: Copy) -> None:
+    def _finish(self, value: SavedBytes, copy: Copy) -> None:
         """Wait for *copy*, in flight for *value*."""
         copy.wait()
         (self._saving if (value, copy) in self._saving else self._restoring).remove((value, copy))
@@ -387,7 +389,7 @@ class ActivationCache:
             )
 
 
-def _wait_for_all(*in_flight: deque[tuple[Value, Copy]]) -> None:
+def _wait_for_all(*in_flight: deque[tuple[SavedBytes, Copy]]) -> None:
     for copies in in_flight:
         for _, copy in copies:
             with contextlib.suppress(RuntimeError):  # a CUDA error, with which the copy failed too

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Value:
-    """Saved bytes: a range of one storage at one version.
+class SavedBytes:
+    """A range of one storage at one version.
 
     Attributes
     ----------
@@ -83,16 +83,16 @@ class Storages:
 
     def __init__(self) -> None:
         # A weak reference keeps the address from being reused.
-        self._values: dict[int, list[Value]] = {}
+        self._values: dict[int, list[SavedBytes]] = {}
         # storages that were alive when their last value was dropped
         self._outliving: dict[int, Any] = {}
         self._lasting: dict[int, Any] = {}
 
-    def add(self, value: Value) -> None:
+    def add(self, value: SavedBytes) -> None:
         """Make *value* findable."""
         self._values.setdefault(value.source.cdata, []).append(value)
 
-    def remove(self, value: Value) -> None:
+    def remove(self, value: SavedBytes) -> None:
         """Drop *value*."""
         address = value.source.cdata
         self._values[address].remove(value)
@@ -103,7 +103,7 @@ class Storages:
 
     def find(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
-    ) -> Value | None:
+    ) -> SavedBytes | None:
         """The value that covers the range at the current version of *counter*."""
         for value in self._values.get(storage._cdata, ()):
             if (

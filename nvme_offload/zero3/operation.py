@@ -24,7 +24,7 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger(__name__)
 
 
-class Place:
+class OpenFile:
     """An open file with its path and identity. *file* is None where the engine cannot open it."""
 
     __slots__ = ("file", "identity", "path")
@@ -58,7 +58,7 @@ class Operation:
         engine: Engine,
         writing: bool,
         buffer: torch.Tensor,
-        place: Place,
+        place: OpenFile,
         offset: int,
         validate: bool,
     ) -> None:
@@ -129,19 +129,19 @@ class Operation:
                 )
 
 
-def open_path(engine: Engine, path: StrPath, writing: bool) -> Place:
+def open_path(engine: Engine, path: StrPath, writing: bool) -> OpenFile:
     """Open *path* for the engine. Raises: UsageError, IOFailure."""
     try:
         name = os.fsdecode(path)
     except TypeError:
         raise UsageError(f"filename must be a path, not {path!r}") from None
     file = engine.open(name, "w" if writing else "r")
-    place = Place(file, name, Path(name).stat())
+    place = OpenFile(file, name, Path(name).stat())
     _warn_of_page_cache(place)
     return place
 
 
-def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
+def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> OpenFile:
     """Open the file of *descriptor* again, for the engine.
 
     By its name, if it still has one: the engine does not follow links for writing, and those in
@@ -158,11 +158,11 @@ def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
         raise _failure(error, path) from None
     if readable_only:
         raise _failure(OSError(errno.EBADF, "the descriptor is not open for writing"), path)
-    nameless = Place(None, name, status)
+    nameless = OpenFile(None, name, status)
     try:
         if not os.path.samestat(Path(name).stat(), status):
             return nameless
-        place = Place(engine.open(name, "w"), name, Path(name).stat())
+        place = OpenFile(engine.open(name, "w"), name, Path(name).stat())
     except OSError as error:
         if error.errno in OUT_OF_DESCRIPTORS:
             raise
@@ -204,7 +204,7 @@ def _failure(
 _warned_devices: set[int] = set()
 
 
-def _warn_of_page_cache(place: Place) -> None:
+def _warn_of_page_cache(place: OpenFile) -> None:
     device = place.identity[0]
     if place.file is not None and not place.file.direct and device not in _warned_devices:
         _warned_devices.add(device)
