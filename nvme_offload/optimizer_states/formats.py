@@ -282,9 +282,9 @@ class StateFormat:
 
         Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing.
         Where there is no master the working weights stay. "compact24" rounds *master* itself, in
-        place. seed, blocks: what "compact" and "compact24" round by, any int, another for every step and the same to repeat a run bit for bit; and an int64 for
-        each `BLOCK` of values, another for each, without which they are numbered. Others ignore
-        them. Raises: UsageError where shapes do not fit.
+        place. seed, blocks: what "compact" and "compact24" round by, any int, another for every
+        step and the same to repeat a run bit for bit; and an int64 for each `BLOCK` of values,
+        another for each, without which they are numbered. Others ignore them. Raises: UsageError where shapes do not fit.
         """
         import torch
 
