@@ -116,11 +116,29 @@ def only_when_awaited(monkeypatch):
     monkeypatch.setattr(UpdateQueue, "make", held)
 
 
+_gates = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test leaves no thread at a gate, where a fork and the end of the process would wait for it,
+    and no optimizer to the garbage collector, whose time is not ours.
+    """
+    yield
+    for gate in _gates:
+        gate.opened.set()
+    _gates.clear()
+    gc.collect()
+    for thread in threads():
+        thread.join(60)
+
+
 class Gate:
     """Holds the update of the last bucket; tells when somebody waits for one."""
 
     def __init__(self, optimizer, monkeypatch):
         self.opened, self.awaited = threading.Event(), threading.Event()
+        _gates.append(self)
         opening, waits = optimizer._updater.open, UpdateQueue._wait
 
         def open_bucket(bucket):
@@ -1035,6 +1053,22 @@ def test_the_thread_ends_with_the_optimizer(tmp_path):
     gc.collect()
     assert gone() is None
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_one_that_is_garbage_leaves_no_hook_of_modules(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1 << 30)
+    optimizer.step()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == 1
+    with pytest.raises(IOFailure):
+        net(batch(0))
+    monkeypatch.undo()
+    del net, optimizer
+    gc.collect()
+    for thread in threads():
+        thread.join()
+    gc.collect()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == 0
 
 
 def test_an_optimizer_that_is_dropped_with_updates_to_come_makes_them(tmp_path, monkeypatch):
