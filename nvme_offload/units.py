@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts, speeds and ratios as people write and read them."""
 
 from __future__ import annotations
 
@@ -43,3 +43,23 @@ def format_bytes(count: int) -> str:
                 f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
             )
     return f"{count} byte{'' if count == 1 else 's'}"
+
+
+def format_speed(gb_per_s: float) -> str:
+    """A speed in GB/s with three significant digits, zeros included: "2.20", "15.1", "104"."""
+    return f"{gb_per_s:#.3g}".rstrip(".")
+
+
+def format_milliseconds(value: float) -> str:
+    """A time in milliseconds, likewise."""
+    return format_speed(value)
+
+
+def format_ratio(ratio: float) -> str:
+    """A ratio with two digits behind the point: "1.17"."""
+    return f"{ratio:.2f}"
+
+
+def format_change(ratio: float) -> str:
+    """What `format_ratio` shows, as a change: "+17 %" for 1.17."""
+    return f"{round(100 * float(format_ratio(ratio))) - 100:+d} %"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ MAX_QUEUE_DEPTH = 4096
 MAX_THREAD_COUNT = 128
 MAX_BLOCK_SIZE = 1 << 30
 MIN_BLOCK_SIZE = 4096
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +61,40 @@ class AioConfig:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """The settings that `nvme-sweep` chose for the drive that *path* is on, or will be on once
-        it is made, with *changes*.
+        """The settings that `nvme-sweep` chose for a drive.
 
-        Raises: UnsupportedError, which says what to run, when that drive was never swept;
-        UsageError for a change that is not possible, or a profile that cannot be read; OSError when
-        *path* cannot be looked at.
+        Parameters
+        ----------
+        path : str or os.PathLike
+            Any path on the drive, or one that will be on it once it is made.
+        **changes
+            Fields that are not to be as the sweep chose them.
+
+        Returns
+        -------
+        AioConfig
+            Those settings, with *changes*.
+
+        Raises
+        ------
+        UnsupportedError
+            That drive was never swept; the message says what to run.
+        UsageError
+            A change is not possible, or the profile cannot be read.
+        OSError
+            *path* cannot be looked at.
+
+        Notes
+        -----
+        Where the profile has little evidence (`profile_grade.grade`), a warning is logged, once.
         """
-        from . import profile_shelf  # which knows this module
+        from . import profile_grade, profile_shelf  # which know this module
 
-        return dataclasses.replace(profile_shelf.find(os.fspath(path)).chosen.config(), **changes)
+        profile = profile_shelf.find(os.fspath(path))
+        found = profile_grade.grade(profile)
+        if found.name != "good":
+            _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
+        return dataclasses.replace(profile.chosen.config(), **changes)
 
     @property
     def bytes_in_flight(self) -> int:
@@ -77,3 +105,11 @@ class AioConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+
+
+@functools.cache
+def _warn_of_evidence(path: str, date: str, found: str) -> None:
+    _log.warning(
+        "the profile of the drive of %s, of %s, has little evidence: %s; run nvme-sweep again",
+        *(path, date, found),
+    )

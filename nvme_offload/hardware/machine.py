@@ -16,13 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .gpu_models import LANE_BYTES_PER_SECOND, LINK_SHARE
+
 # of all threads together: half a GiB stays in the caches of a large processor, and copies seem
 # twice as fast
 _PROBE_BYTES = 2 << 30
-# by generation of PCIe
-_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
-# of that which copies reach from registered memory: 55 GB/s at generation 5, x16
-_LINK_SHARE = 0.87
 
 
 class Gpu(NamedTuple):
@@ -69,7 +67,7 @@ def parse_gpus(told: str) -> list[Gpu]:
             memory, generation, lanes = (
                 int(number) if number.isdecimal() else 0 for number in numbers
             )
-            link = _LANE_BYTES_PER_SECOND.get(generation, 0) * lanes * _LINK_SHARE
+            link = LANE_BYTES_PER_SECOND.get(generation, 0) * lanes * LINK_SHARE
             found.append(Gpu(name, memory << 20, link or None))
     return found
 

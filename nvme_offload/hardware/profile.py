@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..files import sealed
 from .config import AioConfig
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PHASES = ("read", "write", "mixed")
 
 
@@ -86,11 +86,12 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A setting with what it reached: the median of its trials, and the middle 90 % of the ratio to
-    the control.
+    """A setting with what it reached in the finals, and the middle 90 % of its ratio to the control.
 
-    relative_low and relative_high bound relative; gb_per_s is the median as measured, drift and
-    all.
+    relative_low and relative_high bound relative. gb_per_s is the median speed of the control in
+    the finals times relative: all settings are given at the same level of a drive that drifts, and
+    the quotient of two speeds is that of their ratios. Profiles of schema 3 and older have the
+    median of the setting's own trials there.
     """
 
     block_size: int
@@ -117,8 +118,9 @@ class Latency:
     """How long requests of one block took, from submitting to done, while the queues of *setting*
     were kept full under *phase*.
 
-    blocks: how many were timed, by all ranks; the rest in milliseconds. One thread looks for
-    finished requests every 0.1 ms.
+    blocks: how many were timed, by all ranks; the rest in milliseconds. p999_ms, the 99.9th
+    percentile, is None where fewer than 1000 blocks were timed. One thread looks for finished
+    requests every 0.1 ms.
     """
 
     phase: str
@@ -128,6 +130,7 @@ class Latency:
     p95_ms: float
     p99_ms: float
     max_ms: float
+    p999_ms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +197,8 @@ class Health:
     source: who asked, "nvme-cli", "smartctl" or "sysfs". wear: the share of its rated life that is
     used, 1.0 at its end; written_bytes: in its life. throttled_seconds: in its life, above a
     temperature at which it slows itself down. critical: what it warns of, in its own words.
+    limit_celsius: the temperature from which on it warns; highest_celsius: the highest that was
+    seen during the sweep.
     """
 
     source: str
@@ -202,6 +207,8 @@ class Health:
     written_bytes: int | None = None
     throttled_seconds: int | None = None
     critical: str = ""
+    limit_celsius: float | None = None
+    highest_celsius: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +222,7 @@ class Profile:
     whether the drive held its speed while it was judged. warnings: sentences. The rest is there
     where it was measured: latencies of the finalists and the control; beside: others at the chosen
     setting; sustained; stripe: all paths of a sweep of several, this one among them; health_before,
-    health_after.
+    health_after; finals: by phase, every setting that best and chosen were taken from.
     """
 
     tool_version: str
@@ -237,13 +244,24 @@ class Profile:
     stripe: tuple[StripePath, ...] = ()
     health_before: Health | None = None
     health_after: Health | None = None
+    finals: dict[str, tuple[Best, ...]] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
         """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end;
-        "sha256" is of the rest.
+        "sha256" is of the rest. "grade" says what `profile_grade.grade` finds; it is for other
+        programs, and found anew from the trials when the profile is read.
         """
-        return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        from .profile_grade import grade  # which knows this module
+
+        found = {"grade": dataclasses.asdict(grade(self))}
+        return sealed.dumps({**dataclasses.asdict(self), **found}, indent=2) + "\n"
+
+    def beside_gb_per_s(self, other: Beside) -> float:
+        """What *other* reached in GB/s, at the level of the chosen setting's speed in
+        `performance`, so that the quotient of the two is their measured ratio.
+        """
+        return self.performance[other.phase].gb_per_s * other.relative
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
@@ -261,7 +279,7 @@ class Profile:
             raise UsageError(
                 f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again"
             )
-        if version == SCHEMA_VERSION and not sealed.unseal(data):
+        if version >= _SEALED_SINCE and not sealed.unseal(data):
             raise UsageError(
                 f"{source} is not as it was written, but damaged or edited; run nvme-sweep again"
             )
@@ -327,8 +345,9 @@ def _require_instance(kind: Any, value: Any, place: str) -> None:
 
 
 # the first filed trials that do not count under a stage with the name of the flaw; the third has a
-# checksum
-_READABLE = (1, 2, SCHEMA_VERSION)
+# checksum; the fourth has all finalists, and speeds at one level (see `Best`)
+_READABLE = (1, 2, 3, SCHEMA_VERSION)
+_SEALED_SINCE = 3
 _FLAWS = ("drifted", "impossible")
 
 
@@ -342,6 +361,11 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
             for trial in data["trials"]
         ]
     data["schema_version"] = SCHEMA_VERSION
+    data.pop("grade", None)
+    data["finals"] = {
+        phase: tuple(Best(**each) for each in data["finals"][phase])
+        for phase in data.get("finals", ())
+    }
     data["trials"] = tuple(
         Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"]
     )

@@ -1,9 +1,12 @@
 """Where the profiles of this user's drives are kept: one for each drive, found again by any path on
-it.
+it, and the earlier ones as its history.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import datetime
 import os
 import re
 import shlex
@@ -13,6 +16,9 @@ from ..errors import UnsupportedError, UsageError
 from ..files import commit
 from .drive import describe
 from .profile import Profile
+from .profile_grade import grade
+
+MOST_HISTORY = 32  # profiles of one drive; beyond, the oldest of the least evidence goes
 
 
 def directory() -> Path:
@@ -53,6 +59,99 @@ def keep(profile: Profile) -> Path:
     commit.make_directory(path.parent)
     commit.write_file(path, profile.to_json())
     return path
+
+
+def better(profile: Profile) -> Profile | None:
+    """The profile that *profile* must not replace without being told to.
+
+    Parameters
+    ----------
+    profile : Profile
+        A new one.
+
+    Returns
+    -------
+    Profile or None
+        The one that is kept for its drive and engine, where it has a better grade; None where there
+        is none, or it cannot be read.
+
+    Raises
+    ------
+    UsageError, UnsupportedError
+        As `keep`.
+    """
+    place = directory() / _name(_identity(profile), profile.engine.get("name"))
+    with contextlib.suppress(OSError, UsageError):
+        kept = Profile.load(place)
+        if grade(kept).level > grade(profile).level:
+            return kept
+    return None
+
+
+def remember(profile: Profile) -> Path:
+    """Add *profile* to its drive's history.
+
+    Parameters
+    ----------
+    profile : Profile
+        Of any grade; kept without the samples of its trials.
+
+    Returns
+    -------
+    Path
+        The file. Of more than `MOST_HISTORY` the oldest of those with the lowest grade is removed.
+
+    Raises
+    ------
+    UsageError, UnsupportedError, OSError
+        As `keep`.
+    """
+    place = _history_of(_identity(profile), profile.engine.get("name"))
+    commit.make_directory(place)
+    bare = dataclasses.replace(
+        profile,
+        trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
+        sustained=profile.sustained and dataclasses.replace(profile.sustained, samples=()),
+    )
+    name = re.sub(r"[^0-9A-Za-z]+", "-", profile.created)
+    path = place / f"{name}.json"
+    number = 1
+    while path.exists():  # of the same second
+        number += 1
+        path = place / f"{name}-{number}.json"
+    commit.write_file(path, bare.to_json())
+    kept = _readable(place)
+    while len(kept) > MOST_HISTORY:
+        oldest = min(kept, key=lambda one: (grade(kept[one]).level, _moment(kept[one]), one))
+        oldest.unlink(missing_ok=True)
+        del kept[oldest]
+    return path
+
+
+def history(path: str | Path, engine: str = "native") -> list[Profile]:
+    """What sweeps found of a drive, sweep by sweep.
+
+    Parameters
+    ----------
+    path : str or Path
+        Any path on the drive.
+    engine : str
+        "native" or "deepspeed".
+
+    Returns
+    -------
+    list of Profile
+        The oldest first, without the samples of their trials; what cannot be read is left out.
+
+    Raises
+    ------
+    UnsupportedError
+        As `directory`.
+    OSError
+        *path* cannot be looked at.
+    """
+    found = _readable(_history_of(describe(_nearest(path)).identity, engine))
+    return sorted(found.values(), key=_moment)
 
 
 def find(path: str | Path) -> Profile:
@@ -117,3 +216,24 @@ def _identity(profile: Profile) -> str:
 
 def _name(identity: str, engine: object = "native") -> str:
     return f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json"
+
+
+def _history_of(identity: str, engine: object = "native") -> Path:
+    return directory().parent / "history" / _name(identity, engine).removesuffix(".json")
+
+
+def _moment(profile: Profile) -> float:
+    """When it was made, in seconds; 0 where it does not say."""
+    try:
+        return datetime.datetime.fromisoformat(profile.created).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _readable(place: Path) -> dict[Path, Profile]:
+    """The profiles in the directory *place*, which need not be there, by file."""
+    found = {}
+    for file in sorted(place.glob("*.json")):
+        with contextlib.suppress(OSError, UsageError):
+            found[file] = Profile.load(file)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,12 +77,30 @@ def serial(lineage: list[Path]) -> str | None:
 
 def temperature(lineage: list[Path]) -> float | None:
     """In degrees Celsius."""
+    return _of_sensor(lineage, "temp1_input")
+
+
+def temperature_limit(lineage: list[Path]) -> float | None:
+    """The temperature in degrees Celsius from which on the disk warns, and may slow down."""
+    return _of_sensor(lineage, "temp1_max")
+
+
+def _of_sensor(lineage: list[Path], name: str) -> float | None:
     for device in lineage:
-        for pattern in ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input"):
+        for pattern in (f"hwmon*/{name}", f"hwmon/hwmon*/{name}"):
             for sensor in sorted(device.glob(pattern)):
                 if (millidegrees := number(read(sensor))) is not None:
                     return millidegrees / 1000
     return None
+
+
+def lineages_of(devices: Iterable[str], sys: Path = Path("/sys")) -> list[list[Path]]:
+    """The lineage of each of *devices*, such as "/dev/nvme0n1", that this kernel shows."""
+    blocks = [
+        sys.resolve() / "class/block" / device.removeprefix("/dev/").replace("/", "!")
+        for device in devices
+    ]
+    return [lineage_of(block.resolve(), sys.resolve()) for block in blocks if block.exists()]
 
 
 def scheduler(queue: Path) -> str | None:

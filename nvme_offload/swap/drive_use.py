@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OffloadError
 from ..hardware import profile_shelf
+from ..hardware.disk_counters import Disks, busy_share
+from . import live
 
 if TYPE_CHECKING:
-    from .swapper import SwapperStats
+    from ..hardware.profile import Profile
     from .tier import Tier
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,10 @@ class DriveUse:
     waited_seconds: in which the step stood still for a drive. resident_bytes: of what is offloaded,
     those that are in host memory at the end. peak_bytes: the most host memory of the pool that was
     ever in use. tuned_bytes_per_second: what the drive's profile promises for reads and writes at
-    once; None where the drive has no profile.
+    once; None where the drive has no profile. total_written_bytes: to the drives by this process,
+    since it began to offload. busy_share: of the time since the end of the step before, that in
+    which the busiest disk had requests, by whoever; disk_written_bytes: to the disks by whoever,
+    since the machine was started; both None where the kernel does not tell.
     """
 
     step: int
@@ -35,6 +44,9 @@ class DriveUse:
     resident_bytes: int
     peak_bytes: int
     tuned_bytes_per_second: float | None
+    total_written_bytes: int = 0
+    busy_share: float | None = None
+    disk_written_bytes: int | None = None
 
     @property
     def bytes_per_second(self) -> float:
@@ -48,50 +60,87 @@ class DriveUse:
         )
         if self.tuned_bytes_per_second is not None:
             text += f", which does {self.tuned_bytes_per_second / 1e9:.2f} GB/s by its profile"
-        return f"{text}; {self.resident_bytes / 1e9:.2f} GB in host memory"
+        if self.busy_share is not None:
+            text += f"; the drive was busy {self.busy_share:.0%} of the time"
+        return f"{text}; {self.resident_bytes / 1e9:.2f} GB in host memory; {self._written()}"
+
+    def _written(self) -> str:
+        text = f"written so far {self.total_written_bytes / 1e9:.2f} GB"
+        if self.disk_written_bytes is not None:
+            text += f" of the {self.disk_written_bytes / 1e9:.2f} GB to the disk since the machine was started"
+        return text
 
     def _duration(self) -> str:
         return f"{self.seconds:.2f} s"
 
 
 class Meter:
-    """Counts what moves in and out of *tier*, whoever moves it."""
+    """Counts what moves in and out of *tier*, whoever moves it, and has `live` tell of long steps.
+
+    What the drives' profiles know of their endurance is logged once.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._before = tier.swapper.stats()
         self._tuned: float | None = None
         with contextlib.suppress(OffloadError, OSError):  # never swept
-            self._tuned = (
-                sum(profile_shelf.find(path).performance["mixed"].gb_per_s for path in tier.paths)
-                * 1e9
-            )
+            profiles = [profile_shelf.find(path) for path in tier.paths]
+            self._tuned = sum(each.performance["mixed"].gb_per_s for each in profiles) * 1e9
+            for path, profile in zip(tier.paths, profiles, strict=True):
+                _tell_endurance(path, profile)
+        self._disks = Disks(tier.paths)
+        self._disks_before, self._took = self._disks.counters(), time.monotonic()
+        live.watch(tier)
 
     def waited_seconds(self) -> float:
         """How long callers of the tier have waited for a drive since the last `take`."""
-        return self._waited_until(self._tier.swapper.stats())
+        return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
+
+    def begin(self) -> None:
+        """Begin a step now, and not where the one before it ended."""
+        self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
         """The fields of `DriveUse` that are no times of the caller's, since the last call or since
-        this was made.
+        this was made. A step ends with it.
         """
+        return self._take(ended=True)
+
+    def _take(self, *, ended: bool) -> dict[str, Any]:
         before, now = self._before, self._tier.swapper.stats()
-        waited = self._waited_until(now)
-        self._before = now
+        disks, taken = self._disks.counters(), time.monotonic()
+        busy = (
+            busy_share(self._disks_before, disks, taken - self._took)
+            if self._disks_before is not None and disks is not None
+            else None
+        )
+        self._before, self._disks_before, self._took = now, disks, taken
+        live.step_began(self._tier, disks, ended=ended)
         return {
             "bytes_read": now.bytes_read - before.bytes_read,
             "bytes_written": now.bytes_written - before.bytes_written,
-            "waited_seconds": waited,
+            "waited_seconds": now.waited_seconds - before.waited_seconds,
             "resident_bytes": now.resident_bytes,
             "peak_bytes": now.peak_bytes,
             "tuned_bytes_per_second": self._tuned,
+            "total_written_bytes": now.bytes_written,
+            "busy_share": busy,
+            "disk_written_bytes": disks.written_bytes if disks is not None else None,
         }
 
-    def _waited_until(self, now: SwapperStats) -> float:
-        before = self._before
-        return (
-            now.read_wait_seconds
-            + now.room_wait_seconds
-            - before.read_wait_seconds
-            - before.room_wait_seconds
-        )
+
+def _tell_endurance(path: str, profile: Profile) -> None:
+    """Log how worn the drive was when it was swept, where it told."""
+    health = profile.health_after
+    if path in _told or health is None or health.written_bytes is None:
+        return
+    _told.add(path)
+    worn = f", {health.wear:.0%} of its rated life" if health.wear is not None else ""
+    _log.info(
+        "the drive of %s had %.2f TB written to it when it was swept%s",
+        *(path, health.written_bytes / 1e12, worn),
+    )
+
+
+_told: set[str] = set()  # paths

@@ -51,6 +51,16 @@ class SwapperStats:
     peak_bytes: int
     unused_prefetches: int
 
+    @property
+    def bytes_moved(self) -> int:
+        """Both directions together."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def waited_seconds(self) -> float:
+        """That callers waited for the drive, for either reason."""
+        return self.read_wait_seconds + self.room_wait_seconds
+
 
 class TensorSwapper(Closing):
     """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where

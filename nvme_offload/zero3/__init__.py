@@ -23,13 +23,15 @@ _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s
 
 # object, attribute and DeepSpeed's own value, in the order of replacement
 _replaced: list[tuple[Any, str, Any]] = []
+_disabled = False  # by `disable`, after which a configuration alone enables nothing
 
 
 def enable() -> None:
     """Have DeepSpeed offload to drives through this package, in this process, from now on; a second
     call does nothing.
 
-    Its `async_io` op becomes this package's, so that nothing is compiled at the first step.
+    Its `async_io` op becomes this package's, so that this one is not compiled. (DeepSpeed still
+    compiles others at their first use, such as its CPU Adam; a line of the log says so.)
     Parameters and optimizer states with `"device": "nvme"` go through this package's swappers,
     unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines
     that exist already keep what they have. What is chosen and what steps spend is logged, to stderr
@@ -51,13 +53,15 @@ def enable() -> None:
     import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
     import deepspeed.runtime.zero.stage3 as stage3
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, op, precision
+    from . import checkpoint, compiling, op, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
 
     op.install()
+    _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(
@@ -76,8 +80,11 @@ def enable() -> None:
 
 def disable() -> None:
     """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go
-    on working.
+    on working. From now on a configuration with the section "nvme_offload" enables nothing by
+    itself, see `nvme_offload.autoload`; `enable` does.
     """
+    global _disabled
+    _disabled = True
     if not _replaced:
         return
     from . import op
@@ -87,6 +94,11 @@ def disable() -> None:
         setattr(owner, name, original)
     op.remove()
     _be_quiet()
+
+
+def _enable_unless_disabled() -> None:
+    if not _disabled:
+        enable()
 
 
 def _be_quiet() -> None:

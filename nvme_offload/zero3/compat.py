@@ -201,6 +201,7 @@ CONTRACT: Mapping[str, str] = {
         _loaded_ops
         is_compatible(...)
     """,
+    "deepspeed.ops.op_builder.builder:OpBuilder": "jit_load(verbose)",
 }
 
 # What DeepSpeed calls on a swapper that it holds under one of these names, and ours need not have,

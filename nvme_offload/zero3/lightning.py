@@ -28,8 +28,8 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
     `Trainer(callbacks=[LightningProgress()])`.
 
     After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which
-    training stood still for the drive, and `nvme_gb_per_s`, both directions together; loggers have
-    `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up,
+    training stood still for the drive, and `nvme_gb_per_s`, both directions together; loggers
+    (TensorBoard, W&B) have all that `Progress.metrics` lists. A line at the end of `fit` sums up,
     and so it does at the end of `test` and of `predict`, where each batch is a step.
     """
 

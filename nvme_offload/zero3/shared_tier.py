@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..hardware.config import AioConfig
+from ..swap import live
 from ..swap.tier import Tier
-from . import heartbeat
 from .settings import Settings, aio_config, nvme_paths, question, unread_aio_keys
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
@@ -48,5 +48,5 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
                 weights=settings.weights,
                 checksum=settings.checksum,
             )
-    heartbeat.watch(tier)
+    live.watch(tier)
     return tier

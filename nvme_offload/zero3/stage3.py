@@ -24,7 +24,7 @@ from ..errors import OffloadError, UsageError
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
-from . import archive, compat, heartbeat, states, working_weights
+from . import archive, compat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
@@ -429,7 +429,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.tier.swapper.step()
             trained.add(self.tier)
         stats = self.clock.end()
-        heartbeat.rest(self.tier)
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
 

@@ -4,9 +4,10 @@ on everything else.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import UsageError
 from ..swap.drive_use import DriveUse, Meter
@@ -49,7 +50,7 @@ class StepClock:
 
     def begin(self) -> None:
         """The step begins now, and not where the one before it ended."""
-        self._meter.take()
+        self._meter.begin()
         self._began = time.monotonic()
         # when it began, and what had been waited by then
         self._update: tuple[float, float] | None = None
@@ -84,3 +85,19 @@ def clock_of(engine: Any) -> StepClock:
             "this engine has no parameters and no optimizer states on a drive behind nvme_offload"
         )
     return clock
+
+
+def last_step(trained: Any) -> DriveUse | None:
+    """The last step of a DeepSpeed engine, of an `NVMeOptimizer`, or of a wrapper with either's
+    optimizer; None before the first. Raises: UsageError when nothing of it is offloaded.
+    """
+    for owner in (trained, getattr(trained, "optimizer", None)):
+        clock = getattr(owner, "clock", None)
+        if clock is not None:
+            return cast("DriveUse | None", clock.last)
+        if owner is not None and type(owner).__name__ == "NVMeOptimizer":
+            with contextlib.suppress(UsageError):  # before the first
+                return cast(DriveUse, owner.stats())
+            return None
+    clock_of(trained)  # says that there is none
+    return None

@@ -9,17 +9,26 @@ from .progress import Progress
 
 
 class TrainerProgress(importlib.import_module("transformers").TrainerCallback):  # type: ignore[misc]  # the base is only known when it is there
-    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration:
+    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration or an `NVMeOptimizer`:
     `Trainer(callbacks=[TrainerProgress()])`.
 
-    What the Trainer logs every `logging_steps` then has, of the steps since: `nvme_wait_share`, the
-    share in which training stood still for the drive; `nvme_gb_per_s`, both directions together;
-    `nvme_read_gb` and `nvme_written_gb`, of one step on average. A line at the end sums up. They
-    are in what the progress bar prints and in the state's `log_history`.
+    What the Trainer logs every `logging_steps` then has, of the steps since, what
+    `Progress.metrics` lists: `nvme_wait_share`, `nvme_gb_per_s`, `nvme_offload/busy_share` and
+    others. They are in what the progress bar prints and in the state's `log_history`. A line at
+    the end sums up. TensorBoard, W&B and other reporters have them, too, if this callback comes
+    before theirs: see `put_first`.
     """
 
     def __init__(self) -> None:
         self._progress = Progress()
+
+    @classmethod
+    def put_first(cls, trainer: Any) -> None:
+        """Add this callback to the Hugging Face *trainer*, or move it, before all others: a
+        reporter logs what is there when its turn comes.
+        """
+        callback = trainer.pop_callback(cls) or cls()
+        trainer.callback_handler.callbacks.insert(0, callback)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take in the step that is over."""

@@ -208,6 +208,26 @@ def test_markdown_says_who_was_how_fast_and_who_is_missing() -> None:
     )
 
 
+def test_the_headline_has_the_worst_case_too() -> None:
+    """A loss at a task that the headline does not name otherwise."""
+    found = results()
+    reading = TaskFacts("checkpoint-read", "read", "A checkpoint", "read", 128 * MIB, 484, True)
+    found.tasks.append(reading)
+    wins = [run for run in found.runs if run.task == "read-1MiB"]
+    for run in wins:
+        seconds = 0.06 if run.side == "other" else run.seconds
+        found.runs.append(
+            dataclasses.replace(run, task="checkpoint-read", nbytes=128 * MIB, seconds=seconds)
+        )
+    worst = "The worst of all 3 cases: 0.60\N{MULTIPLICATION SIGN} at reading a checkpoint (The <Other> | one)."
+    lead = page._lead(found)
+    assert worst in lead
+    assert "4.00\N{MULTIPLICATION SIGN} at reading 64 tensors" in lead
+    # fio, the ceiling, is no competitor
+    assert "0.80\N{MULTIPLICATION SIGN}" not in lead
+    assert "The worst of all 2 cases: 4.00\N{MULTIPLICATION SIGN}" in page._lead(results())
+
+
 def test_the_page_asks_for_nothing_and_escapes_what_it_is_given() -> None:
     text = page.html(results())
     assert "http:" not in text.replace("http://www.w3.org/", "")

@@ -138,6 +138,8 @@ def check_command(text: str) -> None:
             check_click(getattr(sweep_cli, name), rest)
         case ["nvme-sweep", *rest]:
             check_click(sweep_cli.command, rest)
+        case ["nvme-offload", "run", "--", *rest]:
+            check_command(shlex.join(rest))
         case ["nvme-offload", name, *rest]:
             assert name in nvme_offload_command.commands
             check_click(nvme_offload_command.commands[name], rest)
