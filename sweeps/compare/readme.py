@@ -1,7 +1,7 @@
-"""The README's tables of the field, from the reports that are committed: `python -m
+"""The tables of the field in docs/benchmarks.md, from the reports that are committed: `python -m
 sweeps.compare.readme`.
 
-What stands between the two marks of README.md is written anew; --check says whether it is as the
+What stands between the two marks of the page is written anew; --check says whether it is as the
 reports have it and changes nothing.
 """
 
@@ -104,12 +104,12 @@ def _advantage(row: Row) -> str:
 @click.option(
     "--check",
     is_flag=True,
-    help="Change nothing; exit with 1 where the README is not as the reports have it.",
+    help="Change nothing; exit with 1 if the page is not as the reports have it.",
 )
 @click.option(
-    "--readme",
+    "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_ROOT / "README.md",
+    default=_ROOT / "docs" / "benchmarks.md",
 )
 @click.option(
     "--reports",
@@ -117,21 +117,21 @@ def _advantage(row: Row) -> str:
     default=_ROOT / "reports",
     help="Directory of compare-*/.",
 )
-def main(check: bool, readme: Path, reports: Path) -> None:
-    """Write the tables of the field into the README."""
+def main(check: bool, page: Path, reports: Path) -> None:
+    """Write the tables of the field into the page, whose links start in docs/."""
     found = {
-        f"{reports.name}/{path.parent.name}": from_json(path)
+        f"../{reports.name}/{path.parent.name}": from_json(path)
         for path in sorted(reports.glob("compare-*/compare.json"))
     }
-    text = readme.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     wanted = replaced(text, block(found))
     if text == wanted:
         return
     if check:
         raise click.ClickException(
-            f"{readme} is not as the reports have it: run python -m sweeps.compare.readme"
+            f"{page} is not as the reports have it: run python -m sweeps.compare.readme"
         )
-    readme.write_text(wanted, encoding="utf-8")
+    page.write_text(wanted, encoding="utf-8")
 
 
 if __name__ == "__main__":

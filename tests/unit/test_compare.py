@@ -259,9 +259,9 @@ def test_readme_check_tells_and_changes_nothing(tmp_path: Path) -> None:
 
     place = tmp_path / "reports" / "compare-x"
     page.write(results(), place)
-    path = tmp_path / "README.md"
+    path = tmp_path / "page.md"
     path.write_text(f"{readme.BEGIN}\n{readme.END}\n")
-    asked = ["--readme", str(path), "--reports", str(place.parent)]
+    asked = ["--page", str(path), "--reports", str(place.parent)]
     checked = CliRunner().invoke(readme.main, [*asked, "--check"])
     assert checked.exit_code == 1
     assert "is not as the reports have it" in checked.output
@@ -270,14 +270,14 @@ def test_readme_check_tells_and_changes_nothing(tmp_path: Path) -> None:
     assert CliRunner().invoke(readme.main, [*asked, "--check"]).exit_code == 0
 
 
-def test_the_readme_is_as_the_committed_reports_have_it() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_is_as_the_committed_reports_have_it() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     found = {
-        f"reports/{path.parent.name}": from_json(path)
+        f"../reports/{path.parent.name}": from_json(path)
         for path in sorted((ROOT / "reports").glob("compare-*/compare.json"))
     }
     if not found or readme.BEGIN not in text:
-        pytest.skip("no comparison is committed, or the README has no place for it")
+        pytest.skip("no comparison is committed, or the page has no place for it")
     assert readme.replaced(text, readme.block(found)) == text, "run python -m sweeps.compare.readme"
 
 
