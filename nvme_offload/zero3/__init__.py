@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`, and
-`disable()` to put DeepSpeed back as it was.
+"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`;
+`disable()` restores DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from . import compat
 if TYPE_CHECKING:
     from .step_stats import StepStats
 
-OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = compat.OLDEST, compat.NEWEST  # that were tried
+OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = compat.OLDEST, compat.NEWEST  # the releases that are tested
 is_too_old, is_too_new = compat.is_too_old, compat.is_too_new
 
-_log = logging.getLogger("nvme_offload")  # also what is below this speaks: memory, drives
+_log = logging.getLogger("nvme_offload")  # the whole package's logger: memory and drives log too
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
 
@@ -27,21 +27,29 @@ _disabled = False  # by `disable`, after which a configuration alone enables not
 
 
 def enable() -> None:
-    """Have DeepSpeed offload to drives through this package, in this process, from now on; a second
-    call does nothing.
+    """Make DeepSpeed offload to drives through this package, in this process.
 
-    Its `async_io` op becomes this package's, so that this one is not compiled. (DeepSpeed still
-    compiles others at their first use, such as its CPU Adam; a line of the log says so.)
-    Parameters and optimizer states with `"device": "nvme"` go through this package's swappers,
-    unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines
-    that exist already keep what they have. What is chosen and what steps spend is logged, to stderr
-    where the program has set up no logging. Raises: UnsupportedError when DeepSpeed is not
-    installed, is older than `OLDEST_DEEPSPEED`, or lacks any name that is used (`zero3.compat`);
-    nothing is replaced then.
+    Call it before `deepspeed.initialize` and `zero.Init`. A second call does nothing. Engines that
+    exist already are not changed.
+
+    Raises
+    ------
+    UnsupportedError
+        DeepSpeed is not installed, is older than `OLDEST_DEEPSPEED`, or lacks a name that is used
+        (`zero3.compat`). Nothing is replaced then.
+
+    Notes
+    -----
+    DeepSpeed's `async_io` op is replaced by this package's, which is therefore not compiled; others are
+    at their first use, such as CPU Adam, and a line of the log says so. Parameters and optimizer states with "device": "nvme" go through this package's swappers,
+    unless the section "nvme_offload" of the configuration has "swappers": "deepspeed".
+
+    The choices made and the time that steps take are logged at level INFO on rank 0: to stderr
+    where the program has not configured logging.
     """
     if _replaced:
         return
-    # all ranks choose and spend alike
+    # all ranks would log the same
     _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
@@ -79,9 +87,11 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go
-    on working. From now on a configuration with the section "nvme_offload" enables nothing by
-    itself, see `nvme_offload.autoload`; `enable` does.
+    """Restore DeepSpeed as it was before `enable`.
+
+    Engines that exist keep this package's parts and keep working. From now on, a configuration with
+    the section "nvme_offload" enables nothing by itself (`nvme_offload.autoload`); `enable` does. A
+    second call does nothing.
     """
     global _disabled
     _disabled = True
@@ -107,11 +117,24 @@ def _be_quiet() -> None:
 
 
 def stats(engine: Any) -> StepStats:
-    """What the last step of the DeepSpeed *engine* spent where; without an optimizer, what its last
-    forward pass did.
+    """What the last step of an engine took.
 
-    Raises: UsageError when the engine has neither parameters nor optimizer states on a drive behind
-    this package, or has made no step.
+    Parameters
+    ----------
+    engine
+        A DeepSpeed engine, or a wrapper with its optimizer as `optimizer`. Without an optimizer a
+        step is a forward pass.
+
+    Returns
+    -------
+    StepStats
+        Of the last step. It is not updated by later steps.
+
+    Raises
+    ------
+    UsageError
+        The engine has neither parameters nor optimizer states on a drive behind this package, or
+        has made no step yet.
     """
     from .step_stats import clock_of
 
@@ -122,8 +145,8 @@ def stats(engine: Any) -> StepStats:
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0, as far as the launcher has said it by now: Lightning's own tells only
-    which one of this machine.
+    """Whether this is rank 0, from the environment that launchers set. Lightning's own launcher
+    sets only the rank on this machine.
     """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"

@@ -1,5 +1,5 @@
-"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end;
-Lightning's and the Trainer's callbacks are made of it.
+"""`Progress`: summarizes training steps for progress bars, logs and a final line. The callbacks for
+Lightning and the Trainer use it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine after another, as they are seen.
+    """The steps of one engine, as they are seen.
 
-    What is not offloaded to a drive by this package has nothing to show: that is said once, as a
-    warning, and no error.
+    An engine without anything offloaded by this package has nothing to show. That is logged once as
+    a warning, and is not an error.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,18 @@ class Progress:
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Take in the last step of the DeepSpeed *engine*, of an `NVMeOptimizer`, or of a wrapper
-        with either's optimizer; whether it is one that was not seen before.
+        """Take in the last step of an engine.
+
+        Parameters
+        ----------
+        engine
+            A DeepSpeed engine, an `NVMeOptimizer`, or a wrapper with the optimizer of either as
+            `optimizer`.
+
+        Returns
+        -------
+        bool
+            Whether it is a step that was not seen before.
         """
         try:
             step = last_step(engine)
@@ -74,18 +84,18 @@ class Progress:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps seen since the last call, or {} when there was none.
+        """Averages over the steps seen since the last call.
 
         Returns
         -------
         dict
-            "nvme_wait_share": the share of their time that waited for a drive. "nvme_gb_per_s":
-            both directions together. "nvme_read_gb", "nvme_written_gb", and
-            "nvme_offload/step_seconds": of one step on average. "nvme_offload/busy_share": of
-            their time, in which the busiest disk had requests. "nvme_offload/total_written_gb": by
-            this process so far. "nvme_offload/disk_written_gb": to the disks by whoever, since
-            the machine was started. "nvme_offload/resident_gb": of what is offloaded, that in host
-            memory at the end. What the kernel does not tell is left out.
+            {} without such a step. `nvme_wait_share`: the share of time that training waited for a
+            drive. `nvme_gb_per_s`: both directions together. `nvme_read_gb`, `nvme_written_gb` and
+            `nvme_offload/step_seconds`: for each step. `nvme_offload/busy_share`: the share of time
+            in which the busiest disk had requests. `nvme_offload/total_written_gb`: by this process
+            so far. `nvme_offload/disk_written_gb`: to the disks, by any process, since boot.
+            `nvme_offload/resident_gb`: offloaded data in host memory at the end. What the kernel
+            does not report is left out.
         """
         seen, self._since = self._since, _Sum()
         if not seen.steps or self._last is None:
@@ -106,7 +116,7 @@ class Progress:
         return metrics
 
     def tell_summary(self) -> None:
-        """Log what all steps since the last summary came to."""
+        """Log totals of all steps since the last summary."""
         seen, self._all = self._all, _Sum()
         if seen.steps:
             _log.info(

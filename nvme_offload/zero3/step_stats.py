@@ -1,5 +1,5 @@
-"""`StepStats`: what a training step, or a forward pass of an inference, spent on the drive and what
-on everything else.
+"""`StepStats`: how long a training step, or a forward pass of an inference, took and how much of it
+was spent on the drive.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """One training step, as `DriveUse` has it: from the end of the optimizer step before it to the
-    end of its own; skipped ones are counted too.
+    """One training step: from the end of the previous optimizer step to the end of its own. Skipped
+    steps (fp16 overflow) count too. The other attributes are those of `DriveUse`.
 
-    update_seconds: the optimizer's part of the seconds; update_waited_seconds: that of the
-    waited_seconds. Of an engine without an optimizer: one forward pass, in which both are 0.
+    Attributes
+    ----------
+    update_seconds
+        The optimizer step's part of `seconds`.
+    update_waited_seconds
+        The optimizer step's part of `waited_seconds`.
+
+    Notes
+    -----
+    For an engine without an optimizer a step is one forward pass, and both are 0.
     """
 
     update_seconds: float
@@ -36,10 +44,11 @@ class StepStats(DriveUse):
 
 
 class StepClock:
-    """Makes the `StepStats` of one engine, whose optimizer step is everything between
-    `begin_update` and `end`; *last* are those of the last step.
+    """Makes the `StepStats` of one engine. *last* is that of the last step, None before the first
+    one ends.
 
-    A tier that several engines share counts for each of them what moved during its own steps.
+    The optimizer step is what happens between `begin_update` and `end`. A tier that several engines
+    share counts for each engine what moved during its own steps.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -49,7 +58,7 @@ class StepClock:
         self.begin()
 
     def begin(self) -> None:
-        """The step begins now, and not where the one before it ended."""
+        """Start the step now, instead of where the previous one ended."""
         self._meter.begin()
         self._began = time.monotonic()
         # when it began, and what had been waited by then
@@ -60,7 +69,7 @@ class StepClock:
         self._update = time.monotonic(), self._meter.waited_seconds()
 
     def end(self) -> StepStats:
-        """The step is over."""
+        """The step has ended. Returns its statistics."""
         now, used = time.monotonic(), self._meter.take()
         update_began, waited = self._update or (now, used["waited_seconds"])
         self._steps += 1

@@ -1,4 +1,4 @@
-"""`TrainerProgress`: what steps spend on the drive, in the log of a Hugging Face `Trainer`."""
+"""`TrainerProgress`: drive time of the steps, in the log of a Hugging Face `Trainer`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
     """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration or an `NVMeOptimizer`:
     `Trainer(callbacks=[TrainerProgress()])`.
 
-    What the Trainer logs every `logging_steps` then has, of the steps since, what
+    It adds to what the Trainer logs every `logging_steps`, over the steps since, what
     `Progress.metrics` lists: `nvme_wait_share`, `nvme_gb_per_s`, `nvme_offload/busy_share` and
-    others. They are in what the progress bar prints and in the state's `log_history`. A line at
-    the end sums up. TensorBoard, W&B and other reporters have them, too, if this callback comes
-    before theirs: see `put_first`.
+    others. The progress bar prints them, and the state's `log_history` has them. A final line sums
+    up. TensorBoard, W&B and other reporters get them, too, if this callback comes before theirs:
+    see `put_first`.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
         trainer.callback_handler.callbacks.insert(0, callback)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take in the step that is over."""
+        """Take in the step that has ended."""
         self._progress.see(kwargs["optimizer"])
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Add to *logs* what the steps since the last came to."""
+        """Add the metrics of the steps since the last log to *logs*."""
         metrics = self._progress.metrics()
         if logs is not None:
             logs.update(metrics)
@@ -45,5 +45,5 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
             state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what all steps came to."""
+        """Log the summary of all steps."""
         self._progress.tell_summary()

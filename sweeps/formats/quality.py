@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload import NVMeOptimizer
-from nvme_offload.optimizer_states import formats
+from nvme_offload.optimizer_states import widening
 
 from ..machine import commit, facts
 
@@ -242,12 +242,12 @@ def always_8_bits(
 
 @contextlib.contextmanager
 def _without_limits() -> Iterator[None]:
-    kept = formats._SLOWEST, formats._LEAST_EPS, formats._REACH
-    formats._SLOWEST, formats._LEAST_EPS, formats._REACH = 1.0, 0.0, 0.0
+    kept = widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE
+    widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE = 1.0, 0.0, 0.0
     try:
         yield
     finally:
-        formats._SLOWEST, formats._LEAST_EPS, formats._REACH = kept
+        widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE = kept
 
 
 def peers() -> dict[str, Any]:
@@ -338,8 +338,8 @@ def main() -> None:
             f"- torch {torch.__version__} on the CPU, one thread",
             "",
             "Final losses, those of language models means over three seeds, as multiples of exact's. *compact* is what a user has: with beta1 or a momentum "
-            f"above {formats._SLOWEST}, an eps below {formats._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it keeps states "
-            "in 16 bits. *always 8 bits* is without that.",
+            f"above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it "
+            "keeps states in 16 bits. *always 8 bits* is without that.",
             "",
             table[0],
             "|---" * len(lines[0]) + "|",

@@ -114,7 +114,7 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"paths": []}, "at least one path"),
-        ({"min_bytes": "many"}, "min_bytes is no number of bytes: 'many'"),
+        ({"min_bytes": "many"}, "min_bytes is not a number of bytes: 'many'"),
         ({"min_bytes": -1}, "min_bytes"),
         ({"host_memory": 0}, "host_memory must be"),
         ({"host_memory": "much"}, "host_memory must be .* not 'much'"),

@@ -505,7 +505,7 @@ def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumul
     """ZeRO-3 with all on the drive: parameters of *sizes* elements, made before anything else, in
     sub-groups as they are cut for the budget.
     """
-    footprint = Footprint(states=12, gradient=2, beside=4, parameter=2)
+    footprint = Footprint(states=12, gradient=2, scratch=4, parameter=2)
     least = footprint.least_bytes(max(sizes))
     nbytes = drawn.draw(st.just(least) | st.integers(least, 3 * least))
     groups = cut(

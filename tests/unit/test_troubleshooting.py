@@ -233,8 +233,8 @@ def phrase_of(pieces: list[str]) -> str:
 def python_messages() -> Iterator[Message]:
     """Those of the package."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    # a method of the reader of configs, which others call
-    kinds = family(list(trees.values())) | {"fail"}
+    # a method of the reader of configs and a function of the manifest, which other modules call
+    kinds = family(list(trees.values())) | {"fail", "corrupt"}
     for path, tree in trees.items():
         for line, pieces in Reader(tree, kinds).messages():
             yield Message(f"{path.relative_to(ROOT)}:{line}", phrase_of(pieces))
@@ -274,7 +274,7 @@ def test_the_messages_are_found():
         "is not as it was written",  # handed to a function that raises
         "this string is not closed on its line",  # handed to a method that raises
         "could be locked in memory",  # within another
-        "wants the states of a rank in memory",  # logged
+        "needs all states of a rank in memory",  # logged
         "copies to and from the GPU will be several times slower",  # warned
         "this build has no io_uring",  # of the core
         "is a file mounted as a disk",  # yielded by a function of warnings

@@ -16,8 +16,8 @@ from nvme_offload.zero3.settings import (
     Settings,
     aio_config,
     nvme_paths,
-    question,
-    refuse_what_wants_memory,
+    refuse_memory_features,
+    warn_of_mistakes,
 )
 from nvme_offload.zero3.shared_tier import tier_of
 
@@ -54,7 +54,7 @@ def test_every_key_is_read():
 def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
     with pytest.raises(
         UsageError,
-        match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out',
+        match=f'"{key}" in "nvme_offload" needs this package\'s swappers: leave "swappers" out',
     ):
         of(swappers="deepspeed", **{key: value})
 
@@ -160,7 +160,7 @@ QUESTIONED = [
     *(
         (
             {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
-            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing goes to a drive: that needs "stage": 3',
+            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing is offloaded to a drive: that needs "stage": 3',
         )
         for stage, name in (
             (1, "offload_optimizer"),
@@ -175,8 +175,8 @@ QUESTIONED = [
 @pytest.mark.parametrize(("ds_config", "said"), QUESTIONED)
 def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
-    question(ds_config)
-    question(ds_config)
+    warn_of_mistakes(ds_config)
+    warn_of_mistakes(ds_config)
     (message,) = caplog.messages
     assert message.startswith(said)
 
@@ -199,7 +199,7 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
 )
 def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
-    question(ds_config)
+    warn_of_mistakes(ds_config)
     assert caplog.messages == []
 
 
@@ -341,9 +341,9 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
     with pytest.raises(
         UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'
     ):
-        refuse_what_wants_memory(asked)
-    refuse_what_wants_memory({**asked, "nvme_offload": {"swappers": "deepspeed"}})
-    refuse_what_wants_memory(
+        refuse_memory_features(asked)
+    refuse_memory_features({**asked, "nvme_offload": {"swappers": "deepspeed"}})
+    refuse_memory_features(
         {
             **asked,
             "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}},
@@ -362,6 +362,6 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
 )
 def test_what_works_anywhere_is_not_refused(harmless):
     offload = {"device": "nvme", "nvme_path": "/drive", "super_offload": False}
-    refuse_what_wants_memory(
+    refuse_memory_features(
         {"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless}
     )
