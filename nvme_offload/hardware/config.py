@@ -1,4 +1,4 @@
-"""`AioConfig`: how an engine talks to a drive."""
+"""`AioConfig`: the settings of an engine."""
 
 from __future__ import annotations
 
@@ -21,18 +21,31 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AioConfig:
-    """Settings of an `Engine`; validated on creation, immutable after.
+    """Settings of an `Engine`; validated on creation, immutable.
 
-    block_size: bytes handed to the kernel at a time, a multiple of 4096. queue_depth: blocks in
-    flight for one worker thread. thread_count: worker threads, each with a kernel queue of its own.
-    backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a
-    time for each thread; any filesystem). single_submit: hand blocks to the kernel one by one
-    rather than two by two (or, blocks below 64 KiB, all at once). overlap_events: refill the queue
-    whenever a block completes; otherwise only when it has run empty. direct: True for O_DIRECT or
-    an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the
-    page cache.
+    Parameters
+    ----------
+    block_size : int
+        Size of one I/O to the kernel in bytes: a multiple of 4096, up to 1 GiB.
+    queue_depth : int
+        Blocks in flight per worker thread, 1 to 4096.
+    thread_count : int
+        Worker threads, each with a kernel queue of its own, 1 to 128.
+    backend : {"libaio", "io_uring", "posix"}
+        Kernel interface: Linux native AIO, io_uring, or pread and pwrite (one block at a time per
+        thread; works on any filesystem).
+    single_submit : bool
+        Submit blocks one by one instead of two per system call (blocks below 64 KiB: all per call).
+    overlap_events : bool
+        Refill the queue at every completion, instead of when it has drained.
+    direct : bool or "auto"
+        True requires O_DIRECT, "auto" uses it where the filesystem supports it (`File.direct`
+        tells), False uses the page cache.
 
-    Raises: UsageError naming the field and the values that are possible.
+    Raises
+    ------
+    UsageError
+        A value is out of range; the message names the field and its range.
     """
 
     block_size: int = 1 << 20
@@ -61,34 +74,34 @@ class AioConfig:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """The settings that `nvme-sweep` chose for a drive.
+        """Load the settings that `nvme-sweep` chose for a drive.
 
         Parameters
         ----------
         path : str or os.PathLike
-            Any path on the drive, or one that will be on it once it is made.
+            A path on the drive; it need not exist yet.
         **changes
-            Fields that are not to be as the sweep chose them.
+            Fields to override.
 
         Returns
         -------
         AioConfig
-            Those settings, with *changes*.
+            The chosen settings with *changes*.
 
         Raises
         ------
         UnsupportedError
-            That drive was never swept; the message says what to run.
+            The drive was never swept; the message gives the command.
         UsageError
-            A change is not possible, or the profile cannot be read.
+            A field of *changes* is invalid, or the profile cannot be read.
         OSError
-            *path* cannot be looked at.
+            *path* cannot be examined.
 
         Notes
         -----
-        Where the profile has little evidence (`profile_grade.grade`), a warning is logged, once.
+        A profile with little evidence (`profile_grade.grade`) is used with a warning, logged once.
         """
-        from . import profile_grade, profile_shelf  # which know this module
+        from . import profile_grade, profile_shelf  # import this module
 
         profile = profile_shelf.find(os.fspath(path))
         found = profile_grade.grade(profile)
@@ -98,7 +111,7 @@ class AioConfig:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that the kernel holds at once when every queue is full."""
+        """Bytes in flight with all queues full."""
         return self.block_size * self.queue_depth * self.thread_count
 
     def _require_count(self, name: str, low: int, high: int) -> None:

@@ -1,4 +1,4 @@
-"""What about a drive costs speed, or makes a measurement of it mean something else."""
+"""Properties of a drive that cost speed, or that distort its measurement."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ _NEARLY_FULL = 0.10
 
 
 def warnings(drive: Drive) -> list[str]:
-    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what
-    it means and one on what to do, for each.
+    """List what costs speed on *drive*, or distorts a measurement of it.
+
+    Returns
+    -------
+    list of str
+        For each a sentence on the effect and one on the cure.
     """
     return list(_warnings(drive))
 

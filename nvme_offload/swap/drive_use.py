@@ -1,5 +1,5 @@
-"""`DriveUse`: what a step moved to and from the drives of a tier, and how long it waited for them;
-a `Meter` reads it off.
+"""`DriveUse`: what a step transferred to and from the drives of a tier, and its wait for them;
+`Meter` counts it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,31 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriveUse:
-    """One step.
+    """The transfers of one step.
 
-    step: counted from 1. seconds: all of it. bytes_read, bytes_written: from and to the drives.
-    waited_seconds: in which the step stood still for a drive. resident_bytes: of what is offloaded,
-    those that are in host memory at the end. peak_bytes: the most host memory of the pool that was
-    ever in use. tuned_bytes_per_second: what the drive's profile promises for reads and writes at
-    once; None where the drive has no profile. total_written_bytes: to the drives by this process,
-    since it began to offload. busy_share: of the time since the end of the step before, that in
-    which the busiest disk had requests, by whoever; disk_written_bytes: to the disks by whoever,
-    since the machine was started; both None where the kernel does not tell.
+    Attributes
+    ----------
+    step : int
+        Counted from 1.
+    seconds : float
+        Duration of the step.
+    bytes_read, bytes_written : int
+        From and to the drives.
+    waited_seconds : float
+        Time in which the step was blocked on a drive.
+    resident_bytes : int
+        Offloaded bytes in host memory at the end of the step.
+    peak_bytes : int
+        The most host memory of the pool used so far.
+    tuned_bytes_per_second : float or None
+        Mixed read and write speed of the drives by their profile; None without a profile.
+    total_written_bytes : int
+        To the drives by this process so far.
+    busy_share : float or None
+        Share of the time since the previous step ended in which the busiest disk had requests of
+        any process; None where the kernel does not report it.
+    disk_written_bytes : int or None
+        To the disks by any process since boot; None where the kernel does not report it.
     """
 
     step: int
@@ -50,7 +65,7 @@ class DriveUse:
 
     @property
     def bytes_per_second(self) -> float:
-        """Both directions together, over the whole step."""
+        """Reads and writes together, over the whole step."""
         return (self.bytes_read + self.bytes_written) / self.seconds
 
     def __str__(self) -> str:
@@ -75,7 +90,7 @@ class DriveUse:
 
 
 class Meter:
-    """Counts what moves in and out of *tier*, whoever moves it, and has `live` tell of long steps.
+    """Counts the transfers of *tier*, whoever starts them, and has `live` log during long steps.
 
     What the drives' profiles know of their endurance is logged once.
     """
@@ -98,12 +113,12 @@ class Meter:
         return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
 
     def begin(self) -> None:
-        """Begin a step now, and not where the one before it ended."""
+        """Start the step now, instead of where the previous one ended."""
         self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
-        """The fields of `DriveUse` that are no times of the caller's, since the last call or since
-        this was made. A step ends with it.
+        """End a step: the fields of `DriveUse` but for step and seconds, since the last call or
+        since creation.
         """
         return self._take(ended=True)
 

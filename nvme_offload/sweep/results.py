@@ -38,7 +38,7 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
         # of sweeps that were killed, on other days and of other drives
         commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")
     wanted = directory / f"{name}-{profile.created[:10]}"
-    with commit.aside_directory(wanted) as aside:
+    with commit.partial_directory(wanted) as aside:
         (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
         (aside / "ds_config.json").write_text(
             ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8"
@@ -53,7 +53,7 @@ def _named(aside: Path, wanted: Path) -> Path:
     for number in range(1, 1000):
         target = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with contextlib.suppress(FileExistsError):
-            commit.show_directory(aside, target)
+            commit.publish_directory(aside, target)
             return target
     raise Failure(f"there are too many reports named {wanted}: move some away")
 

@@ -268,7 +268,7 @@ class _Generation:
             Manifest(
                 self.generation, self._step, dist.get_world_size(), self._checksum, files
             ).write(self._aside)
-            _clear(commit.show_directory(self._aside, self.place, over=True), self.place)
+            _clear(commit.publish_directory(self._aside, self.place, over=True), self.place)
 
         self._on_one_rank(show)
         committed: bool = self.original.commit(info)

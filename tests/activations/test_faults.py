@@ -100,11 +100,11 @@ def test_a_full_filesystem(mounted: Callable[[str], Path]) -> None:
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file is not a directory, and none is made"):
+    with pytest.raises(UsageError, match="file is not a directory, and is not created"):
         save_on_nvme(tmp_path / "file")
     with pytest.raises(
         UsageError,
-        match="missing/below does not exist, and none is made: mount the drive, or make the directory",
+        match="missing/below does not exist, and is not created: mount the drive, or create the directory",
     ):
         save_on_nvme(tmp_path / "missing" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

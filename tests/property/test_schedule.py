@@ -115,7 +115,7 @@ class Machine:
                 )
         self.schedule.finished(transfer, well)
         for other in list(self.flying):
-            if other.void:  # it waited for what has failed
+            if other.cancelled:  # it waited for what has failed
                 assert not well
                 assert transfer in other.after
                 self.flying.remove(other)
@@ -135,7 +135,7 @@ class Machine:
         """What the swapper does between a need and its end; other transfers end at any moment."""
         self.start()
         while not self.schedule.ready(name):
-            if self.schedule.obstacle() is not None:  # once more
+            if self.schedule.failed_write() is not None:  # once more
                 self.start()
                 continue
             awaited = [
@@ -156,9 +156,9 @@ class Machine:
         self.held[name] = Held(offset, nbytes, self.truth.get(name, 0))
 
     def create(self, name: str, nbytes: int) -> None:
-        while (hindrance := self.schedule.hinders_create(name, nbytes)) is not None:
-            self.start_all(self.schedule.decided())
-            self.end(hindrance)
+        while (blocking := self.schedule.blocks_create(name, nbytes)) is not None:
+            self.start_all(self.schedule.take_pending())
+            self.end(blocking)
         self.schedule.create(name, nbytes)
         self.drive.pop(name, None)
         self.obtain(name)
@@ -187,9 +187,9 @@ class Machine:
         self.start()
 
     def discard(self, name: str) -> None:
-        while (hindrance := self.schedule.hindrance(name)) is not None:
-            self.start_all(self.schedule.decided())
-            self.end(hindrance)
+        while (blocking := self.schedule.blocking_transfer(name)) is not None:
+            self.start_all(self.schedule.take_pending())
+            self.end(blocking)
         self.held.pop(name, None)
         self.written_in_use.discard(name)
         del self.truth[name]
@@ -252,7 +252,9 @@ def test_what_is_held_stays_what_is_let_go_comes_back(steps, pages, lookahead, m
             except UsageError:
                 assert machine.held, "one at a time always fits"
                 event("no room beside what is in use")
-    event(f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.dropped_unused, 2)}")
+    event(
+        f"reads: {min(machine.reads, 5)}, left unused: {min(machine.schedule.unused_prefetches, 2)}"
+    )
     for name in list(machine.held):
         machine.release(name, changed=False)
     for name in machine.truth:
@@ -575,7 +577,7 @@ def test_a_value_on_its_way_out_is_kept_when_it_is_needed_again():
     machine.schedule.create("c", PAGE)
     leaving = [transfer.name for transfer in machine.schedule.plan()]
     assert leaving == ["b"]  # used last, so used again last where the order is cyclic
-    machine.schedule.give_up("c")
+    machine.schedule.cancel_need("c")
     machine.schedule.need("b")
     assert machine.schedule.plan() == []
     assert machine.schedule.ready("b")
@@ -602,7 +604,7 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
         schedule.take(name)
     with pytest.raises(
         OutOfHostMemoryError,
-        match="no room for 'scratch', 8 KiB, in a budget of 16 KiB: 12 KiB are in use by 'parameters'",
+        match="no space for 'scratch', 8 KiB, in a budget of 16 KiB: 12 KiB are in use by 'parameters'",
     ) as raised:
         schedule.create("scratch", 2 * PAGE)
     assert f"at least {5 * PAGE} bytes" in str(raised.value)
@@ -612,22 +614,24 @@ def test_the_error_says_what_is_in_use_and_what_would_do():
 
 
 def blocks_are_a_partition(schedule: Schedule) -> None:
-    """Each byte is in one block, each value in its own, and the runs are what is on offer."""
+    """Each byte is in one block, each value in its own, and the runs are the reclaimable bytes."""
     arena = schedule._arena
-    position, on_offer, taken = 0, 0, 0
+    position, reclaimable, taken = 0, 0, 0
     block = arena.first
     while block is not None:
         assert block.start == position < block.end
-        assert block.open or block.owner is not None
-        on_offer += block.open * (block.end - block.start)
+        assert block.reclaimable or block.owner is not None
+        reclaimable += block.reclaimable * (block.end - block.start)
         if block.owner is not None:
             assert block.owner.block is block
             assert block.end - block.start == block.owner.size
-            taken += block.owner.size * block.owner.known
+            taken += block.owner.size * block.owner.exists
         position, block = block.end, block.following
     assert position == schedule.nbytes
     assert (
-        on_offer == arena.open_bytes == sum(end - start for start, (end, _) in arena._runs.items())
+        reclaimable
+        == arena.reclaimable_bytes
+        == sum(end - start for start, (end, _) in arena._runs.items())
     )
     assert taken == schedule.used_bytes
 
@@ -722,15 +726,21 @@ def test_every_event_is_a_row_or_cannot_happen():
     being given it.
     """
     assert [len(row) for row in TABLE] == [len(Event)] * len(State)
-    losing = {state for state in State if TABLE[state][Event.LOST] is not None}
+    losing = {state for state in State if TABLE[state][Event.DROP] is not None}
     assert losing == {State.RESERVED, State.READING, State.CLEAN, State.WRITING}
     for state in State:
         for event_, following in zip(Event, TABLE[state], strict=True):
             if following is None:
                 continue
-            if state in (State.DIRTY, State.STUCK, State.REDIRTY, State.USED_NEW, State.USED_OVER):
+            if state in (
+                State.DIRTY,
+                State.DIRTY_FAILED,
+                State.REDIRTY,
+                State.USED_DIRTY,
+                State.USED_REDIRTY,
+            ):
                 assert following >= State.DIRTY, (state, event_)
-            if event_ in (Event.TAKE, Event.CREATE):
+            if event_ in (Event.USE, Event.CREATE):
                 assert following >= State.USED
             if event_ == Event.CREATE:
-                assert following in (State.USED_NEW, State.USED_OVER)
+                assert following in (State.USED_DIRTY, State.USED_REDIRTY)

@@ -291,15 +291,15 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
     with pytest.raises(
         UsageError,
         match=re.escape(str(tmp_path / wrong))
-        + " (is not a directory|does not exist), and none is made: ",
+        + " (is not a directory|does not exist), and is not created: ",
     ):
         tier_of({"nvme_offload": {"paths": [str(tmp_path / wrong)]}})
     with pytest.raises(
-        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+        UsageError, match=r" (is not a directory|does not exist), and is not created: "
     ):
         NVMeOptimizer([torch.nn.Parameter(torch.ones(1))], paths=str(tmp_path / wrong))
     with pytest.raises(
-        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+        UsageError, match=r" (is not a directory|does not exist), and is not created: "
     ):
         save_on_nvme(str(tmp_path / wrong))
 
@@ -314,7 +314,7 @@ def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
         ).close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
-        f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
+        f'{place} is in memory (tmpfs): what is offloaded there takes host memory in addition to "host_memory"',
     ]
 
 
