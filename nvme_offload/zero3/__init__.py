@@ -40,9 +40,10 @@ def enable() -> None:
 
     Notes
     -----
-    DeepSpeed's `async_io` op is replaced by this package's, which is therefore not compiled; others are
-    at their first use, such as CPU Adam, and a line of the log says so. Parameters and optimizer states with "device": "nvme" go through this package's swappers,
-    unless the section "nvme_offload" of the configuration has "swappers": "deepspeed".
+    DeepSpeed's `async_io` op is replaced by this package's, which is therefore not compiled; others
+    are at their first use, such as CPU Adam, and a line of the log says so. Parameters and
+    optimizer states with "device": "nvme" go through this package's swappers, unless the section
+    "nvme_offload" of the configuration has "swappers": "deepspeed".
 
     The choices made and the time that steps take are logged at level INFO on rank 0: to stderr
     where the program has not configured logging.
