@@ -116,11 +116,29 @@ def only_when_awaited(monkeypatch):
     monkeypatch.setattr(UpdateQueue, "make", held)
 
 
+_gates = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test leaves no thread at a gate, where a fork and the end of the process would wait for it,
+    and no optimizer to the garbage collector, whose time is not ours.
+    """
+    yield
+    for gate in _gates:
+        gate.opened.set()
+    _gates.clear()
+    gc.collect()
+    for thread in threads():
+        thread.join(60)
+
+
 class Gate:
     """Holds the update of the last bucket; tells when somebody waits for one."""
 
     def __init__(self, optimizer, monkeypatch):
         self.opened, self.awaited = threading.Event(), threading.Event()
+        _gates.append(self)
         opening, waits = optimizer._updater.open, UpdateQueue._wait
 
         def open_bucket(bucket):

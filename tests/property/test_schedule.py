@@ -7,8 +7,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 from hypothesis import event, given, settings
@@ -18,10 +18,6 @@ from nvme_offload.errors import OutOfHostMemoryError, UsageError
 from nvme_offload.swap.schedule import Schedule, Transfer
 from nvme_offload.swap.value_states import TABLE, Event, State
 from nvme_offload.zero3.sub_groups import Footprint, cut
-
-sys.path.append(str(Path(__file__).parents[2]))
-
-from sweeps import scheduling
 
 PAGE = 4096
 
@@ -691,15 +687,135 @@ def test_periods_with_deviations_and_failures_lose_nothing(source):
     event(f"reads: {machine.reads > 0}")
 
 
-@pytest.mark.parametrize("order", list(scheduling.ORDERS))
+class Call(NamedTuple):
+    """What a user does: *action* "create", "need", "release" or "discard"."""
+
+    action: str
+    name: str
+    nbytes: int
+    changed: bool
+
+
+def cyclic(count: int, size: int) -> Iterator[Call]:
+    """All values, changed, in one order."""
+    for number in range(count):
+        yield Call("need", f"v{number}", size, True)
+        yield Call("release", f"v{number}", size, True)
+
+
+def there_and_back(count: int, size: int) -> Iterator[Call]:
+    """All values, unchanged, forward and backward."""
+    for number in [*range(count), *reversed(range(count))]:
+        yield Call("need", f"v{number}", size, False)
+        yield Call("release", f"v{number}", size, False)
+
+
+def zero3(count: int, size: int) -> Iterator[Call]:
+    """Of every 7 values 4 are parameters, 1 their gradients and 2 their states; forward, backward
+    and update.
+    """
+    groups = max(count // 7, 1)
+    parameters = [[f"p{group}.{number}" for number in range(4)] for group in range(groups)]
+    for group in [*parameters, *(group[::-1] for group in parameters[::-1])]:
+        for name in group:
+            yield Call("need", name, size, False)
+            yield Call("release", name, size, False)
+        if group[0].endswith(".3"):
+            index = int(group[0][1:].split(".")[0])
+            yield Call("create", f"g{index}", 4 * size, True)
+            yield Call("release", f"g{index}", 4 * size, True)
+    for index, group in enumerate(parameters):
+        yield Call("need", f"g{index}", 4 * size, False)
+        yield Call("discard", f"g{index}", 4 * size, False)
+        states = [f"s{index}.{number}" for number in range(2)]
+        for name in states:
+            yield Call("need", name, 6 * size, True)
+        for name in group:
+            yield Call("create", name, size, True)
+            yield Call("release", name, size, True)
+        for name in states:
+            yield Call("release", name, 6 * size, True)
+
+
+ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {
+    "cyclic": cyclic,
+    "there and back": there_and_back,
+    "ZeRO-3": zero3,
+}
+
+
+class Drive:
+    """A drive that is done at once, under a `Schedule`."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.bytes_moved = 0
+        self.under_way: list[Transfer] = []
+
+    def pump(self) -> None:
+        """End what is under way, as a swapper notes it at its next call, and start what
+        comes next.
+        """
+        ended, self.under_way = self.under_way, []
+        for transfer in ended:
+            self.bytes_moved += transfer.nbytes
+            self.schedule.finished(transfer, True)
+        self.under_way += self.schedule.plan()
+
+    def do(self, call: Call) -> None:
+        """One call of the user."""
+        schedule = self.schedule
+        if call.action == "release":
+            schedule.release(call.name, call.changed, None)
+        elif call.action == "discard":
+            while schedule.hindrance(call.name) is not None:
+                self.pump()
+            schedule.discard(call.name)
+        else:
+            if call.action == "create" or call.name not in schedule:
+                while schedule.hinders_create(call.name, call.nbytes) is not None:
+                    self.pump()
+                schedule.create(call.name, call.nbytes)
+            else:
+                schedule.need(call.name)
+            self.pump()
+            while not schedule.ready(call.name):
+                self.pump()
+            schedule.take(call.name)
+            return
+        self.pump()
+
+
+class Learned(NamedTuple):
+    """A period of an order that is known: operations a use, bytes moved."""
+
+    operations: float
+    bytes_moved: int
+    uses: int
+
+
+def learned(order: Callable[[int, int], Iterator[Call]], count: int, size: int, share: float):
+    """The fourth period of *order*, with memory for *share* of its bytes."""
+    calls = list(order(count, size))
+    total = sum({call.name: call.nbytes for call in calls}.values())
+    schedule = Schedule(int(share * total) // PAGE * PAGE)
+    drive = Drive(schedule)
+    uses = sum(call.action in ("create", "need") for call in calls)
+    for _ in range(4):
+        moved, operations = drive.bytes_moved, schedule.operations
+        for call in calls:
+            drive.do(call)
+        schedule.step()
+    return Learned((schedule.operations - operations) / uses, drive.bytes_moved - moved, uses)
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
     """Values, places and blocks that are looked at in a period that was learned; nothing is moved
     more often than of a few values.
     """
-    few, many = (
-        scheduling.plan(scheduling.ORDERS[order], count, 256 << 10, share) for count in (256, 4096)
-    )
+    few, many = (learned(ORDERS[order], count, 256 << 10, share) for count in (256, 4096))
     assert few.operations < 8
     assert many.operations <= 1.2 * few.operations
     assert many.bytes_moved / many.uses <= 1.1 * few.bytes_moved / few.uses
@@ -708,16 +824,16 @@ def test_what_a_use_costs_does_not_grow_with_the_number_of_values(order, share):
 @pytest.mark.parametrize("count", [256, 4096])
 def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
     schedule = Schedule(count // 2 * PAGE)
-    drive = scheduling.Drive(schedule)
+    drive = Drive(schedule)
     random_source = random.Random(0)
     for number in range(count):
         for action in ("create", "release"):
-            drive.do(scheduling.Call(action, f"v{number}", PAGE, True))
+            drive.do(Call(action, f"v{number}", PAGE, True))
     before, uses = schedule.operations, 4 * count
     for _ in range(uses):
         name = f"v{random_source.randrange(count)}"
         for action in ("need", "release"):
-            drive.do(scheduling.Call(action, name, PAGE, True))
+            drive.do(Call(action, name, PAGE, True))
     assert (schedule.operations - before) / uses < 16
 
 

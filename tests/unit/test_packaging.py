@@ -66,7 +66,9 @@ def small_project(tmp_path):
 def test_ci_runs_the_second_command_and_then_the_rest_and_exits_as_the_first_that_fails(
     small_project, code
 ):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
+    }
     done = subprocess.run(
         [small_project(f"pwd\n(exit {code})")],
         capture_output=True,
