@@ -393,9 +393,21 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self.synchronize()
         if self._last is None:
             raise UsageError("this optimizer has made no step yet")
-        if self._queue is None:
+        return self._with_waits(self._last)
+
+    @property
+    def last_stats(self) -> UpdateStats | None:
+        """Of the last step whose updates are all made; None before the first. It never waits, also
+        with `overlap_step`: for progress bars and loggers.
+        """
+        if self._last is None or (self._queue is not None and self._queue.has_jobs):
             return self._last
-        return dataclasses.replace(self._last, update_wait_seconds=self._queue.waited_seconds)
+        return self._with_waits(self._last)
+
+    def _with_waits(self, stats: UpdateStats) -> UpdateStats:
+        if self._queue is None:
+            return stats
+        return dataclasses.replace(stats, update_wait_seconds=self._queue.waited_seconds)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ was spent on the drive.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -105,8 +104,6 @@ def last_step(trained: Any) -> DriveUse | None:
         if clock is not None:
             return cast("DriveUse | None", clock.last)
         if owner is not None and type(owner).__name__ == "NVMeOptimizer":
-            with contextlib.suppress(UsageError):  # before the first
-                return cast(DriveUse, owner.stats())
-            return None
+            return cast("DriveUse | None", owner.last_stats)
     clock_of(trained)  # says that there is none
     return None

@@ -489,6 +489,21 @@ def test_zero_grad_and_what_is_asked_of_a_gradient_do_not_wait(tmp_path, monkeyp
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
 
 
+def test_last_stats_does_not_wait(tmp_path, monkeypatch):
+    optimizer = begun(tmp_path)[1]
+    optimizer.synchronize()
+    before = optimizer.last_stats
+    assert before.step == 2
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    assert optimizer.last_stats.step == 2
+    assert not gate.awaited.is_set()
+    gate.opened.set()
+    assert optimizer.stats() == optimizer.last_stats
+    assert optimizer.last_stats.step == 3
+    optimizer.close()
+
+
 # Nobody sees what was before.
 
 
