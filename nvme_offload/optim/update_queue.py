@@ -75,10 +75,10 @@ class UpdateQueue:
         self._streams: dict[torch.device, Any] = {}
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._module_hook: Any = None
+        self._module_hooks: list[Any] = []  # one while a parameter waits
         self._process = os.getpid()
         _queues.add(self)
-        weakref.finalize(self, _end, weakref.ref(self), self.lock)
+        weakref.finalize(self, _end, weakref.ref(self), self.lock, self._module_hooks)
 
     @property
     def told(self) -> bool:
@@ -118,9 +118,9 @@ class UpdateQueue:
                     if one.values is not None:
                         one.values.record_stream(stream)
             self._put(Job(step, bucket, options, awaited, ready))
-            if self._module_hook is None:
-                self._module_hook = torch.nn.modules.module.register_module_forward_pre_hook(
-                    use_module
+            if not self._module_hooks:
+                self._module_hooks.append(
+                    torch.nn.modules.module.register_module_forward_pre_hook(use_module)
                 )
 
     def end(self, step: Step, order: Callable[[Bucket], int]) -> None:
@@ -252,9 +252,8 @@ class UpdateQueue:
     def _restore(self, awaited: Awaited) -> None:
         awaited.restore()
         self._held.pop(awaited, None)
-        if not self._held and self._module_hook is not None:
-            self._module_hook.remove()
-            self._module_hook = None
+        if not self._held and self._module_hooks:
+            self._module_hooks.pop().remove()
 
     def _is_done(self) -> bool:
         return not self._jobs and self._current is None
@@ -374,12 +373,16 @@ def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> Non
         del queue, job
 
 
-def _end(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:
+def _end(
+    reference: weakref.ref[UpdateQueue], lock: threading.Condition, module_hooks: list[Any]
+) -> None:
     queue = reference()
     if queue is not None:  # the process ends: a thread in the midst of torch may not be there then
         queue.stop(finish=True)
     else:
         with lock:
+            for hook in module_hooks:
+                hook.remove()
             lock.notify_all()
 
 

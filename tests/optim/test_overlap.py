@@ -1070,6 +1070,22 @@ def test_the_thread_ends_with_the_optimizer(tmp_path):
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
 
 
+def test_one_that_is_garbage_leaves_no_hook_of_modules(tmp_path, monkeypatch):
+    net, optimizer = begun(tmp_path)
+    Failing(optimizer, monkeypatch, 1 << 30)
+    optimizer.step()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == 1
+    with pytest.raises(IOFailure):
+        net(batch(0))
+    monkeypatch.undo()
+    del net, optimizer
+    gc.collect()
+    for thread in threads():
+        thread.join()
+    gc.collect()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == 0
+
+
 def test_an_optimizer_that_is_dropped_with_updates_to_come_makes_them(tmp_path, monkeypatch):
     net, optimizer = begun(tmp_path)
     gate = Gate(optimizer, monkeypatch)
