@@ -116,16 +116,8 @@ class CancelledError(_TransferError):
 
 
 class IOFailure(_TransferError, OSError):
-    """The kernel or the drive refused or failed a transfer. Also an `OSError`.
-
-    Attributes
-    ----------
-    errno : int
-        The reason, as in errno(3).
-    strerror : str
-        The same as text.
-    filename : str
-        The file, as `path`.
+    """The kernel or the drive refused or failed a transfer. Also an `OSError`: its ``errno`` is the
+    reason, as in errno(3), ``strerror`` the same as text, ``filename`` the file, as `path`.
     """
 
     def __new__(cls, errno: int, reason: str, **fields: object) -> IOFailure:

@@ -768,12 +768,12 @@ class Drive:
         if call.action == "release":
             schedule.release(call.name, call.changed, None)
         elif call.action == "discard":
-            while schedule.hindrance(call.name) is not None:
+            while schedule.blocking_transfer(call.name) is not None:
                 self.pump()
             schedule.discard(call.name)
         else:
             if call.action == "create" or call.name not in schedule:
-                while schedule.hinders_create(call.name, call.nbytes) is not None:
+                while schedule.blocks_create(call.name, call.nbytes) is not None:
                     self.pump()
                 schedule.create(call.name, call.nbytes)
             else:

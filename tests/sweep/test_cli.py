@@ -230,7 +230,7 @@ def test_a_second_report_does_not_replace_the_first_nor_need_torch(
     assert printed.chosen == Profile.load(second / "profile.json").chosen
     assert len(printed.trials) == len(Profile.load(second / "profile.json").trials)
     assert not any(trial.samples for trial in printed.trials)
-    assert result.stderr.splitlines()[-1] == f"report: {second}"
+    assert f"report: {second}" in result.stderr.splitlines()
 
 
 @pytest.mark.parametrize(

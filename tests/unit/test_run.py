@@ -15,11 +15,12 @@ RUN = [sys.executable, "-m", "nvme_offload.commands", "run"]
 
 @pytest.fixture
 def run(installed):
-    def start(*command, **environment):
+    def start(*command, cwd=None, **environment):
         return subprocess.run(
             [*RUN, *command],
             capture_output=True,
             text=True,
+            cwd=cwd,
             input="given\n",
             env={**os.environ, "PYTHONPATH": installed, **environment},
         )
@@ -113,6 +114,7 @@ def test_an_installation_without_the_entry_point_is_refused(run, installed, tmp_
     metadata = tmp_path / "nvme_offload-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvme-offload\nVersion: 0\n")
-    done = run("true", PYTHONPATH=os.pathsep.join((str(tmp_path), installed)))
+    # not in the checkout, where a build leaves metadata that Python would find first
+    done = run("true", cwd=tmp_path, PYTHONPATH=os.pathsep.join((str(tmp_path), installed)))
     assert done.returncode == 2
     assert f"nvme-offload is not installed for {sys.executable}" in done.stderr
