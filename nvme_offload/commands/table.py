@@ -128,12 +128,12 @@ def _lines(texts: Iterator[str] | Sequence[str], width: int) -> list[str]:
 def _answer(question: Question, chosen: Plan | None, change: Change | None) -> str:
     verb = "Run" if question.inference else "Train"
     if chosen is not None:
-        return f"{verb} it with {chosen.strategy.title}: it fits, {_speed(question, chosen)}{_conceded(question, chosen)}."
+        return f"{verb} it with {chosen.strategy.title}: it fits, {_speed(question, chosen)}.{_conceded(question, chosen)}"
     if change is None:
         return "Nothing fits, whatever is changed of format, way, activations, host memory and drive: a larger GPU is needed."
     return (
         f"Nothing fits. The cheapest change that does: {change.words}; "
-        f"then {change.plan.strategy.title} fits, {_speed(question, change.plan)}{_conceded(question, change.plan)}."
+        f"then {change.plan.strategy.title} fits, {_speed(question, change.plan)}.{_conceded(question, change.plan)}"
     )
 
 
@@ -148,7 +148,7 @@ def _conceded(question: Question, plan: Plan) -> str:
         said.append('states are rounded to 8 bits and masters to 24 ("compact24")')
     if plan.strategy.in_backward:
         said.append("gradients cannot be clipped by a norm")
-    return f"; nothing that avoids it fits: {' and '.join(said)}" if said else ""
+    return f" Nothing fits without this: {' and '.join(said)}." if said else ""
 
 
 def _speed(question: Question, plan: Plan) -> str:
@@ -236,7 +236,8 @@ def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:
 def _table(found: Sequence[Plan], chosen: Plan | None, width: int) -> Iterator[str]:
     rows = [_HEAD, *(_row(plan, chosen) for plan in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    if sum(widths) + 2 * len(widths) > width:
+    gap = next((gap for gap in ("  ", " ") if len(gap.join("x" * w for w in widths)) <= width), "")
+    if not gap:
         yield from _stacked(found, chosen, width)
         return
     for row, plan in zip(rows, (None, *found), strict=True):
@@ -244,7 +245,7 @@ def _table(found: Sequence[Plan], chosen: Plan | None, width: int) -> Iterator[s
             cell.ljust(size) if column <= _TITLES else cell.rjust(size)
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
-        yield "  ".join(cells).rstrip()
+        yield gap.join(cells).rstrip()
         if plan is not None and not plan.fits:
             yield from _lines([f"     needs {'; '.join(plan.problems)}"], width)
 

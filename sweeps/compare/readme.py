@@ -7,6 +7,7 @@ reports have it and changes nothing.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,9 +63,23 @@ def _machine(path: str, results: Results) -> str:
         f"{skip.side} at {skip.task}" if skip.task else skip.side for skip in results.skipped
     ]
     left_out = (
-        [f"Left out, for the reasons in the report: {', '.join(skipped)}."] if skipped else []
+        [
+            textwrap.fill(
+                f"Left out, for the reasons in the report: {', '.join(skipped)}.",
+                100,
+                break_on_hyphens=False,
+            )
+        ]
+        if skipped
+        else []
     )
-    return "\n\n".join([head, *(table.markdown() for table in tables if table.rows), *left_out])
+    return "\n\n".join(
+        [
+            textwrap.fill(head, 100, break_on_hyphens=False),
+            *(table.markdown() for table in tables if table.rows),
+            *left_out,
+        ]
+    )
 
 
 def _table(results: Results, tasks: Sequence[TaskFacts]) -> Table:

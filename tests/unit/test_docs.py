@@ -400,6 +400,7 @@ def test_the_plan_in_the_readme_is_what_the_command_prints(tmp_path, monkeypatch
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Does it fit?")[2]
     command, shown = re.findall(r"^```\w+\n(.*?)^```$", readme, re.M | re.S)[:2]
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "100")
     profile = Profile.load(REPORTS / "h200-vda-2026-11-21" / "profile.json")
     profile.drive["identity"] = describe(tmp_path).identity
     profile_shelf.keep(profile)

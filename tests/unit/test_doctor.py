@@ -114,6 +114,12 @@ def plan(*arguments: object) -> Result:
     )
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """As wide as lines are by default; pytest-xdist says 80."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def test_the_answer_comes_first_then_what_to_paste_then_the_table(tmp_path):
     keep_profile(tmp_path, 4.0)
     ask = ("--params", "1B", "--budget", "3GB", "--path", tmp_path)
@@ -337,7 +343,7 @@ def test_a_way_and_a_format_can_be_asked_for():
     assert "optimizer" not in told["ds_config"]
 
 
-@pytest.mark.parametrize("columns", [40, 60, 100])
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
 @pytest.mark.parametrize("memory", ["24GB", "1GB"])
 def test_lines_end_within_the_terminal(columns, memory, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
