@@ -62,6 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # As where the environment is activated: its ninja, and nobody's of another version, which would
     # compile DeepSpeed's ops anew.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # Images of containers often set this. Without bytecode every interpreter that a test starts
+    # compiles torch and DeepSpeed again, which takes longer than most of what is tried.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Python 3.12 and later warn of every fork beside threads, which an engine has: in the
     # interpreters that tests start, forks are what is tried.
     os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
