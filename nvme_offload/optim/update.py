@@ -20,7 +20,9 @@ from ..optimizer_states import (
     Layout,
     StateFormat,
     far_blocks,
+    least_eps,
     looks_at,
+    put_in_place,
     round_near,
     wide_enough,
     widened,
@@ -290,14 +292,7 @@ class Updater:
         self._far = None
         if self._format.wide and self._widened_when != when:
             return False
-        self._far = far_blocks(
-            layout,
-            states,
-            min(
-                (eps for group in groups if isinstance(eps := group.get("eps"), int | float)),
-                default=0.0,
-            ),
-        )
+        self._far = far_blocks(layout, states, least_eps(groups))
         if self._far is None or self._format.wide:
             return False
         self._format, self._widened_when = widened(self._format, self._name), when
@@ -408,39 +403,27 @@ class Updater:
             slot.exponents is not None for slot in layout.states.values()
         )
         if {**kept, **found} != kept or rest_bytes > bucket.rest_bytes or too_few:
-            bucket.layout, bucket.rest_bytes = (
-                self._format.layout(bucket.numel, {**kept, **found}, bucket.dtype, self._name),
-                rest_bytes,
+            layout = bucket.layout = self._format.layout(
+                bucket.numel, {**kept, **found}, bucket.dtype, self._name
             )
+            bucket.rest_bytes = rest_bytes
             for fragment in bucket.fragments:
                 for leaf in fragment.leaves.values():
                     leaf.data = leaf.clone()
             copied = None if master is None else master.clone()
             memory = self._renewed(bucket, self._stager(bucket))
-            master, states = self._format.unpack(bucket.layout, memory, working)
+            master, states = self._format.unpack(layout, memory, working)
             if master is not None and copied is not None:
                 master.copy_(copied)
-        find = _finder(
-            master, states, memory[bucket.layout.nbytes :] if bucket.layout is not None else memory
+        find = _finder(master, states, memory[layout.nbytes :])
+        put_in_place(
+            [
+                (find(fragment, key), leaf)
+                for fragment in bucket.fragments
+                for key, leaf in fragment.leaves.items()
+            ],
+            [memory, *states.values()],
         )
-        moved = [
-            (place, leaf)
-            for fragment in bucket.fragments
-            for key, leaf in fragment.leaves.items()
-            if (place := find(fragment, key)).data_ptr() != leaf.data_ptr()
-        ]
-        own = (
-            {one.untyped_storage().data_ptr() for one in (memory, *states.values())}
-            if moved
-            else set()
-        )
-        # What has changed places with another is where the other is to be.
-        copies = [
-            (place, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf)
-            for place, leaf in moved
-        ]
-        for place, leaf in copies:
-            place.copy_(leaf)
         return memory, master, states
 
     def _renewed(self, bucket: Bucket, stager: Stager) -> torch.Tensor:
