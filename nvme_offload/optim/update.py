@@ -28,7 +28,7 @@ from ..optimizer_states import (
     widened,
 )
 from ..optimizer_states.traits import raw_step
-from ..optimizer_states.tree import Key, travelling
+from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .buckets import Bucket, Fragment
@@ -449,12 +449,8 @@ class Updater:
     @staticmethod
     def _unbind(bucket: Bucket) -> None:
         for fragment in bucket.fragments:
-            for leaf in fragment.leaves.values():
-                leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             fragment.shadow.grad = None
-            fragment.shadow.data = torch.empty(
-                0, dtype=fragment.shadow.dtype, device=fragment.shadow.device
-            )
+            drop_memory([*fragment.leaves.values(), fragment.shadow])
 
 
 def _nothing(bucket: Bucket) -> torch.Tensor:
