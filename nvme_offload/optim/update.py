@@ -106,7 +106,7 @@ class Updater:
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
         inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the
             # bucket's value now; later of what it computes with.
@@ -127,7 +127,7 @@ class Updater:
         parameters and states; as `step`.
         """
         inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
@@ -137,12 +137,12 @@ class Updater:
         then.
         """
         self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
 
     def fail(self, bucket: Bucket) -> None:
         """Give an opened bucket back after an error, as it was in memory."""
         self._unbind(bucket)
-        self._give_back(bucket, changed=bucket.device.type == "cpu")
+        self._stager(bucket).give_back(changed=bucket.device.type == "cpu")
 
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
@@ -164,8 +164,7 @@ class Updater:
             master, states = self._format.unpack(layout, memory, working, scratch)
             yield _finder(master, states, memory[layout.nbytes :])
         finally:
-            if bucket.nbytes:
-                self._host.give_back(changed=False)
+            self._host.give_back(changed=False)
             self._trim(at_most=self.slack_bytes)
 
     def store(
@@ -216,8 +215,7 @@ class Updater:
             self._format.pack(layout, memory, working, master, states, 0, names)
             return True
         finally:
-            if bucket.nbytes:
-                self._host.give_back(changed=True)
+            self._host.give_back(changed=True)
 
     # Inside.
 
@@ -230,10 +228,6 @@ class Updater:
                 else DeviceStager(self._tier, bucket.device)
             )
         return stager
-
-    def _give_back(self, bucket: Bucket, *, changed: bool) -> None:
-        if bucket.nbytes:
-            self._stager(bucket).give_back(changed=changed)
 
     def _bound(
         self,
