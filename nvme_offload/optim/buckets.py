@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..optimizer_states import BLOCK, Layout
+from ..optimizer_states import BLOCK, Layout, block_names
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, is_for_each
 
@@ -322,13 +322,12 @@ class Bucket:
         # there, so that nothing is copied to a GPU, which would wait for it
         made_on = self.device if device is None else device
         names = [
-            torch.arange(
-                first, first - (-fragment.numel // BLOCK), dtype=torch.int64, device=made_on
+            block_names(
+                (fragment.weight.number << 40) * BLOCK + fragment.weight.offset + fragment.start,
+                fragment.numel,
+                made_on,
             )
             for fragment in self.fragments
-            for first in [
-                (fragment.weight.number << 40) + (fragment.weight.offset + fragment.start) // BLOCK
-            ]
         ]
         return torch.cat(names)
 

@@ -533,8 +533,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         self._updater.fail(bucket)
                         self._options.forget()
                         raise
-                    for index, options in left.items():
-                        self._options.left(index, options)
+                    self._options.left(left)
                     self._show(bucket)
             self._updater.drain()
             self._options.end(self.param_groups)
@@ -599,8 +598,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
 
     def _update_now(self, bucket: Bucket) -> None:
-        for index, options in self._update(bucket, self._options_of(bucket), self._steps).items():
-            self._options.left(index, options)
+        self._options.left(self._update(bucket, self._options_of(bucket), self._steps))
         self._updated.add(bucket)
 
     def _update(self, bucket: Bucket, options: Options, seed: int) -> Options:
@@ -835,8 +833,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """Have what is queued of this step made, whose others are made here and now."""
         self.synchronize()
         if self._open_step is not None:
-            for index, options in self._open_step.left.items():
-                self._options.left(index, options)
+            self._options.left(self._open_step.left)
             self._open_step = None
 
     def _end_queued(self, step: Step) -> None:

@@ -4,14 +4,13 @@ on tensors, moves nothing.
 
 from __future__ import annotations
 
-from .eight_bit import BLOCK
+from .eight_bit import BLOCK, block_names
 from .formats import (
     FORMATS,
     Layout,
     Slot,
     StateFormat,
     StateSlot,
-    block_names,
     put_in_place,
     state_format,
 )

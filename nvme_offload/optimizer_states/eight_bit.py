@@ -83,6 +83,16 @@ def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
     return _SIGNED[key]
 
 
+def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Names of the blocks of *numel* elements from element *start* of what is trained, for `encode`:
+    by position, so that they do not depend on buckets or sub-groups.
+    """
+    import torch
+
+    first = start // BLOCK
+    return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
+
+
 def encode(
     values: torch.Tensor,
     codes: torch.Tensor,
@@ -338,8 +348,7 @@ def _keys(
     import torch
 
     if blocks is None:
-        blocks = torch.arange(-(-count // BLOCK), dtype=torch.int64, device=device)
-
+        blocks = block_names(0, count, device)
     state = 0
     for part in seed:
         state = _mixed(state ^ (part % (1 << 64)))

@@ -447,16 +447,6 @@ def put_in_place(
         place.copy_(tensor)
 
 
-def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Names of the blocks of *numel* elements from element *start* of what is trained, for `pack`:
-    by position, so that they do not depend on buckets or sub-groups.
-    """
-    import torch
-
-    first = start // BLOCK
-    return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
-
-
 def _check(layout: Layout, buffer: torch.Tensor) -> None:
     import torch
 

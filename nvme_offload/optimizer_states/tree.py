@@ -61,9 +61,15 @@ def travels(key: Key, value: torch.Tensor, shape: torch.Size) -> bool:
     return plain and top(key) not in _IN_MEMORY and (value.numel() > 1 or is_for_each(value, shape))
 
 
-def is_for_each(value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether *value* is elementwise: it has the *shape* of its parameter."""
-    return value.dim() > 0 and value.shape == shape
+def is_for_each(value: Any, shape: torch.Size) -> bool:
+    """Whether *value* is an elementwise tensor: it has the *shape* of its parameter."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == shape
+
+
+def drop_memory(held: Iterable[torch.Tensor]) -> None:
+    """Leave the tensors *held* empty, so that what they were views of can be used for others."""
+    for tensor in held:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def top(key: Key) -> Any:

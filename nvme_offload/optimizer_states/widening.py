@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .eight_bit import BLOCK, decode, encode
+from .eight_bit import BLOCK, block_names, decode, encode
 from .formats import Layout, StateFormat
 from .split import CHUNK
 
@@ -135,11 +135,7 @@ def round_near(
     for index, (key, slot) in enumerate(layout.states.items()):
         if not slot.rounded:
             continue
-        names = (
-            torch.arange(-(-layout.numel // BLOCK), dtype=torch.int64, device=states[key].device)
-            if blocks is None
-            else blocks
-        )
+        names = block_names(0, layout.numel, states[key].device) if blocks is None else blocks
         size = _chunk_elements(states[key])
         for start in range(0, layout.numel, size):
             values = states[key][start : start + size]

@@ -36,6 +36,7 @@ from ..optimizer_states import (
     least_eps,
     looks_at,
 )
+from ..optimizer_states.tree import drop_memory, is_for_each
 from ..swap.tier import Tier
 
 _MASTER = ""  # the key of the master weights in a layout of "exact", which keeps them as a state
@@ -353,9 +354,8 @@ class OptimizerSwapper:
     def _empty(self, parameter: torch.Tensor) -> None:
         """Leave no tensor of *parameter* in the memory of its sub-group."""
         state = self._optimizer().state.get(parameter, {})
-        for tensor in (parameter, *(state.get(key) for key in self.states(parameter))):
-            if torch.is_tensor(tensor):
-                tensor.data = torch.empty(0, dtype=tensor.dtype)
+        kept = [state.get(key) for key in self.states(parameter)]
+        drop_memory(filter(torch.is_tensor, [parameter, *kept]))
         parameter.grad = None
 
     def _release(self, sub_group: SubGroup, changed: bool) -> None:
@@ -432,8 +432,7 @@ def elementwise(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, 
     return {
         key: value
         for key, value in state.items()
-        if torch.is_tensor(value)
-        and value.shape == parameter.shape
+        if is_for_each(value, parameter.shape)
         and value.is_cpu
         and getattr(value, "swappable", True)
     }

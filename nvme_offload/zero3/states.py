@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from ..errors import OffloadError, UsageError
 from ..io.engine import Ticket
+from ..optimizer_states.tree import is_for_each
 from .archive import Part, Provider, fetch, offloaded, wait_all, whole
 from .compat import lists_by_sub_group
 
@@ -358,7 +359,9 @@ def _load_optimizer(
             group["params"].append(parameter)
             state = saved["state"].get(identifier, {})
             states[identifier] = {
-                key: torch.empty(0, dtype=value.dtype) if _is_whole(value, master) else whole(value)
+                key: torch.empty(0, dtype=value.dtype)
+                if is_for_each(value, master.shape)
+                else whole(value)
                 for key, value in state.items()
             }
     try:
@@ -415,12 +418,8 @@ def _elementwise_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
     return {
         key: value.dtype
         for key, value in stage3.optimizer.state.get(parameter, {}).items()
-        if _is_whole(value, parameter)
+        if is_for_each(value, parameter.shape)
     }
-
-
-def _is_whole(value: Any, parameter: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == parameter.shape
 
 
 def _stands_for_whole(value: Any) -> bool:
