@@ -7,6 +7,7 @@ states, and go to the drive where they do not fit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import OutOfHostMemoryError, UsageError
-from ..swap.device_copies import CopyStreams
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, dense_strides, is_distributed
+from .gradient_copies import GradientCopies
 from .host_gradient import HostGradient, Sum
 
 # of copies that are under way between a GPU and the host: beyond it, backward() waits
@@ -62,13 +63,13 @@ class GradientSums:
         self.tight = True
         self._copies: deque[_Copy] = deque()
         self._under_way_bytes = 0
-        self._streams = CopyStreams()
-        self._adding: dict[torch.device, Any] = {}  # streams
+        self._devices: dict[torch.device, GradientCopies] = {}
         self._in_use: dict[Bucket, torch.Tensor] = {}
         self._current: Bucket | None = None  # that more gradients may come for
         self._to_discard: set[Bucket] = set()  # once they are not in use
         self._stored: set[Bucket] = set()  # that have a value
         self._taken: dict[Bucket, None] = {}
+        self._sums: dict[Weight, Sum] = {}  # whose bytes are here
         self._hooks: list[Any] = []
 
     @staticmethod
@@ -82,20 +83,22 @@ class GradientSums:
 
     def watch(self, weights: Sequence[Weight]) -> None:
         """Move the gradients of *weights* from now on."""
-        compiler: Any = torch.compiler
-        source = weakref.ref(self)
         for weight in weights:
             if weight.parameter.requires_grad and weight.fragments:
-
-                def hook(_: torch.Tensor, weight: Weight = weight) -> None:
-                    sums = source()
-                    if sums is not None:
-                        sums._move(weight)
-
                 parameter: Any = weight.parameter
-                self._hooks.append(
-                    parameter.register_post_accumulate_grad_hook(compiler.disable(hook))
-                )
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
+
+    def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
+        source, reference = weakref.ref(self), weakref.ref(weight)
+
+        def move(_: torch.Tensor) -> None:
+            sums, weight = source(), reference()
+            if sums is not None and weight is not None:
+                sums._move(weight)
+
+        compiler: Any = torch.compiler
+        eager: Callable[[torch.Tensor], None] = compiler.disable(move)
+        return eager
 
     # What backward() does.
 
@@ -112,7 +115,7 @@ class GradientSums:
             or (gradient.dtype, gradient.device) != (bucket.dtype, bucket.device)
         ):
             return
-        one = Sum(weight, weakref.ref(self), _strides(weight, gradient))
+        one = Sum(weakref.ref(weight), weakref.ref(self), _strides(weight, gradient))
         self.store(one, gradient)
         weight.parameter.grad = HostGradient(one)
 
@@ -129,40 +132,33 @@ class GradientSums:
             return
         with self._lock, self._changing(one):
             row = _row(gradient, one.strides)
-            for fragment in one.weight.fragments:
-                part = row[fragment.start : fragment.stop]
-                place = self._place(fragment)
-                if not part.is_cuda:
+            for fragment in _weight(one).fragments:
+                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                copies = self._copies_of(fragment.bucket)
+                if copies is None:
                     self._apply(one, place)
                     place.add_(part)
-                    continue
-                self._await(fragment.bucket, fragment)
-                total = torch.empty_like(part)
-                ready = torch.cuda.current_stream(part.device).record_event()
-                came = self._streams.start(total, place, after=ready)
-                adding = self._adding_stream(part.device)
-                adding.wait_event(came)
-                with torch.cuda.stream(adding):
-                    self._apply(one, total)
-                    total.add_(part)
-                    added = adding.record_event()
-                self._bring_down(fragment, total, added, kept=(part, *one.pending))
+                else:
+                    self._await(fragment.bucket, fragment)
+                    changes = list(one.pending)
+                    done, total = copies.add(place, part, functools.partial(_change, changes))
+                    self._note(fragment.bucket, fragment, done, total, part, changes)
             one.pending.clear()
 
     @torch.no_grad()
     def store(self, one: Sum, gradient: torch.Tensor) -> None:
         """Have *gradient* in the place of *one*. Raises: as `add`."""
         with self._lock, self._changing(one):
+            self._keep(one)
             row = _row(gradient, one.strides)
-            for fragment in one.weight.fragments:
-                part = row[fragment.start : fragment.stop]
-                place = self._place(fragment)
-                if part.is_cuda:
-                    self._await(fragment.bucket, fragment)
-                    now = torch.cuda.current_stream(part.device).record_event()
-                    self._bring_down(fragment, part, now)
-                else:
+            for fragment in _weight(one).fragments:
+                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                copies = self._copies_of(fragment.bucket)
+                if copies is None:
                     place.copy_(part)
+                else:
+                    self._await(fragment.bucket, fragment)
+                    self._note(fragment.bucket, fragment, copies.send(place, part), part)
             one.pending.clear()
             one.is_zero = False
 
@@ -171,16 +167,17 @@ class GradientSums:
     @torch.no_grad()
     def load(self, one: Sum) -> torch.Tensor:
         """A copy of *one* where its parameter is. Raises: as `TensorSwapper.swap_in`."""
-        bucket = one.weight.fragments[0].bucket
+        weight = _weight(one)
+        bucket = weight.fragments[0].bucket
         whole = torch.empty_strided(
-            one.weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.device
+            weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.device
         )
         row = _row(whole, one.strides)
         if one.is_zero:
             row.zero_()
         else:
             with self._lock:
-                for fragment in one.weight.fragments:
+                for fragment in weight.fragments:
                     part = row[fragment.start : fragment.stop]
                     self._bring(fragment.bucket, fragment, part, self._place(fragment))
         self._apply(one, row)
@@ -249,6 +246,10 @@ class GradientSums:
     def clear(self) -> None:
         """Give back the memory of all gradients, which nobody needs any more."""
         with self._lock:
+            for one in self._sums.values():
+                if not one.is_zero:
+                    one.lost = one.lost or "was given up by zero_grad()"
+            self._sums.clear()
             for bucket in list(self._stored):
                 self._discard(bucket)
             self._leave()
@@ -268,10 +269,16 @@ class GradientSums:
 
     # Inside.
 
+    def _keep(self, one: Sum) -> None:
+        """From now on the bytes of its parameter's gradient are those of *one*."""
+        before = self._sums.get(_weight(one))
+        if before is not None and before is not one and not before.is_zero:
+            before.lost = before.lost or "was replaced by another"
+        self._sums[_weight(one)] = one
+
     @staticmethod
     def _apply(one: Sum, values: torch.Tensor) -> None:
-        for change in one.pending:
-            change(values)
+        _change(one.pending, values)
 
     @contextlib.contextmanager
     def _changing(self, one: Sum) -> Iterator[None]:
@@ -350,25 +357,32 @@ class GradientSums:
         """Copy *source*, of the value of *bucket*, to where it is needed; on a GPU for what comes
         next on the current stream.
         """
-        if not there.is_cuda:
+        copies = self._copies_of(bucket)
+        if copies is None:
             there.copy_(source)
             return
         self._await(bucket, fragment)
-        stream = torch.cuda.current_stream(there.device)
-        came = self._streams.start(there, source, after=stream.record_event())
-        stream.wait_event(came)
-        self._note(_Copy(bucket, fragment, came, there.numel() * there.itemsize, there))
+        self._note(bucket, fragment, copies.bring(there, source), there)
 
-    def _bring_down(
-        self, fragment: Fragment, values: torch.Tensor, after: Any, kept: Any = None
+    def _copies_of(self, bucket: Bucket) -> GradientCopies | None:
+        """None where nothing is copied, since all is in host memory."""
+        if bucket.device.type == "cpu":
+            return None
+        if bucket.device not in self._devices:
+            self._devices[bucket.device] = GradientCopies(bucket.device)
+        return self._devices[bucket.device]
+
+    def _note(
+        self,
+        bucket: Bucket,
+        fragment: Fragment | None,
+        done: Any,
+        there: torch.Tensor,
+        *kept: Any,
     ) -> None:
-        done = self._streams.start(self._place(fragment), values, after=after)
-        nbytes = values.numel() * values.itemsize
-        self._note(_Copy(fragment.bucket, fragment, done, nbytes, (values, kept)))
-
-    def _note(self, copy: _Copy) -> None:
-        self._copies.append(copy)
-        self._under_way_bytes += copy.nbytes
+        nbytes = there.numel() * there.itemsize
+        self._copies.append(_Copy(bucket, fragment, done, nbytes, (there, kept)))
+        self._under_way_bytes += nbytes
         while (
             len(self._copies) > _IN_FLIGHT
             or self._under_way_bytes > _IN_FLIGHT_BYTES
@@ -394,11 +408,16 @@ class GradientSums:
         self._under_way_bytes -= copy.nbytes
         self._let_go(copy.bucket)
 
-    def _adding_stream(self, device: torch.device) -> Any:
-        if device not in self._adding:
-            make: Any = torch.cuda.Stream
-            self._adding[device] = make(device)
-        return self._adding[device]
+
+def _change(changes: Sequence[Callable[[torch.Tensor], Any]], values: torch.Tensor) -> None:
+    for change in changes:
+        change(values)
+
+
+def _weight(one: Sum) -> Weight:
+    weight = one.weight()
+    assert weight is not None  # as long as its optimizer is there
+    return weight
 
 
 def _name(bucket: Bucket) -> str:

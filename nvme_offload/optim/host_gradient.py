@@ -36,13 +36,14 @@ _SCALES = {
 
 @dataclasses.dataclass(eq=False)
 class Sum:
-    """The gradient of *weight* so far, whose bytes *owner* has, with these *strides*.
+    """The gradient of *weight* so far, whose bytes *owner* has, with these *strides*. It keeps
+    neither: the garbage collector does not see what is in `.grad`.
 
     *pending*: changes of each element that are still to be made to those bytes, in order.
     *is_zero*: it is of zeros, and has no bytes yet. *lost*: why it is no more, "" if it is there.
     """
 
-    weight: Weight
+    weight: weakref.ref[Weight]
     owner: weakref.ref[GradientSums]
     strides: tuple[int, ...]
     pending: list[Callable[[torch.Tensor], Any]] = dataclasses.field(default_factory=list)
@@ -79,7 +80,9 @@ class HostGradient(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, of: Sum) -> Any:
         """Stand for the gradient *of*."""
-        parameter = of.weight.parameter
+        weight = of.weight()
+        assert weight is not None
+        parameter = weight.parameter
         made = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=of.strides, dtype=parameter.dtype, device=parameter.device
         )

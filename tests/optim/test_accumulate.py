@@ -18,7 +18,8 @@ import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.io.engine import Engine
-from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim import NVMeOptimizer, accumulation
+from nvme_offload.optim.accumulation import GradientSums
 from nvme_offload.optim.host_gradient import HostGradient
 from nvme_offload.optim.update import Updater
 
@@ -605,6 +606,38 @@ def test_closing_frees_all(tmp_path):
     assert tier() is None
 
 
+def test_what_was_kept_of_gradients(tmp_path):
+    """A reference to what is in `.grad` has no values of its own."""
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        loss_of(net, 0).backward()
+        kept, copied = net[0].weight.grad.detach(), net[0].weight.grad.clone()
+        assert torch.equal(kept, copied)
+        net[0].weight.grad = None
+        loss_of(net, 1).backward()
+        with pytest.raises(UsageError, match="was replaced by another"):
+            kept.norm()
+        kept = net[0].weight.grad
+        assert not torch.equal(kept, copied)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=r"was given up by zero_grad\(\)"):
+            kept.norm()
+        loss_of(net, 0).backward()
+        assert torch.equal(net[0].weight.grad, copied)
+
+
+def test_nothing_keeps_a_model(tmp_path):
+    net = model()
+    gone = [weakref.ref(parameter) for parameter in net.parameters()]
+    optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+    loss_of(net, 0).backward()
+    optimizer.step()
+    loss = weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert [one() for one in [*gone, loss]] == [None] * 7
+
+
 def test_an_optimizer_that_is_gone(tmp_path):
     net = model()
     optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
@@ -728,6 +761,74 @@ def test_compiled(tmp_path, autograd_too):
         if ours:
             optimizer.close()
     assert differing(*results) == []
+
+
+class Later:
+    """Copies of a GPU that are made as late as they may be: when somebody waits for them."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, make):
+        self.events.append(Event(make))
+        return self.events[-1]
+
+    def bring(self, there, source):
+        there.copy_(source)
+        before = source.clone()
+
+        def unchanged():
+            assert torch.equal(source, before), "read after it was given back"
+
+        return self.event(unchanged)
+
+    def send(self, place, values):
+        before = values.clone()
+        return self.event(lambda: place.copy_(before))
+
+    def add(self, place, values, change):
+        # what comes up is read at once, what comes down is written late
+        total = place.clone()
+
+        def make():
+            change(total)
+            place.copy_(total.add_(values))
+
+        return self.event(make), total
+
+
+class Event:
+    def __init__(self, make):
+        self.make = make
+
+    def query(self):
+        return self.make is None
+
+    @torch.no_grad()
+    def synchronize(self):
+        make, self.make = self.make, None
+        if make is not None:
+            make()
+
+
+@pytest.mark.parametrize("host_memory", ["auto", 300_000, 200_000])
+@pytest.mark.parametrize("middle", [None, clip, clip_and_add, change, replace_and_add])
+def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
+    """As those of a GPU are: nothing is given back, read or written while one is under way."""
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
+    later = Later()
+    monkeypatch.setattr(GradientSums, "_copies_of", lambda sums, bucket: later)
+    monkeypatch.setattr(accumulation, "_IN_FLIGHT", 5)
+    with NVMeOptimizer(
+        ours, lr=0.1, paths=tmp_path, host_memory=host_memory, accumulate="host"
+    ) as optimizer:
+        train(ours, optimizer, middle=middle)
+        optimizer.zero_grad()
+        assert not optimizer._tier.swapper.in_use()
+    assert len(later.events) > 70
+    assert all(event.query() for event in later.events)
+    assert differing(ours, plain) == []
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
