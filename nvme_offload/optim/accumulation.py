@@ -199,9 +199,9 @@ class GradientSums:
         if bucket in self._taken:
             return
         summed = [
-            (fragment, gradient.held)
+            (fragment, one)
             for fragment in bucket.fragments
-            if isinstance(gradient := fragment.weight.parameter.grad, HostGradient)
+            if (one := self._sum_of(fragment.weight)) is not None
         ]
         if not summed:  # what there may be is of a gradient that somebody has replaced
             self._discard(bucket)
@@ -232,10 +232,10 @@ class GradientSums:
         """The step of these *buckets* is over: their gradients are used up."""
         for bucket in buckets:
             for fragment in bucket.fragments:
-                gradient = fragment.weight.parameter.grad
-                if isinstance(gradient, HostGradient):
-                    gradient.held.pending.clear()
-                    gradient.held.is_zero, gradient.held.lost = False, "was used up by step()"
+                one = self._sum_of(fragment.weight)
+                if one is not None:
+                    one.pending.clear()
+                    one.is_zero, one.lost = False, "was used up by step()"
 
     def settle(self) -> None:
         """Return when nothing of the tier is in use here."""
@@ -263,11 +263,18 @@ class GradientSums:
             hook.remove()
         self._hooks.clear()
         for weight in weights:
-            if isinstance(weight.parameter.grad, HostGradient):
+            if self._sum_of(weight) is not None:
                 weight.parameter.grad = None
         self.clear()
 
     # Inside.
+
+    def _sum_of(self, weight: Weight) -> Sum | None:
+        """What `.grad` stands for, if its bytes are here."""
+        gradient = weight.parameter.grad
+        if isinstance(gradient, HostGradient) and gradient.held.owner() is self:
+            return gradient.held
+        return None
 
     def _keep(self, one: Sum) -> None:
         """From now on the bytes of its parameter's gradient are those of *one*."""

@@ -70,8 +70,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     *accumulate*: "host" moves each gradient to host memory as soon as backward() has made it, and
     adds to it there in the next backward(), so that the device has parameters and activations, and
     not all gradients. They share *host_memory* with the states, and go to the drive where they do
-    not fit. The bits are those of accumulation in `.grad`, which has a stand-in: clipping by a
-    norm, GradScaler and DDP work with it, one gradient at a time. `step` uses the gradients up:
+    not fit. The bits are those of accumulation in `.grad`, which has a placeholder: clipping by
+    a norm, GradScaler and DDP work with it, one gradient at a time. `step` uses the gradients up:
     call `zero_grad` before the next backward(). Not together with *step_in_backward* and
     *overlap_step*, and not with DTensors.
 

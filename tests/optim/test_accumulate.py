@@ -16,6 +16,7 @@ from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smal
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
+from nvme_offload.activations import save_on_nvme
 from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer, accumulation
@@ -760,6 +761,60 @@ def test_compiled(tmp_path, autograd_too):
         results.append(list(net.parameters()))
         if ours:
             optimizer.close()
+    assert differing(*results) == []
+
+
+class InParts(torch.nn.Module):
+    """As docs/plain-pytorch.md has it."""
+
+    def __init__(self, block, rows):
+        super().__init__()
+        self.block, self.rows = block, rows
+
+    def forward(self, batch):
+        parts = batch.split(self.rows)
+        return torch.cat(
+            [
+                torch.utils.checkpoint.checkpoint(self.block, part, use_reentrant=False)
+                for part in parts
+            ]
+        )
+
+
+def test_one_block_at_a_time(tmp_path, monkeypatch):
+    """Each gradient is moved once, however many parts a batch has; those of one block are there."""
+    moved = []
+    monkeypatch.setattr(GradientSums, "add", lambda *_: pytest.fail("moved twice"))
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            *(
+                InParts(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()), 8)
+                for _ in range(4)
+            )
+        )
+        optimizer = (
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+        offload = save_on_nvme(tmp_path, min_bytes=1024, host_memory="1MB")
+        for parameter in net.parameters() if ours else ():
+            parameter.register_post_accumulate_grad_hook(lambda one: moved.append(type(one.grad)))
+        for step in range(3):
+            inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            with offload if ours else contextlib.nullcontext():
+                loss = net(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(net.parameters()))
+        if ours:
+            assert offload.stats().saved_bytes > 0
+            optimizer.close()
+        offload.close()
+    assert moved == [HostGradient] * 3 * 8
     assert differing(*results) == []
 
 
