@@ -7,7 +7,6 @@ states, and go to the drive where they do not fit.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +126,7 @@ class GradientSums:
         if one.is_zero:
             # of which torch makes a sum, too: 0 + -0 is 0
             whole = torch.zeros_like(gradient)
-            self._apply(one, whole)
+            one.changes()(whole)
             self.store(one, whole.add_(gradient))
             return
         with self._lock, self._changing(one):
@@ -136,13 +135,13 @@ class GradientSums:
                 part, place = row[fragment.start : fragment.stop], self._place(fragment)
                 copies = self._copies_of(fragment.bucket)
                 if copies is None:
-                    self._apply(one, place)
+                    one.changes()(place)
                     place.add_(part)
                 else:
                     self._await(fragment.bucket, fragment)
-                    changes = list(one.pending)
-                    done, total = copies.add(place, part, functools.partial(_change, changes))
-                    self._note(fragment.bucket, fragment, done, total, part, changes)
+                    change = one.changes()
+                    done, total = copies.add(place, part, change)
+                    self._note(fragment.bucket, fragment, done, total, part, change)
             one.pending.clear()
 
     @torch.no_grad()
@@ -180,7 +179,7 @@ class GradientSums:
                 for fragment in weight.fragments:
                     part = row[fragment.start : fragment.stop]
                     self._bring(fragment.bucket, fragment, part, self._place(fragment))
-        self._apply(one, row)
+        one.changes()(row)
         return whole
 
     def names(self, buckets: Sequence[Bucket]) -> Iterator[str]:
@@ -214,7 +213,7 @@ class GradientSums:
             part = fragment.flat_within(flat)
             if one.is_zero:
                 part.zero_()
-            self._apply(one, part)
+            one.changes()(part)
             fragment.summed = (
                 part.as_strided(fragment.shape, one.strides) if fragment.is_whole else part
             )
@@ -282,10 +281,6 @@ class GradientSums:
         if before is not None and before is not one and not before.is_zero:
             before.lost = before.lost or "was replaced by another"
         self._sums[_weight(one)] = one
-
-    @staticmethod
-    def _apply(one: Sum, values: torch.Tensor) -> None:
-        _change(one.pending, values)
 
     @contextlib.contextmanager
     def _changing(self, one: Sum) -> Iterator[None]:
@@ -414,11 +409,6 @@ class GradientSums:
         copy.done.synchronize()
         self._under_way_bytes -= copy.nbytes
         self._let_go(copy.bucket)
-
-
-def _change(changes: Sequence[Callable[[torch.Tensor], Any]], values: torch.Tensor) -> None:
-    for change in changes:
-        change(values)
 
 
 def _weight(one: Sum) -> Weight:

@@ -61,6 +61,17 @@ class Sum:
             )
         return owner
 
+    def changes(self) -> Callable[[torch.Tensor], None]:
+        """What makes the pending changes to values of it, or of a part, in a row."""
+        pending, is_scalar = list(self.pending), not self.strides
+
+        def change(values: torch.Tensor) -> None:
+            # a tensor of no dimensions is computed with in the dtype of both, and not in its own
+            for one in pending:
+                one(values.view(()) if is_scalar else values)
+
+        return change
+
     def make_zero(self) -> None:
         """Be of zeros, whatever it was."""
         self.pending.clear()

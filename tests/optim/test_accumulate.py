@@ -300,6 +300,24 @@ def test_clipping_by_the_optimizer(tmp_path, norm_type, accumulate):
     assert differing(ours, plain) == []
 
 
+def test_clipping_over_several_dtypes(tmp_path):
+    """The scale is of fp32 then, also for what has 16 bits, and for scalars."""
+    results = []
+    for ours in (False, True):
+        params = [*parameters(torch.bfloat16), *parameters(), *parameters(torch.float16)]
+        optimizer = (
+            NVMeOptimizer(params, paths=tmp_path, host_memory=300_000, accumulate="host")
+            if ours
+            else Reference(params, torch.optim.AdamW)
+        )
+        train(params, optimizer, middle=clip)
+        train(params, optimizer, middle=clip_and_add, first=3)
+        results.append(params)
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
 @pytest.mark.parametrize("clipped", [False, True])
 def test_grad_scaler(tmp_path, clipped):
     results = []
