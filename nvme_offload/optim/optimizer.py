@@ -25,11 +25,13 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
+from .accumulation import GradientSums
 from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy, clear_spent
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
+from .host_gradient import HostGradient
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import ShownState, StateOnDrive
 from .stats import UpdateClock, UpdateStats
@@ -38,6 +40,7 @@ from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
+_UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
 
 
 class NVMeOptimizer(torch.optim.Optimizer):
@@ -63,6 +66,14 @@ class NVMeOptimizer(torch.optim.Optimizer):
     DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and is the caller's
     word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by
     hand.
+
+    *accumulate*: "host" moves each gradient to host memory as soon as backward() has made it, and
+    adds to it there in the next backward(), so that the device has parameters and activations, and
+    not all gradients. They share *host_memory* with the states, and go to the drive where they do
+    not fit. The bits are those of accumulation in `.grad`, which has a placeholder: clipping by
+    a norm, GradScaler and DDP work with it, one gradient at a time. `step` uses the gradients up:
+    call `zero_grad` before the next backward(). Not together with *step_in_backward* and
+    *overlap_step*, and not with DTensors.
 
     *overlap_step*: `step` returns at once, and its updates run in a thread of their own under what
     comes next, as a rule the next forward pass, in the order of its needs. The bits are the same:
@@ -107,6 +118,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         state_format: Literal["exact", "split", "compact", "compact24"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
         overlap_step: bool = False,
+        accumulate: Literal["host"] | None = None,
         elementwise: bool = False,
         masters: bool = True,
         aio: AioConfig | None = None,
@@ -115,6 +127,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if step_in_backward not in (False, True, "local"):
             raise UsageError(
                 f'step_in_backward must be False, True or "local", not {step_in_backward!r}'
+            )
+        if accumulate not in (None, "host"):
+            raise UsageError(f'accumulate must be None or "host", not {accumulate!r}')
+        if accumulate is not None and (step_in_backward or overlap_step):
+            raise UsageError(
+                'accumulate="host" needs step_in_backward=False and overlap_step=False: the one leaves no gradients to accumulate, and the other keeps '
+                "those of a whole step where the parameters are"
             )
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
@@ -128,6 +147,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if step_in_backward
             else None
         )
+        self._sums: GradientSums | None = None
         self._overlap = bool(overlap_step)
         self._queue: UpdateQueue | None = None
         self._open_step: Step | None = None  # some of whose updates are queued
@@ -179,7 +199,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._budget,
                 f"optimizer{next(_serial)}",
                 declared=elementwise,
+                gradients=accumulate is not None,
             )
+            if accumulate is not None:
+                self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
             if self._overlap:
                 self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
@@ -221,12 +244,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 return loss
             self._end_queueing()
             with self._clock.running():
-                self._tier.swapper.prefetch(bucket.name for bucket in due)
+                self._drain()
+                self._tier.swapper.prefetch(
+                    [bucket.name for bucket in due] if self._sums is None else self._sums.names(due)
+                )
                 try:
                     for bucket in due:
                         self._update_now(bucket)
                 finally:
-                    self._updater.drain()
+                    self._drain()
                 self._end_step()
             self._last = self._clock.end_step(self._steps)
         return loss
@@ -265,6 +291,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 )
             self._end_step()
         super().zero_grad(set_to_none)
+        if self._sums is not None:
+            self._sums.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError;
@@ -302,7 +330,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if weight.fragments:
                 _check_unchanged(weight)
         with self._lock:
-            self._updater.drain()
+            self._drain()
             small = self._state
 
             def show(_: torch.optim.Optimizer) -> None:
@@ -423,6 +451,20 @@ class NVMeOptimizer(torch.optim.Optimizer):
         finally:
             self._backward.accumulating = before
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients of the optimizer's parameters so that their norm is at most
+        *max_norm*; the norm before.
+
+        It is `torch.nn.utils.clip_grad_norm_`, which takes gradients that are in host memory, too:
+        each is brought up once for its norm, and scaled when it is used.
+        """
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
+            [weight.parameter for weight in self._weights], max_norm, norm_type, error_if_nonfinite
+        )
+        return norm
+
     def close(self) -> None:
         """Give back memory and room on the drives; a second call does nothing. Nothing but the
         parameters is left.
@@ -442,7 +484,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         hook.remove()
                     if self._backward is not None:
                         self._backward.close()
-                    self._updater.drain()
+                    self._drain()
+                    if self._sums is not None:
+                        self._sums.close(self._weights)
                     self._tier.close()
 
     def __enter__(self) -> NVMeOptimizer:
@@ -509,6 +553,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._check_usable()
             self._check_parameters()
+            self._drain()
             self._take_up_states()
             if self._updated:
                 raise UsageError(
@@ -535,7 +580,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         raise
                     self._options.left(left)
                     self._show(bucket)
-            self._updater.drain()
+            self._drain()
             self._options.end(self.param_groups)
             return self._agreed(f"{name}()", results or [None])
 
@@ -562,6 +607,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._overlap:
                 for parameter in group["params"]:
                     _check_class(parameter)
+            if self._sums is not None:
+                for parameter in group["params"]:
+                    self._sums.check(parameter)
             made = self._bucketing.admit(
                 index,
                 group["params"],
@@ -580,6 +628,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.require_memory(nbytes)
         self._tier.require_space(nbytes)
         self._tier.require(nbytes)
+        self._drain()
         with torch.no_grad():
             for bucket in trained:
                 if bucket.traits.eager:
@@ -587,12 +636,24 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         bucket, self._updater.open(bucket), self._options_of(bucket)
                     )
                     self._show(bucket)
-        self._updater.drain()
+        self._drain()
         self._options.forget()
         self._weights += weights
         self._buckets += buckets
         if self._backward is not None:
             self._backward.watch(weights)
+        if self._sums is not None:
+            self._sums.watch(weights)
+            largest = max(
+                (max(one.room_bytes, one.gradient_bytes) for one in self._buckets), default=0
+            )
+            self._sums.tight = self._budget.values_bytes < _UNTIGHT * largest
+
+    def _drain(self) -> None:
+        """Return when nothing of the tier is in use."""
+        self._updater.drain()
+        if self._sums is not None:
+            self._sums.settle()
 
     def _options_of(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
@@ -603,7 +664,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _update(self, bucket: Bucket, options: Options, seed: int) -> Options:
         """Update the parameters of *bucket*; what the inner optimizer has made of the *options*."""
-        memory = self._updater.open(bucket)  # what this raises leaves everything as it was
+        # what these raise leaves everything as it was
+        if self._sums is not None:
+            self._sums.take(bucket)
+        memory = self._updater.open(bucket)
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
@@ -614,6 +678,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
             self._updater.fail(bucket)
             raise
+        if self._sums is not None:
+            self._sums.done(bucket)
         self._show(bucket)
         return left
 
@@ -629,6 +695,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _forget_step(self) -> None:
         for weight in self._weights:
             clear_spent(weight.parameter)
+        if self._sums is not None:
+            self._sums.spend(list(self._updated))
         self._updated.clear()
         self._options.forget()
         self._open_step = None
@@ -693,7 +761,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self.synchronize()
         with self._lock:
             self._check_usable()
-            self._updater.drain()
+            self._drain()
             form = saved.forms(weight.fragments[0]).get(key)
             if form is None:
                 raise UsageError(f"the parameter has no state {key!r} any more")
@@ -716,7 +784,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
-        self._updater.drain()
+        self._drain()
         self._broken = "states were being loaded"
         for weight in given:
             self._state.pop(weight.parameter, None)
@@ -955,6 +1023,8 @@ def _check_class(parameter: torch.Tensor) -> None:
 
 def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
+    if isinstance(gradient, HostGradient):
+        gradient.held.check()
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError(
             "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"
