@@ -93,11 +93,27 @@ class _TransferError(OffloadError):
 
 
 class TruncatedError(_TransferError):
-    """The file ended before the requested bytes (a short read at the end of the file)."""
+    """The file ended before the requested bytes (a short read at the end of the file).
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
+    """
 
 
 class CorruptionError(_TransferError):
-    """The checksum of the bytes read differs from that of the bytes written."""
+    """The checksum of the bytes read differs from that of the bytes written.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
+    """
 
 
 class BufferChangedError(_TransferError):
@@ -105,6 +121,13 @@ class BufferChangedError(_TransferError):
 
     Bytes that were read are not in the tensor; bytes that were written may not be those of the
     tensor.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
@@ -112,12 +135,39 @@ class CancelledError(_TransferError):
     """The transfer never started, and no byte was moved.
 
     It was cancelled, or a transfer that it waited for failed or was cancelled.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class IOFailure(_TransferError, OSError):
-    """The kernel or the drive refused or failed a transfer. Also an `OSError`: its ``errno`` is the
-    reason, as in errno(3), ``strerror`` the same as text, ``filename`` the file, as `path`.
+    """The kernel or the drive refused or failed a transfer. Also an `OSError`.
+
+    Every parameter is an attribute, too. `strerror` is *reason*, and `filename` is *path*.
+
+    Parameters
+    ----------
+    errno : int
+        The reason, as in errno(3).
+    reason : str
+        The same as text.
+    operation : str
+        "read" or "write"; for an error outside of a request what was tried, such as "open" or
+        "sync".
+    path : str
+        The file.
+    offset : int
+        Offset of the request in the file, in bytes.
+    nbytes : int
+        Size of the request in bytes; 0 for an error outside of a request.
+    done : int
+        Bytes moved before the failure. Blocks complete in any order, so these are not always the
+        first bytes of the request.
     """
 
     def __new__(cls, errno: int, reason: str, **fields: object) -> IOFailure:
@@ -189,7 +239,15 @@ class IOFailure(_TransferError, OSError):
 
 
 class NoSpaceError(IOFailure):
-    """The drive, a quota or a file size limit leaves no space for the write."""
+    """The drive, a quota or a file size limit leaves no space for the write.
+
+    Parameters
+    ----------
+    errno, offset, nbytes, done : int
+        As of `IOFailure`.
+    reason, operation, path : str
+        As of `IOFailure`.
+    """
 
 
 def _rebuild(

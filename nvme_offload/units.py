@@ -68,20 +68,64 @@ def format_bytes(count: int) -> str:
 
 
 def format_speed(gb_per_s: float) -> str:
-    """A speed in GB/s with three significant digits, zeros included: "2.20", "15.1", "104"."""
+    """Format a speed.
+
+    Parameters
+    ----------
+    gb_per_s : float
+        GB/s.
+
+    Returns
+    -------
+    str
+        Three significant digits, zeros included: "2.20", "15.1", "104".
+    """
     return f"{gb_per_s:#.3g}".rstrip(".")
 
 
 def format_milliseconds(value: float) -> str:
-    """A time in milliseconds, likewise."""
+    """Format a time in milliseconds.
+
+    Parameters
+    ----------
+    value : float
+        Milliseconds.
+
+    Returns
+    -------
+    str
+        Three significant digits, as of `format_speed`.
+    """
     return format_speed(value)
 
 
 def format_ratio(ratio: float) -> str:
-    """A ratio with two digits behind the point: "1.17"."""
+    """Format a ratio.
+
+    Parameters
+    ----------
+    ratio : float
+        The ratio.
+
+    Returns
+    -------
+    str
+        Two digits behind the point: "1.17".
+    """
     return f"{ratio:.2f}"
 
 
 def format_change(ratio: float) -> str:
-    """What `format_ratio` shows, as a change: "+17 %" for 1.17."""
+    """Format a ratio as a change in per cent.
+
+    Parameters
+    ----------
+    ratio : float
+        The ratio.
+
+    Returns
+    -------
+    str
+        The change that `format_ratio` shows: "+17 %" for 1.17.
+    """
     return f"{round(100 * float(format_ratio(ratio))) - 100:+d} %"

@@ -159,7 +159,21 @@ class Drive:
 
 
 def short_name(model: str, device: str) -> str:
-    """`Drive.name` for a model and a device."""
+    """Make a short name for directories, as `Drive.name`.
+
+    Parameters
+    ----------
+    model : str
+        Of the disk; may be empty.
+    device : str
+        Used where *model* is empty, without "/dev/".
+
+    Returns
+    -------
+    str
+        Lower-case letters, digits and hyphens, at most 48 characters; "drive" where nothing is
+        left.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
     return slug[:48].strip("-") or "drive"
 

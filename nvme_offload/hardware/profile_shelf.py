@@ -22,17 +22,45 @@ MOST_HISTORY = 32  # profiles of one drive; beyond, the oldest of the least evid
 
 
 def directory() -> Path:
-    """The directory of the profiles, which need not be there.
+    """The directory of the profiles.
 
-    Raises: UnsupportedError when this user has no home directory and XDG_CONFIG_HOME does not name
-    another place. Source: the XDG Base Directory Specification, which has relative paths ignored.
+    Returns
+    -------
+    Path
+        It may not exist.
+
+    Raises
+    ------
+    UnsupportedError
+        This user has no home directory, and XDG_CONFIG_HOME does not name another place.
+
+    Notes
+    -----
+    Source: the XDG Base Directory Specification, which has relative paths ignored.
     """
     return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
 
 
 def user_directory(variable: str, default: str) -> Path:
-    """This package's directory below what *variable* names, or else below *default* in the home
-    directory. Raises: UnsupportedError.
+    """This package's directory among this user's files of one kind.
+
+    Parameters
+    ----------
+    variable : str
+        Environment variable with the directory of that kind, such as "XDG_CONFIG_HOME". A relative
+        path in it is ignored.
+    default : str
+        That directory, relative to the home directory, where *variable* does not name it.
+
+    Returns
+    -------
+    Path
+        The directory "nvme-offload" below it; it may not exist.
+
+    Raises
+    ------
+    UnsupportedError
+        This user has no home directory, and *variable* does not name another place.
     """
     named = os.environ.get(variable, "")
     if Path(named).is_absolute():
@@ -49,11 +77,29 @@ def user_directory(variable: str, default: str) -> Path:
 
 
 def keep(profile: Profile) -> Path:
-    """Put *profile* in the place of its drive's earlier one; returns the file.
+    """Keep a profile, in place of the earlier one of its drive.
 
     The profile of another engine than this package's has a place of its own, since `find` must not
-    take it. Raises: UsageError when it does not say which drive it is of; UnsupportedError as
-    `directory`; OSError when it cannot be written.
+    take it.
+
+    Parameters
+    ----------
+    profile : Profile
+        Of any grade.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    UsageError
+        *profile* does not say which drive it is of.
+    UnsupportedError
+        As `directory`.
+    OSError
+        The file cannot be written.
     """
     path = directory() / _name(_identity(profile), profile.engine.get("name"))
     commit.make_directory(path.parent)
@@ -155,11 +201,26 @@ def history(path: str | Path, engine: str = "native") -> list[Profile]:
 
 
 def find(path: str | Path) -> Profile:
-    """The profile of the drive that *path* is on, or will be on once it is made, of this package's
-    engine.
+    """Find the profile of a drive, measured with this package's engine.
 
-    Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one
-    there is cannot be read; OSError when *path* cannot be looked at.
+    Parameters
+    ----------
+    path : str or Path
+        A path on the drive; it need not exist yet.
+
+    Returns
+    -------
+    Profile
+        The one that `keep` put there last.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no profile, which the message says how to make, or as `directory`.
+    UsageError
+        The profile is damaged, or of a schema that this version does not know.
+    OSError
+        *path* cannot be looked at, or the profile not be read.
     """
     drive = describe(_nearest(path))
     kept = directory() / _name(drive.identity)
@@ -178,8 +239,27 @@ def find(path: str | Path) -> Profile:
 
 
 def swept_elsewhere(path: str | Path) -> Profile | None:
-    """A profile of what *path* was on when it was swept, where that is another drive now, of which
-    there is none: a drive that is not mounted, or a new one.
+    """Find the profile of a drive that a path was on when it was swept, and is not on now.
+
+    The drive is not mounted, or a new one is in its place.
+
+    Parameters
+    ----------
+    path : str or Path
+        It need not exist yet.
+
+    Returns
+    -------
+    Profile or None
+        None where the drive that *path* is on now has a profile, or nothing that *path* is in was
+        swept. Profiles that cannot be read are skipped.
+
+    Raises
+    ------
+    UnsupportedError
+        As `directory`.
+    OSError
+        *path* cannot be looked at.
     """
     drive = describe(_nearest(path))
     if (directory() / _name(drive.identity)).exists():

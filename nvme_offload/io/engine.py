@@ -76,6 +76,11 @@ class File(Closing):
 
     After `close` further requests are refused; those in flight finish, and the descriptor is closed
     with the last of them. Usable as a context manager.
+
+    Parameters
+    ----------
+    opened : _aio.File
+        The open file of the C++ core.
     """
 
     def __init__(self, opened: _aio.File) -> None:
@@ -145,6 +150,11 @@ class Ticket:
 
     The request does not depend on it: dropping a ticket neither cancels the transfer nor releases
     its buffer.
+
+    Parameters
+    ----------
+    request : _aio.Request
+        The request of the C++ core.
     """
 
     __slots__ = ("_request",)
@@ -224,8 +234,22 @@ class Ticket:
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel all of *tickets*, which are of one engine, or none where one has started: see
-    `Ticket.cancel`.
+    """Cancel several requests before they start, or none of them: see `Ticket.cancel`.
+
+    Parameters
+    ----------
+    tickets : sequence of Ticket
+        Of one engine.
+
+    Returns
+    -------
+    bool
+        False where one of the requests has finished or started, and where *tickets* is empty.
+
+    Raises
+    ------
+    UsageError
+        The tickets are of several engines, or the process was forked since a request was made.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 
@@ -689,8 +713,19 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
-    """Close the members of *opened* when the interpreter exits: after the finalizers of their
-    users, and before the members of earlier calls.
+    """Close objects that are still open when the interpreter exits.
+
+    They are closed after the finalizers of their users, and before the members of earlier calls.
+
+    Parameters
+    ----------
+    opened : weakref.WeakSet
+        Objects with a method `close`. The set is read at exit, so members may come and go until
+        then.
+
+    Notes
+    -----
+    An `OffloadError` of `close` is printed to standard error, and the process exits with status 1.
     """
 
     def close() -> None:

@@ -74,8 +74,22 @@ class Model:
 
 
 def of_count(text: str | int) -> Model:
-    """A decoder of the usual shape with so many parameters: "7B", "1.5B", "350M" or a number.
-    Raises: UsageError.
+    """Size a decoder of the usual shape by its number of parameters.
+
+    Parameters
+    ----------
+    text : str or int
+        "7B", "1.5B", "350M" or a number. K, M, B and T are powers of 1000; case does not matter.
+
+    Returns
+    -------
+    Model
+        With *assumed* set.
+
+    Raises
+    ------
+    UsageError
+        *text* is not a number of parameters, or below 1.
     """
     match = _COUNT.fullmatch(str(text).strip())
     count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
@@ -99,8 +113,22 @@ def of_count(text: str | int) -> Model:
 
 
 def of_module(module: Any) -> Model:
-    """The size of *module*, a torch.nn.Module, wherever its parameters are: on the meta device, or
-    partitioned by ZeRO-3.
+    """Size a live module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its parameters may be anywhere: on the meta device, or partitioned by ZeRO-3.
+
+    Returns
+    -------
+    Model
+        The shape is known where the module has a Hugging Face config.
+
+    Raises
+    ------
+    UsageError
+        *module* has no parameters.
     """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
     if not sizes:
@@ -128,11 +156,30 @@ def of_module(module: Any) -> Model:
 
 
 def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None) -> Model:
-    """The size of the model that a Hugging Face config.json, or the directory with one, describes.
+    """Size the model that a Hugging Face config.json describes.
 
-    The usual families are counted by their formulas. Of any other one *build* makes a module of the
-    file and the family's name. Raises: UsageError when it is not such a file, or its family is not
-    known and there is no *build*; OSError.
+    The usual families are counted by their formulas.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file, or the directory with it.
+    build : callable, optional
+        Makes a module of any other family, from the path of the file and the family's name. What it
+        raises is raised.
+
+    Returns
+    -------
+    Model
+        With the path as its *source*.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, it is not such a config, or its family is not known and there is no
+        *build*.
+    OSError
+        The file cannot be read.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path

@@ -162,8 +162,16 @@ INFERENCE = (
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """How many processes train: *ranks* on each of *nodes* alike machines. zero_init: whether the
-    model is made in parts from the first (zero.Init).
+    """How many processes train.
+
+    Attributes
+    ----------
+    ranks : int
+        Processes on each machine.
+    nodes : int
+        Machines, all alike.
+    zero_init : bool
+        Whether the model is made in parts from the first (zero.Init).
     """
 
     ranks: int = 1
@@ -177,8 +185,16 @@ class World:
 
 
 class Needs(NamedTuple):
-    """Bytes a rank. Of the host those beside the budget of this package's swappers; activations
-    come on top of the GPU's.
+    """What the states of a model take, in bytes of a rank.
+
+    Attributes
+    ----------
+    gpu_bytes : int
+        On the GPU. Activations come on top.
+    host_bytes : int
+        In host memory, beside the budget of this package's swappers.
+    drive_bytes : int
+        On the drives.
     """
 
     gpu_bytes: int
@@ -187,7 +203,22 @@ class Needs(NamedTuple):
 
 
 def needs(strategy: Strategy, model: Model, world: World) -> Needs:
-    """What *strategy* takes of GPU, host and drive for the states of *model*."""
+    """What a strategy takes of GPU, host and drive for the states of a model.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The way to train.
+    model : Model
+        What is trained.
+    world : World
+        The processes.
+
+    Returns
+    -------
+    Needs
+        Of a rank.
+    """
     drive = 0.0
     if strategy.uses_drive:
         gradients = WIDE_BYTES if strategy.door == "deepspeed" else strategy.gradient_bytes
@@ -266,7 +297,22 @@ def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """The budget of a rank with which nothing touches the drive."""
+    """The smallest budget with which nothing touches the drive.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The way to train.
+    model : Model
+        What is trained.
+    world : World
+        The processes.
+
+    Returns
+    -------
+    int
+        "host_memory" of a rank, in bytes.
+    """
     each = model.parameters / world.size
     kept = strategy.state_bytes + strategy.gradient_bytes + strategy.parameter_bytes
     if strategy.door == "plain":
@@ -278,8 +324,23 @@ def whole_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
-    """The least budget of a rank: `NVMeOptimizer` cuts parameters, ZeRO-3 has to hold its part of
-    the largest.
+    """The least budget with which training works.
+
+    `NVMeOptimizer` cuts parameters; ZeRO-3 has to hold its part of the largest.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The way to train.
+    model : Model
+        What is trained.
+    world : World
+        The processes.
+
+    Returns
+    -------
+    int
+        "host_memory" of a rank, in bytes.
     """
     if strategy.door == "plain":
         return _LEAST_BYTES
@@ -289,8 +350,14 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
 
 
 class Streamed(NamedTuple):
-    """Bytes that a rank moves in a step: read and written before the optimizer's part, and
-    in it.
+    """Bytes that a rank moves in a step.
+
+    Attributes
+    ----------
+    passes_read, passes_written : float
+        Before the optimizer's part.
+    read, written : float
+        In the optimizer's part.
     """
 
     passes_read: float
@@ -307,8 +374,28 @@ class Streamed(NamedTuple):
 def streamed(
     strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
 ) -> Streamed:
-    """What a *budget* leaves to the drive in a step of one micro-batch.
+    """What a budget leaves to the drive in a step of one micro-batch.
 
+    Parameters
+    ----------
+    strategy : Strategy
+        The way to train.
+    model : Model
+        What is trained.
+    world : World
+        The processes.
+    budget : int
+        "host_memory" of a rank, in bytes.
+    on_gpu : bool
+        Whether `NVMeOptimizer` updates on a GPU.
+
+    Returns
+    -------
+    Streamed
+        Of a rank.
+
+    Notes
+    -----
     With ZeRO-3 everything is there at once at the end of the backward pass, gradients too, and what
     does not fit is on the drive. The swapper keeps whole sub-groups; of those that the budget has
     room for two stand for reading ahead. Gradients push out as much as they are in the backward

@@ -103,8 +103,20 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """One directory to offload to. speeds: GB/s by phase as swept, {} where it never was;
-    rated_bytes: that it may be written in its life.
+    """One directory to offload to.
+
+    Attributes
+    ----------
+    path : str
+        The directory.
+    free_bytes : int
+        Free on its filesystem.
+    speeds : mapping of str to float
+        GB/s by phase as swept; {} where it never was.
+    identity : str
+        Of the drive, as `nvme_offload.hardware.drive.Drive.identity`; "" for one that is described.
+    profile : Profile or None
+        Of the drive; None where there is none.
     """
 
     path: str
@@ -115,17 +127,24 @@ class Drive:
 
     @property
     def rated_bytes(self) -> float | None:
-        """Bytes that it is made to be written in its life, where it tells."""
+        """Bytes that it may be written in its life, where it tells."""
         return rated_bytes(self.profile) if self.profile else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One of the machines that train. gpu: each of them, None to train on processors. host_bytes:
-    of memory that is there to be taken.
+    """One of the machines that train.
 
-    host_bytes_per_second: see `machine.copy_bytes_per_second`. drives: all are used, by their
-    speeds.
+    Attributes
+    ----------
+    gpu : Gpu or None
+        Each of its GPUs; None to train on processors.
+    host_bytes : int
+        Host memory that is there to be taken.
+    host_bytes_per_second : float
+        See `machine.copy_bytes_per_second`.
+    drives : tuple of Drive
+        All are used, by their speeds.
     """
 
     gpu: Gpu | None
@@ -161,7 +180,17 @@ class Machine:
 
 
 class Term(NamedTuple):
-    """One thing that takes time, with how that was found."""
+    """One thing that takes time.
+
+    Attributes
+    ----------
+    name : str
+        Such as "compute", "copies", "drive" or "Adam".
+    seconds : float
+        That it takes.
+    how : str
+        How the seconds were found, as a formula for people.
+    """
 
     name: str
     seconds: float
@@ -210,6 +239,8 @@ class Plan:
 
     Attributes
     ----------
+    strategy : Strategy
+        The way to train.
     gpu_bytes, host_bytes, drive_bytes : int
         Of a rank. On a GPU come half a GB of CUDA's and, with DeepSpeed, a bucket of gradients on
         top, which count for whether it fits.
@@ -308,12 +339,25 @@ def plans(
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """The plan of *found* that is recommended; None where nothing fits.
+    """Choose the plan that is recommended.
 
+    Parameters
+    ----------
+    found : sequence of Plan
+        The simpler first.
+
+    Returns
+    -------
+    Plan or None
+        None where nothing fits.
+
+    Notes
+    -----
     Of those that fit, the ones that concede least are looked at: exact states before "split" before
-    "compact" before "compact24", and `step_in_backward`, which excludes clipping, after all others. Of these it is the
-    one with the fewest seconds, or where several are as fast as can be told, within a tenth, the
-    first. One whose drive's speed is not known is taken where there is no other.
+    "compact" before "compact24", and `step_in_backward`, which excludes clipping, after all others.
+    Of these it is the one with the fewest seconds, or where several are as fast as can be told,
+    within a tenth, the first. One whose drive's speed is not known is taken where there is no
+    other.
     """
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=0)
@@ -327,10 +371,27 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
-    """What is here, with the drives of *paths*, and the number of ranks that would train: one for
-    each GPU, else one.
+    """Describe this machine.
 
-    Raises: OSError when a path cannot be looked at.
+    Parameters
+    ----------
+    paths : sequence of str
+        Directories to offload to.
+    probe_seconds : float
+        Length of a measurement of the memory bandwidth; 0 assumes
+        `DEFAULT_HOST_BYTES_PER_SECOND`.
+
+    Returns
+    -------
+    Machine
+        With its GPU of the least memory, the available host memory, and the drives of *paths*.
+    int
+        Ranks that would train: one for each GPU, else one.
+
+    Raises
+    ------
+    OSError
+        A path cannot be looked at.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -341,7 +402,23 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
 
 
 def drive_at(path: str) -> Drive:
-    """The drive of the directory *path*, with what a sweep found of it. Raises: OSError."""
+    """Describe the drive of a directory, with what a sweep found of it.
+
+    Parameters
+    ----------
+    path : str
+        An existing directory.
+
+    Returns
+    -------
+    Drive
+        Without *speeds* and *profile* where it was never swept, or its profile cannot be read.
+
+    Raises
+    ------
+    OSError
+        *path* cannot be looked at.
+    """
     from ..hardware import profile_shelf
 
     seen = describe(path)
@@ -361,10 +438,23 @@ def drive_at(path: str) -> Drive:
 def drive_described(
     read: float, write: float, mixed: float | None = None, free_bytes: int | None = None
 ) -> Drive:
-    """A drive by its speeds in GB/s, instead of a directory on it.
+    """Describe a drive by its speeds, instead of a directory on it.
 
-    Without *mixed* both directions share its time: reads and writes of as many bytes at once reach
-    the harmonic mean of the two, as the drives of reports/ do within a tenth.
+    Parameters
+    ----------
+    read, write : float
+        GB/s.
+    mixed : float, optional
+        GB/s of reads and writes of as many bytes at once. Unless given, both directions share the
+        drive's time: the harmonic mean of the two, which the drives of reports/ reach within a
+        tenth.
+    free_bytes : int, optional
+        Unlimited unless given.
+
+    Returns
+    -------
+    Drive
+        On the path `DESCRIBED_PATH`, without a profile.
     """
     both = mixed or 2 / (1 / read + 1 / write)
     speeds = {"read": read, "write": write, "mixed": both}

@@ -90,9 +90,19 @@ class DriveUse:
 
 
 class Meter:
-    """Counts the transfers of *tier*, whoever starts them, and has `live` log during long steps.
+    """Counts the transfers of a tier, whoever starts them, and has `live` log during long steps.
 
     What the drives' profiles know of their endurance is logged once.
+
+    Parameters
+    ----------
+    tier : Tier
+        Its first `Tier.require` has been called.
+
+    Raises
+    ------
+    UsageError
+        *tier* has no swapper yet.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -109,7 +119,13 @@ class Meter:
         live.watch(tier)
 
     def waited_seconds(self) -> float:
-        """How long callers of the tier have waited for a drive since the last `take`."""
+        """How long callers of the tier have waited for a drive.
+
+        Returns
+        -------
+        float
+            Seconds since the last `take` or `begin`, or since creation.
+        """
         return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
 
     def begin(self) -> None:
@@ -117,8 +133,13 @@ class Meter:
         self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
-        """End a step: the fields of `DriveUse` but for step and seconds, since the last call or
-        since creation.
+        """End a step.
+
+        Returns
+        -------
+        dict
+            The fields of `DriveUse` but for *step* and *seconds*, since the last `take` or `begin`,
+            or since creation.
         """
         return self._take(ended=True)
 

@@ -48,25 +48,25 @@ class Settings:
 
     Attributes
     ----------
-    swappers
+    swappers : {"native", "deepspeed"}
         "native" for this package's swappers, "deepspeed" for DeepSpeed's own on this package's op.
-    host_memory
+    host_memory : int or "auto"
         Bytes of host memory that a rank may hold for parameters, gradients and optimizer states,
         pinned or cached. "auto" takes what the model needs from the memory that is available.
-    backend
+    backend : str
         Of the engine, as in `AioConfig`.
-    paths
+    paths : tuple of str
         Directories on the drives, instead of nvme_path. Large tensors are striped over them.
-    weights
+    weights : tuple of float
         The share of each path, in any unit; equal by default.
-    checksum
+    checksum : bool
         Whether every byte read from a drive is compared with what was written.
-    state_format
+    state_format : {"exact", "split", "compact", "compact24"}
         How master weights and optimizer states are kept (`nvme_offload.optimizer_states`). With
         Adam and bfloat16 parameters, bytes for each parameter: "exact" 12; "split" 10, without the
         bits that the parameter has; "compact" 4, with states rounded to 8 bits; "compact24" 3, with
         masters rounded to 24 bits.
-    missing_gradients
+    missing_gradients : {"zero", "last"}
         What a parameter without a gradient in a step gets: "zero", or "last" for that of its last
         step, as DeepSpeed does.
     """
@@ -82,7 +82,23 @@ class Settings:
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
-        """The section of *ds_config*. Raises: UsageError naming the key and its possible values."""
+        """Read the section of a ds_config.
+
+        Parameters
+        ----------
+        ds_config : mapping
+            DeepSpeed's configuration.
+
+        Returns
+        -------
+        Settings
+            The defaults where there is no section.
+
+        Raises
+        ------
+        UsageError
+            A key is unknown, or a value invalid; the message names the key and what is possible.
+        """
         section = ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
             raise UsageError(
@@ -119,9 +135,23 @@ class Settings:
 
 
 def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The directories in DeepSpeed's own sections: one, or two that share the tensors of both.
+    """The directories in DeepSpeed's own sections.
 
-    Raises: UsageError when a section names no directory.
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Returns
+    -------
+    tuple of str
+        Absolute paths: one, or two that share the tensors of both sections; none where neither has
+        "device": "nvme".
+
+    Raises
+    ------
+    UsageError
+        A section with "device": "nvme" names no directory.
     """
     paths = []
     for name in ("offload_param", "offload_optimizer"):
@@ -136,8 +166,20 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
-    """Refuse features that do not work with states on a drive. Raises: UnsupportedError naming the
-    key.
+    """Refuse features that do not work with states on a drive.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UnsupportedError
+        A feature is on that needs states in memory, and this package's swappers have them on a
+        drive; the message names its key.
+    UsageError
+        As `nvme_paths` and `Settings.of`.
     """
     if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
         return
@@ -152,8 +194,17 @@ def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
 
 
 def warn_of_mistakes(ds_config: Mapping[str, Any]) -> None:
-    """Warn, once each, of likely mistakes in *ds_config* that DeepSpeed and `Settings` accept
-    silently.
+    """Log a warning, once each, of likely mistakes that DeepSpeed and `Settings` accept silently.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UsageError
+        As `Settings.of`.
     """
     for line in _config_warnings(ds_config):
         if line not in _asked:
@@ -184,10 +235,27 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
-    """The engine's settings: the section "aio" of *ds_config* or, without one, what `nvme-sweep`
-    chose for the drive of *path*.
+    """The engine's settings of a ds_config.
 
-    O_DIRECT is used where the filesystem has it. Raises: UsageError naming the key.
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration. Its section "aio" is used where there is one.
+    settings : Settings
+        The backend is this one's.
+    path : str
+        A path on the drive, for what `nvme-sweep` chose for it where there is no section "aio". The
+        defaults of `AioConfig` are used where it was never swept.
+
+    Returns
+    -------
+    AioConfig
+        O_DIRECT is used where the filesystem has it.
+
+    Raises
+    ------
+    UsageError
+        A value is invalid; the message names the key.
     """
     aio = ds_config.get("aio")
     if aio is None:
@@ -200,8 +268,17 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
 
 
 def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
-    """Keys of the section "aio" that neither DeepSpeed nor this package reads: misspelled ones, or
-    num_threads, which ds_nvme_tune prints.
+    """Keys of the section "aio" that neither DeepSpeed nor this package reads.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Returns
+    -------
+    list of str
+        Misspelled ones, or num_threads, which ds_nvme_tune prints.
     """
     return [key for key in ds_config.get("aio") or {} if key not in _AIO_KEYS and key != "use_gds"]
 

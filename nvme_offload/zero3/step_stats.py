@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
     """One training step: from the end of the previous optimizer step to the end of its own. Skipped
-    steps (fp16 overflow) count too. The other attributes are those of `DriveUse`.
+    steps (fp16 overflow) count too.
 
     Attributes
     ----------
-    update_seconds
+    step, bytes_read, bytes_written, resident_bytes, peak_bytes, total_written_bytes : int
+        As of `DriveUse`.
+    seconds, waited_seconds : float
+        As of `DriveUse`.
+    tuned_bytes_per_second, busy_share : float or None
+        As of `DriveUse`.
+    disk_written_bytes : int or None
+        As of `DriveUse`.
+    update_seconds : float
         The optimizer step's part of `seconds`.
-    update_waited_seconds
+    update_waited_seconds : float
         The optimizer step's part of `waited_seconds`.
 
     Notes
@@ -43,11 +51,25 @@ class StepStats(DriveUse):
 
 
 class StepClock:
-    """Makes the `StepStats` of one engine. *last* is that of the last step, None before the first
-    one ends.
+    """Makes the `StepStats` of one engine.
 
     The optimizer step is what happens between `begin_update` and `end`. A tier that several engines
     share counts for each engine what moved during its own steps.
+
+    Parameters
+    ----------
+    tier : Tier
+        Where the engine's values are. Its first `Tier.require` has been called.
+
+    Attributes
+    ----------
+    last : StepStats or None
+        Of the last step; None before the first one ends.
+
+    Raises
+    ------
+    UsageError
+        *tier* has no swapper yet.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -68,7 +90,13 @@ class StepClock:
         self._update = time.monotonic(), self._meter.waited_seconds()
 
     def end(self) -> StepStats:
-        """The step has ended. Returns its statistics."""
+        """The step has ended, and the next one begins.
+
+        Returns
+        -------
+        StepStats
+            Of the step.
+        """
         now, used = time.monotonic(), self._meter.take()
         update_began, waited = self._update or (now, used["waited_seconds"])
         self._steps += 1
@@ -84,8 +112,22 @@ class StepClock:
 
 
 def clock_of(engine: Any) -> StepClock:
-    """The clock of the DeepSpeed *engine*, or of a wrapper with its optimizer. Raises: UsageError
-    when it has none.
+    """The clock of a DeepSpeed engine.
+
+    Parameters
+    ----------
+    engine : DeepSpeedEngine
+        Or a wrapper with its optimizer.
+
+    Returns
+    -------
+    StepClock
+        Of the engine.
+
+    Raises
+    ------
+    UsageError
+        Nothing of the engine is on a drive behind this package.
     """
     clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
     if clock is None:
@@ -96,8 +138,22 @@ def clock_of(engine: Any) -> StepClock:
 
 
 def last_step(trained: Any) -> DriveUse | None:
-    """The last step of a DeepSpeed engine, of an `NVMeOptimizer`, or of a wrapper with either's
-    optimizer; None before the first. Raises: UsageError when nothing of it is offloaded.
+    """What the last step transferred.
+
+    Parameters
+    ----------
+    trained : DeepSpeedEngine or NVMeOptimizer
+        Or a wrapper with the optimizer of either.
+
+    Returns
+    -------
+    DriveUse or None
+        None before the first step ends.
+
+    Raises
+    ------
+    UsageError
+        Nothing of *trained* is offloaded.
     """
     for owner in (trained, getattr(trained, "optimizer", None)):
         clock = getattr(owner, "clock", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib
+import inspect
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -439,6 +440,84 @@ def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
 def test_every_page_is_reached_from_the_readme():
     targets = {file_of(ROOT / "README.md", target)[0] for target in links_of(ROOT / "README.md")}
     assert {page for page in PAGES if page.parent == ROOT / "docs"} - targets == set()
+
+
+BUILD_DOCS = runpy.run_path(str(ROOT / "tools" / "build_docs.py"))
+# modules of the API reference whose docstrings need not name every parameter
+PARAMETERS_UNCHECKED = {"nvme_offload.optim"}
+
+
+def callables_of(module: str) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The public classes, methods and functions that the API reference shows for *module*."""
+    within = importlib.import_module(module)
+    for name in BUILD_DOCS["public_names"](within):
+        found = getattr(within, name)
+        if inspect.isclass(found) or inspect.isfunction(found):
+            yield name, found
+        for member in vars(found) if inspect.isclass(found) else ():
+            value = getattr(found, member)
+            if not member.startswith("_") and inspect.isroutine(value):
+                yield f"{name}.{member}", value
+
+
+def parameters_of(found: Callable[..., object]) -> set[str]:
+    """The names of its public parameters; of a class, those of its constructor."""
+    if inspect.isclass(found):
+        made_by = [each for each in (found.__init__, found.__new__) if inspect.isfunction(each)]
+        if not made_by:  # a built-in one, as an exception's
+            return set()
+        found = made_by[0]
+    names = inspect.signature(found).parameters
+    return {name for name in names if name not in ("self", "cls") and not name.startswith("_")}
+
+
+def named_in(section: str, docstring: str) -> set[str]:
+    """The names that a section of a numpydoc docstring describes."""
+    text = re.search(rf"^{section}\n-+\n(.*?)(?=^\S[^\n]*\n-+$|\Z)", docstring, re.M | re.S)
+    lines = re.findall(r"^\S.*", text[1], re.M) if text else []
+    return {name.strip(" *") for line in lines for name in line.partition(" : ")[0].split(",")}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [name for name in BUILD_DOCS["documented_modules"]() if name not in PARAMETERS_UNCHECKED],
+)
+def test_a_docstring_describes_every_parameter_by_its_name(module):
+    missing, unknown = {}, {}
+    for name, found in callables_of(module):
+        docstring, parameters = inspect.getdoc(found) or "", parameters_of(found)
+        described = named_in("Parameters", docstring)
+        missing[name] = parameters - described - named_in("Attributes", docstring)
+        unknown[name] = described - parameters
+    assert {name: each for name, each in missing.items() if each} == {}
+    assert {name: each for name, each in unknown.items() if each} == {}
+
+
+def test_names_are_read_from_a_numpydoc_section():
+    docstring = """Read bytes.
+
+Parameters
+----------
+path : str
+    The file.
+offset, count : int
+    Bytes: at least 1.
+**others
+    More.
+
+Returns
+-------
+bytes
+    What was read.
+
+Attributes
+----------
+size
+    In bytes.
+"""
+    assert named_in("Parameters", docstring) == {"path", "offset", "count", "others"}
+    assert named_in("Attributes", docstring) == {"size"}
+    assert named_in("Yields", docstring) == set()
 
 
 @pytest.fixture(scope="module")
