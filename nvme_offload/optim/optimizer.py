@@ -539,11 +539,24 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients of the optimizer's parameters so that their norm is at most
-        *max_norm*; the norm before.
+        """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters.
 
-        It is `torch.nn.utils.clip_grad_norm_`, which takes gradients that are in host memory, too:
-        each is brought up once for its norm, and scaled when it is used.
+        Gradients in host memory are brought up one by one for their norms, and scaled when they are
+        used.
+
+        Parameters
+        ----------
+        max_norm : float
+            Norm that the gradients have at most afterwards.
+        norm_type : float
+            Of the norm; ``inf`` for the largest element.
+        error_if_nonfinite : bool
+            Raise RuntimeError where the norm is infinite or not a number.
+
+        Returns
+        -------
+        torch.Tensor
+            The norm before, of one element.
         """
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
             [weight.parameter for weight in self._weights], max_norm, norm_type, error_if_nonfinite
@@ -842,7 +855,27 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     )
 
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
-        """A copy of a state on the drive: for what `state` has in its place."""
+        """A copy of a state on the drive, for the placeholder that `state` has of it.
+
+        Parameters
+        ----------
+        weight : Weight
+            Whose state.
+        key : Key
+            Where `state` has it.
+
+        Returns
+        -------
+        torch.Tensor
+            On the device of the parameter.
+
+        Raises
+        ------
+        UsageError
+            There is no such state any more.
+        OffloadError
+            The drive failed.
+        """
         self.synchronize()
         with self._lock:
             self._check_usable()
@@ -860,7 +893,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return whole.to(weight.fragments[0].bucket.device)
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
-        """Put a state on the drive: for what `state` has in its place."""
+        """Put a state on the drive, for the placeholder that `state` has of it.
+
+        Parameters
+        ----------
+        weight : Weight
+            Whose state.
+        key : Key
+            Where `state` has it.
+        values : torch.Tensor
+            What it is to be.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed.
+        """
         self.synchronize()
         with self._lock:
             self._take_up_states()
@@ -1010,7 +1058,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._open_step, self._backward_begins = None, True
 
     def run_job(self, job: Job) -> None:
-        """What the thread of the queue calls. Nobody else uses the swapper until then."""
+        """Make a queued update, in the thread of the queue. Nobody else uses the swapper until it
+        is made.
+
+        Parameters
+        ----------
+        job : Job
+            Whose updates come next. Without a bucket, it ends a step.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed. The job can be run again.
+        """
         step = job.step
         if step.hints:
             self._tier.swapper.prefetch(step.hints)
