@@ -83,7 +83,9 @@ def _drives(given: Mapping[str, Any], here: Machine) -> tuple[Drive, ...]:
     if not any((read, write, *others)):
         return here.drives
     if given["paths"]:
-        raise click.UsageError("give a drive by --path, or by --drive-read and --drive-write")
+        raise click.UsageError(
+            "--path is a drive that is here, and --drive-… describes another: give one of them"
+        )
     if not (read and write):
         raise click.UsageError("a drive is described by both --drive-read and --drive-write")
     mixed, free = others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -195,25 +196,29 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
 
 
 def _faster(question: Question, found: Sequence[Plan], chosen: Plan) -> Iterator[str]:
-    """Plans that concede more and are faster than all that concede less."""
-    fewest = chosen.seconds
-    fitting = [plan for plan in found if plan.fits and plan.seconds is not None]
-    for plan in sorted(fitting, key=lambda plan: (plan.concession, plan.seconds)):
-        if fewest is None or plan.seconds is None or plan.seconds * AS_FAST >= fewest:
+    """Plans that are faster than all that concede nothing beyond what they concede."""
+    better = [chosen]
+    for plan in sorted(found, key=lambda plan: (plan.concession, plan.seconds or math.inf)):
+        seconds = plan.seconds if plan.fits else None
+        if seconds is None or not all(
+            other.seconds is not None and seconds * AS_FAST < other.seconds
+            for other in better
+            if plan.concedes_all_of(other)
+        ):
             continue
-        fewest = plan.seconds
+        better.append(plan)
         yield f"Faster, {_price(plan)}: {plan.strategy.title}, {_speed(question, plan)}."
 
 
 def _price(plan: Plan) -> str:
-    said = {
+    rounding = {
         "exact": "",
-        "split": "if last bits may be rounded another way",
-        "compact": "if states may be rounded to 8 bits",
-        "compact24": "if states may be rounded to 8 bits and masters to 24",
+        "split": "last bits may be rounded another way",
+        "compact": "states may be rounded to 8 bits",
+        "compact24": "states may be rounded to 8 bits and masters to 24",
     }[plan.strategy.state_format]
-    unclipped = "if gradients are not clipped by a norm" if plan.strategy.in_backward else ""
-    return " and ".join(filter(None, (said, unclipped)))
+    unclipped = "gradients are not clipped by a norm" if plan.strategy.in_backward else ""
+    return f"if {' and '.join(filter(None, (rounding, unclipped)))}"
 
 
 def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:

@@ -303,9 +303,27 @@ class Plan:
         """What is given up for it: 0 nothing, then the place of the state format in `STATE_BYTES`;
         and more than all of these where gradients cannot be clipped by a norm (`step_in_backward`).
         """
-        formats = list(STATE_BYTES)
-        unclipped = len(formats) if self.strategy.in_backward else 0
-        return formats.index(self.strategy.state_format) + unclipped
+        rounding, unclipped = self._concessions
+        return rounding + len(STATE_BYTES) * unclipped
+
+    def concedes_all_of(self, other: Plan) -> bool:
+        """Whether this gives up all that *other* gives up, and perhaps more.
+
+        Parameters
+        ----------
+        other : Plan
+
+        Returns
+        -------
+        bool
+        """
+        pairs = zip(self._concessions, other._concessions, strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
+    @property
+    def _concessions(self) -> tuple[int, bool]:
+        """The place of the state format in `STATE_BYTES`; whether clipping is excluded."""
+        return list(STATE_BYTES).index(self.strategy.state_format), self.strategy.in_backward
 
 
 def plans(

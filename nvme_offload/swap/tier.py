@@ -315,6 +315,10 @@ def _check_directory(path: str) -> None:
     """Check that *path* exists. It is not created: below the mount point of an unmounted drive, or
     with a typing error, it would be on another drive.
     """
+    if not path.strip():
+        raise UsageError(
+            "a path is empty: is a variable of the shell not set? Give a directory on the drive"
+        )
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
         raise UsageError(

@@ -98,10 +98,12 @@ def checks(profile: Profile, wanted: Specification | None) -> list[Check]:
         best = profile.best[phase]
         runs = [trial.gb_per_s for trial in final_trials(profile, phase, best.setting)]
         share = speed_spread(runs) if len(runs) > 1 else math.inf
-        found = (
-            f"{format_speed(best.gb_per_s)} GB/s with {describe(best.setting)}; "
+        gave = (
             f"its {len(runs)} trials gave {format_speed(min(runs))} to {format_speed(max(runs))}"
+            if len(runs) > 1
+            else f"its only trial gave {format_speed(runs[0])}"
         )
+        found = f"{format_speed(best.gb_per_s)} GB/s with {describe(best.setting)}; {gave}"
         known = share <= MOST_SPREAD
         results.append(
             Check(

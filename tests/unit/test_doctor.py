@@ -353,6 +353,18 @@ def test_lines_end_within_the_terminal(columns, memory, monkeypatch):
     assert "NVMeOptimizer, compact, in backward" in done.output
 
 
+def test_what_concedes_something_else_is_not_hidden_by_what_is_faster():
+    ask = ("--params", "7B", "--seq", 2048, "--gpu", "RTX 4090", "--gpu-memory", "24GB")
+    drive = ("--drive-read", "7GB", "--drive-write", "6GB", "--drive-free", "1TB")
+    text = " ".join(plan(*ask, *drive).output.split())
+    assert "Faster, if states may be rounded to 8 bits: ZeRO-3, states on NVMe, compact, " in text
+    assert "Faster, if gradients are not clipped by a norm: NVMeOptimizer, in backward, " in text
+    assert "to 8 bits and gradients are not clipped by a norm: NVMeOptimizer, compact, in" in text
+    told = json.loads(plan(*ask, *drive, "--json").output)
+    seconds = {each["name"]: each["seconds"] for each in told["plans"]}
+    assert seconds["plain-in-backward"] > seconds["nvme-optimizer-compact"]
+
+
 @pytest.mark.parametrize(
     ("gpu", "memory"),
     [
@@ -419,7 +431,7 @@ def test_what_would_help_is_told_where_nothing_fits(tmp_path):
         (["plan", "--params", "7B", "--gpus", "0", "--gpu", "L4"], "trains without GPUs"),
         (["plan", "--params", "7B", "--gpus", "2"], "no GPU is seen here: give --gpu"),
         (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
-        (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "by --path, or by --drive-read"),
+        (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive that is here"),
         (["plan", "--params", "7B", "--budget", "-1"], "'-1' is not a size"),
         (["repair"], "No such command 'repair'"),
     ],
