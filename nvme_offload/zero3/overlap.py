@@ -103,10 +103,11 @@ class Overlap:
 
     def end(self, step: int) -> bool:
         """DeepSpeed's `step`, the *step*th, has ended. Returns: whether updates are to come."""
-        noted, self._noted = self._noted, None
+        noted = self._noted
         if not self._stage3.overflow:
             self._has_states = True
         if not noted or not any(noted.values()):  # an overflow
+            self._noted = None
             return False
         stage3 = self._stage3
         self._order = self._in_order(list(noted))
@@ -123,6 +124,7 @@ class Overlap:
             ],
             functools.partial(self._finish, like),
         )
+        self._noted = None
         return True
 
     def cancel(self) -> bool:

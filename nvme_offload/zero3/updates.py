@@ -82,7 +82,11 @@ class Updates:
                 name="nvme_offload updates",
                 daemon=True,
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._thread, self._failed = None, True
+                raise
 
     # For who needs them made.
 
@@ -131,8 +135,9 @@ class Updates:
         """Context in which no update is being made."""
         with self._lock:
             self._paused += 1
-            self._wait_for(lambda: not self._busy)
         try:
+            with self._lock:
+                self._wait_for(lambda: not self._busy)
             yield
         finally:
             with self._lock:
