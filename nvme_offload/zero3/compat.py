@@ -60,7 +60,6 @@ CONTRACT: Mapping[str, str] = {
         has_overflow(partition_gradients)
         independent_gradient_partition_epilogue()
         initialize_optimizer_states()
-        override_loss_scale(loss_scale)
         partition_grads(params_to_release, grad_partitions)
         reset_cpu_buffers()
         reset_swap_buffers()
@@ -119,6 +118,7 @@ CONTRACT: Mapping[str, str] = {
         subgroup_to_device
         swap_optimizer
         timers
+        torch_autocast_gradscaler >=0.17.6
     """,
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
         elements >=0.17.2

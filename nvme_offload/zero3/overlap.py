@@ -19,7 +19,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -38,12 +38,20 @@ _SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
 _log = logging.getLogger(__name__)
 
 
+class Scaling(NamedTuple):
+    """What gradients are unscaled and clipped by."""
+
+    loss_scale: Any
+    clip_grad: float
+
+
 class Overlap:
-    """The steps of *stage3*, whose optimizer states are in a tier."""
+    """The steps of *stage3*, whose optimizer states are in a tier. *scaling*: of the last."""
 
     def __init__(self, stage3: Stage3) -> None:
         self._stage3 = stage3
         self.updates = Updates(stage3.tier)
+        self.scaling = Scaling(1.0, 0.0)
         self._noted: dict[int, list[Callable[[], None]]] | None = None  # in a step, by sub-group
         self._has_states = False  # a step has made them, since the engine was made or loaded
         self._told: set[str] = set()
@@ -111,6 +119,7 @@ class Overlap:
             return False
         stage3 = self._stage3
         self._order = self._in_order(list(noted))
+        self.scaling = Scaling(stage3.loss_scale, stage3.clip_grad)
         like = _like_this_thread()
         self.updates.start(
             step,

@@ -31,7 +31,7 @@ from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
-from .overlap import Overlap, tell_left_out
+from .overlap import Overlap, Scaling, tell_left_out
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -521,25 +521,37 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self.clock is not None:
             quiesce(self.tier)
 
-    # What an update reads when it is made.
+    # What an update reads when it is made is what it was in `step`.
+
+    @property
+    def loss_scale(self) -> Any:
+        """As the base has it."""
+        scaling = self._scaling_of_update()
+        return super().loss_scale if scaling is None else scaling.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        super(Stage3, type(self)).loss_scale.fset(self, value)
 
     @property
     def clip_grad(self) -> float:
-        """The largest norm of the gradients. Setting it waits for updates."""
-        return self._clip_grad
+        """The largest norm of the gradients."""
+        scaling = self._scaling_of_update()
+        return self._clip_grad if scaling is None else scaling.clip_grad
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
-        self.finish_updates()
         self._clip_grad = value
 
-    def override_loss_scale(self, loss_scale: Any) -> None:
-        """As the base, after updates that are to come."""
-        self.finish_updates()
-        super().override_loss_scale(loss_scale)
+    def _scaling_of_update(self) -> Scaling | None:
+        if self.overlap is not None and self.overlap.updates.is_worker():
+            return self.overlap.scaling
+        return None
+
+    # What waits for updates.
 
     def reset_swap_buffers(self) -> None:
-        """Likewise."""
+        """As the base, after updates that are to come."""
         self.finish_updates()
         super().reset_swap_buffers()
 

@@ -36,6 +36,8 @@ def schedule(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
         group["lr"] *= 0.5
         group["betas"] = (group["betas"][0] * 0.99, 0.99)
     engine.optimizer.clip_grad *= 0.9
+    if engine.fp16_enabled():
+        engine.optimizer.loss_scale = engine.optimizer.loss_scale / 2
     engine.zero_grad()
     return []
 
