@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, UsageError, WaitTimeout
@@ -349,6 +350,14 @@ class TensorSwapper(Closing):
             while self._in_flight[True]:
                 self._finish(self._in_flight[True][0])
             return bool(self._write_errors)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Context in which calls of other threads wait, so that none of them finds memory taken by a
+        value that is in use in the context alone.
+        """
+        with self._lock:
+            yield
 
     def in_use(self) -> bool:
         """Whether any value is in use: between `create` or `swap_in` and `release`."""

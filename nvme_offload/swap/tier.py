@@ -111,7 +111,8 @@ class Tier:
         if self._swapper is None:
             raise UsageError("no host memory was requested yet")
         while self._abandoned:
-            _discard(self._swapper, self._abandoned.popleft())
+            with contextlib.suppress(IndexError):  # another thread was faster
+                _discard(self._swapper, self._abandoned.popleft())
         return self._swapper
 
     def counters(self) -> SwapperStats | None:

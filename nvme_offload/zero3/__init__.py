@@ -64,7 +64,7 @@ def enable() -> None:
     import deepspeed.runtime.zero.stage3 as stage3
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, compiling, op, precision
+    from . import checkpoint, compiling, op, overlap, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
@@ -78,6 +78,8 @@ def enable() -> None:
         "AsyncPartitionedParameterSwapper",
         parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper),
     )
+    entered = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    _replace(entered, "__enter__", overlap.waiting(entered.__enter__))
     for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
         _replace(engine.DeepSpeedEngine, name, method)
     _replace(

@@ -46,7 +46,10 @@ CONTRACT: Mapping[str, str] = {
         _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights) >=0.18
         _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, param_shapes) <0.18
         _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        _optimizer_step(sub_group_id)
+        _prepare_sub_group(sub_group_id, timer_names)
         _reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        _release_sub_group(sub_group_id, timer_names)
         _restore_from_bit16_weights()
         _rigid_load_state_dict(state_dict, load_optimizer_states)
         _rigid_state_dict()
@@ -59,6 +62,7 @@ CONTRACT: Mapping[str, str] = {
         initialize_optimizer_states()
         partition_grads(params_to_release, grad_partitions)
         reset_cpu_buffers()
+        reset_swap_buffers()
         set_local_grad_for_param(value, param)
         set_local_hp_param(value, param, optim_state_key)
         step(closure)
@@ -105,12 +109,16 @@ CONTRACT: Mapping[str, str] = {
         params_already_reduced
         params_in_ipg_bucket <0.17.2
         params_in_nvme_and_cpu
+        persistent_parameters
         reduce_and_partition_stream
         sub_group_partition_counts >=0.19
         sub_group_process_groups >=0.19
+        state
         sub_group_to_group_id
         subgroup_to_device
         swap_optimizer
+        timers
+        torch_autocast_gradscaler >=0.17.6
     """,
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
         elements >=0.17.2
@@ -160,6 +168,7 @@ CONTRACT: Mapping[str, str] = {
         partition_numel
         status
     """,
+    "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses": "__enter__()",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": """
         AVAILABLE
         INFLIGHT
@@ -190,10 +199,15 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.comm:ReduceOp": "MIN",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
+        Stream
+        current_device()
         current_device_name()
         current_stream(...)
+        device_name(device_index)
         is_synchronized_device()
         resolves_data_dependency()
+        set_device(device_index)
+        stream(stream)
     """,
     "deepspeed.accelerator": "get_accelerator()",
     "deepspeed.ops.op_builder:AsyncIOBuilder": """
@@ -499,6 +513,19 @@ def lists_by_sub_group(stage3: Any) -> list[str]:
         for name in ("sub_group_process_groups", "sub_group_partition_counts")
         if hasattr(stage3, name)
     ]
+
+
+def keeps_powers_for_a_step() -> bool:
+    """Whether DeepSpeed's Adam for the CPU has the same powers of its betas for every sub-group of a
+    step. In older releases the first one is multiplied from that of the last step.
+    """
+    return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
+
+
+def compiles_deeply(stage3: Any) -> bool:
+    """Whether the engine may be compiled with DeepCompile, whose code in C++ has the partitions."""
+    section = stage3._ds_config.get("compile")
+    return isinstance(section, Mapping) and bool(section.get("deepcompile"))
 
 
 def is_trained(param: Any) -> bool:

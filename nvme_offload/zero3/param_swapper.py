@@ -5,29 +5,34 @@ It takes the place of DeepSpeed's `AsyncPartitionedParameterSwapper` and has the
 partition that is swapped in is copied to the accelerator at once, where the all-gather needs it
 anyway. So no host memory is held between two calls, and the budget suffices however many parameters
 DeepSpeed keeps alive.
+
+With `overlap_step`, a forward pass reads partitions while a thread updates others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ..errors import UsageError
+from ..errors import OutOfHostMemoryError, UsageError
 from ..swap.tier import Tier
 from ..units import format_bytes
+from . import updates
 from .settings import Settings
 from .shared_tier import tier_of
 
 _MANY = 1 << 30
 _PAGE_BYTES = 4096  # the least that a partition takes
 _serial = itertools.count()
+_Result = TypeVar("_Result")
 
 
 class ParameterSwapper:
@@ -56,6 +61,7 @@ class ParameterSwapper:
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for *numel* elements of *param*'s partition, to be filled."""
+        updates.quiesce(self.tier)  # they would have what is left of the memory
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
@@ -63,6 +69,7 @@ class ParameterSwapper:
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
         """Store the partitions of *params* as they are now. The write goes on in the background."""
+        updates.quiesce(self.tier)
         for param in params:
             buffer = self._filling.pop(param.ds_id, None)
             if buffer is None:
@@ -124,9 +131,13 @@ class ParameterSwapper:
         """Store *src_fp32_params* as the partitions of *dst_fp16_params*, rounded to the
         parameters' dtype.
         """
-        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+
+        def store(param: Any, source: torch.Tensor) -> None:
             self._create(param, source.numel()).copy_(source)
             self._release(param, changed=True)
+
+        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+            self._used(functools.partial(store, param, source))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Do nothing: there is one budget."""
@@ -157,11 +168,26 @@ class ParameterSwapper:
 
     def give_back(self) -> None:
         """Release what an interrupted call left in use."""
-        name, self._taken = self._taken, None
-        if name is not None:
-            self._filling.clear()
-            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
-                self.tier.swapper.release(name, changed=True)
+        with self.tier.swapper.exclusive():
+            name, self._taken = self._taken, None
+            if name is not None:
+                self._filling.clear()
+                with contextlib.suppress(UsageError):  # not swapped in yet, or released already
+                    self.tier.swapper.release(name, changed=True)
+
+    def _used(self, use: Callable[[], _Result]) -> _Result:
+        """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
+
+        Where that value has no room beside those of an update, it waits for the update.
+        """
+        try:
+            with self.tier.swapper.exclusive():
+                return use()
+        except OutOfHostMemoryError:
+            if updates.is_worker():
+                raise
+        with updates.paused(self.tier), self.tier.swapper.exclusive():
+            return use()
 
     def _take(self, param: Any) -> str:
         """The name of *param*, noted as in use before it is, so that an exception in between leaves
@@ -191,16 +217,21 @@ class ParameterSwapper:
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
-        partition = self.tier.swapper.swap_in(self._take(param)).view(_dtype(param))
-        try:
-            # Both are synchronous, so the host memory can be released.
-            return (
-                torch.empty_like(partition, device=device).copy_(partition)
-                if into is None
-                else into.copy_(partition)
-            )
-        finally:
-            self._release(param, changed=False)
+        dtype = _dtype(param)  # waits for an update, which must not be done in `copy`
+
+        def copy() -> torch.Tensor:
+            partition = self.tier.swapper.swap_in(self._take(param)).view(dtype)
+            try:
+                # Both are synchronous, so the host memory can be released.
+                return (
+                    torch.empty_like(partition, device=device).copy_(partition)
+                    if into is None
+                    else into.copy_(partition)
+                )
+            finally:
+                self._release(param, changed=False)
+
+        return self._used(copy)
 
 
 def _dtype(param: Any) -> torch.dtype:

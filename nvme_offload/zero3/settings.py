@@ -69,6 +69,8 @@ class Settings:
     missing_gradients : {"zero", "last"}
         What a parameter without a gradient in a step gets: "zero", or "last" for that of its last
         step, as DeepSpeed does.
+    overlap_step
+        Whether `step` returns before the updates, which are made during the next forward pass.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -79,6 +81,7 @@ class Settings:
     checksum: bool = False
     state_format: Literal["exact", "split", "compact", "compact24"] = "exact"
     missing_gradients: Literal["zero", "last"] = "zero"
+    overlap_step: bool = False
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
@@ -116,7 +119,12 @@ class Settings:
         _require(values, "checksum", (True, False))
         _require(values, "state_format", tuple(FORMATS))
         _require(values, "missing_gradients", ("zero", "last"))
-        for key, theirs in (("state_format", "exact"), ("missing_gradients", "last")):
+        _require(values, "overlap_step", (True, False))
+        for key, theirs in (
+            ("state_format", "exact"),
+            ("missing_gradients", "last"),
+            ("overlap_step", False),
+        ):
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
                 raise UsageError(
                     f'"{key}" in "{SECTION}" needs this package\'s swappers: leave "swappers" out'

@@ -2,38 +2,42 @@
 
 It differs from its base class in this: sub-groups are cut to sizes that host memory can prefetch;
 gradients stay in the dtype in which they are reduced until the optimizer needs them, in
-`Gradients`; offloaded states go through `OptimizerSwapper`. Results are bit for bit the same: norms
-are summed over the sub-groups that the user configured.
+`Gradients`; offloaded states go through `OptimizerSwapper`; with `"overlap_step"` updates are made
+after `step`, see `Overlap`. Results are bit for bit the same: norms are summed over the sub-groups
+that the user configured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import OffloadError, UsageError
+from ..errors import UsageError
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
-from . import archive, compat, states, working_weights
+from . import archive, awaited, compat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
+from .overlap import Overlap, Scaling, tell_left_out
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
+from .updates import partly_applied, quiesce
 
 _VECTOR_ELEMENTS = 128  # DeepSpeed's AVX512 kernels: 16 floats, unrolled 8 times
 _UNUSED_KEYS = {
@@ -77,11 +81,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.clock: StepClock | None = None  # only where something is offloaded
         # A step or a load has begun to change states: still running, or ended by an exception.
         self.partly_changed = False
+        self.overlap: Overlap | None = None
+        self._clip_grad = 0.0
         return_to_device(module)
         super().__init__(*args, **named)
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
             self.tier, self.clock = tier, StepClock(tier)
+        if Settings.of(self._ds_config).overlap_step and self.swaps_natively:
+            self.overlap = Overlap(self)
+        elif Settings.of(self._ds_config).overlap_step:
+            tell_left_out(set(), "no optimizer states are on a drive")
 
     @property
     def swaps_natively(self) -> bool:
@@ -150,6 +160,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._least_sub_group = max(sizes if self._elementwise else uncut)
         self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
         self.tier = tier_of(self._ds_config)
+        quiesce(self.tier)
         self.tier.require_memory(self._whole_bytes)
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
@@ -264,13 +275,19 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         ]
 
     def destroy(self) -> None:
-        """Drop the states, as the base drops its hooks."""
+        """Drop the states, as the base drops its hooks. Raises: what went wrong in the last updates;
+        all is dropped all the same.
+        """
+        error = self.overlap.updates.abandon() if self.overlap is not None else None
         super().destroy()
         if self.swaps_natively:
+            quiesce(self.tier)
             self._gradients.close()
             self.optimizer_swapper.close()
             self.tier.give_back(self._whole_bytes)
             self._whole_bytes = 0
+        if error is not None:
+            raise error
 
     # Gradients.
 
@@ -291,6 +308,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
+        self.finish_updates()
         self.optimizer_swapper.give_back()
         swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
         others = []
@@ -332,11 +350,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def independent_gradient_partition_epilogue(self) -> None:
         """The backward pass is over."""
+        self.finish_updates()
         super().independent_gradient_partition_epilogue()
         if self.swaps_natively:
             self._gradients.pause()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
+        self.finish_updates()
         super()._finalize_offload_gradient_accumulation()
         self._make_missing_norms()
 
@@ -376,6 +396,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, but without the pass over all gradients that would multiply by 1."""
+        if self._is_later(
+            sub_group_id,
+            functools.partial(self._unscale, super().unscale_and_clip_grads),
+            total_norm,
+        ):
+            return
+        self._unscale(super().unscale_and_clip_grads, sub_group_id, total_norm)
+
+    def _unscale(
+        self, base: Callable[..., None], sub_group_id: int, total_norm: torch.Tensor
+    ) -> None:
         self.partly_changed = self.clock is not None
         if (
             not self.swaps_natively
@@ -385,17 +416,24 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
             )
         ):
-            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            base(sub_group_id, total_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the base does with those of parameters."""
+        """Forget the gradients, as the base does with those of parameters; after updates that are to
+        come.
+        """
         super().zero_grad(set_to_none)
-        if self.swaps_natively:
-            self._gradients.forget()
+        if self.overlap is None or not self.overlap.holds_gradients:
+            self.forget_gradients()
 
     def reset_cpu_buffers(self) -> None:
-        """Forget the gradients of the finished step, as the base does with their norms."""
+        """Forget the gradients of the finished step, as the base does with their norms; likewise."""
         super().reset_cpu_buffers()
+        if self.overlap is None or not self.overlap.holds_gradients:
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """The step that has used them is over."""
         if self.swaps_natively:
             self._gradients.forget()
 
@@ -412,27 +450,121 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         spent on the drive.
 
         Raises: OffloadError when an exception ended the previous step or load after it had changed
-        some states. Loading a checkpoint clears that.
+        some states. Loading a checkpoint clears that. With `"overlap_step"`, what went wrong in the
+        updates of the step before.
         """
         if self.clock is None:
             super().step(closure)
             return
+        self.finish_updates()
         self.require_whole()
         self.clock.begin_update()
+        overlaps = False
         try:
             if not self._keeps_last:
                 self._make_missing_norms()
+            if self.overlap is not None:
+                self.overlap.begin()
             super().step(closure)
             self.partly_changed = False
+            if self.overlap is not None:
+                overlaps = self.overlap.end(self.clock.number)
         except BaseException:
+            if self.overlap is not None:
+                self.partly_changed |= self.overlap.cancel()
             self.give_back()
             raise
-        if not self.overflow:
+        if not (self.overflow or overlaps):
             self.tier.swapper.step()
             trained.add(self.tier)
-        stats = self.clock.end()
+        stats = self.clock.end(*self._update_waits())
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def _update_waits(self) -> tuple[float, float]:
+        """Seconds since the last call: that the program waited for updates, and these for the drive."""
+        if self.overlap is None:
+            return 0.0, 0.0
+        return self.overlap.updates.take_waits()
+
+    def _is_later(self, sub_group_id: int, action: Callable[..., None], *rest: Any) -> bool:
+        """Whether *action* is done after `step`, with *sub_group_id* and *rest*."""
+        return self.overlap is not None and self.overlap.takes(
+            sub_group_id, functools.partial(action, sub_group_id, *rest)
+        )
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if not self._is_later(sub_group_id, super()._prepare_sub_group, timer_names):
+            super()._prepare_sub_group(sub_group_id, timer_names)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if self.overlap is None or not self._is_later(sub_group_id, self.overlap.step_optimizer):
+            super()._optimizer_step(sub_group_id)
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if not self._is_later(sub_group_id, super()._release_sub_group, timer_names):
+            super()._release_sub_group(sub_group_id, timer_names)
+
+    def finish_updates(self) -> None:
+        """Return when no update is to come, of this engine or of another that shares the memory.
+        Raises: what went wrong in this engine's.
+        """
+        if self.overlap is not None:
+            self.overlap.updates.wait()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    def _forget_updates(self) -> None:
+        """Before states are loaded: make what can be made, and forget what has failed."""
+        if self.overlap is not None:
+            self.overlap.begin_load()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    # What an update reads when it is made is what it was in `step`.
+
+    @property
+    def loss_scale(self) -> Any:
+        """As the base has it."""
+        scaling = self._scaling_of_update()
+        return super().loss_scale if scaling is None else scaling.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        super(Stage3, type(self)).loss_scale.fset(self, value)
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradients."""
+        scaling = self._scaling_of_update()
+        return self._clip_grad if scaling is None else scaling.clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        self._clip_grad = value
+
+    def _scaling_of_update(self) -> Scaling | None:
+        if self.overlap is not None and self.overlap.updates.is_worker():
+            return self.overlap.scaling
+        return None
+
+    # What waits for updates.
+
+    def reset_swap_buffers(self) -> None:
+        """As the base, after updates that are to come."""
+        self.finish_updates()
+        super().reset_swap_buffers()
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's, after updates that are to come."""
+        self.finish_updates()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.finish_updates()
+        self.optimizer.state = value
 
     def _partition_all_parameters(self) -> None:
         """As the base. Also drops copies that an exception between read and gather has left: a step
@@ -440,20 +572,26 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if isinstance(
-                param.nvme_swapper, ParameterSwapper
-            ) and not param.nvme_swapper.is_offloaded(param):
+            if (
+                isinstance(param.nvme_swapper, ParameterSwapper)
+                and not awaited.is_awaited(param)  # nobody has read it
+                and not param.nvme_swapper.is_offloaded(param)
+            ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def require_whole(self) -> None:
         """Raises: OffloadError when a step or a load has changed only some of the states."""
         if self.partly_changed:
-            raise OffloadError(
-                "the last step was only partly applied, because an exception ended it: load_checkpoint() brings back the states of the last checkpoint"
-            )
+            raise partly_applied()
 
     def give_back(self) -> None:
-        """Release everything that an interrupted call left in use."""
+        """Release everything that an interrupted call left in use, after updates that are to come."""
+        if self.overlap is not None:
+            self.overlap.updates.quiesce()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release everything that is in use."""
         self._clear_fp32_optimizer_param_groups()
         if self.swaps_natively:
             self._gradients.give_back()
@@ -485,12 +623,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.tier.swapper.flush()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        base = super()._reassign_or_swap_out_partitioned_parameters
+        if not self._is_later(sub_group_id, functools.partial(self._reassign, base)):
+            self._reassign(base, sub_group_id)
+
+    def _reassign(self, base: Callable[..., None], sub_group_id: int) -> None:
         if not (
             self.swaps_natively
             and not self._format.in_place
             and self._swappable_optimizer_subgroup(sub_group_id)
         ):  # swap_out_optimizer_state has written the parameters
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+            base(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """As the base, which needs the shape of a partition that may be offloaded."""
@@ -512,6 +655,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not self.swaps_natively:
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
+        self.finish_updates()
         parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
         self.optimizer_swapper.give_back()
         self.partly_changed |= steps
@@ -526,7 +670,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """Prefetch the gradients and the states of sub-group *index* and the next ones."""
         following = [
             number
-            for number in range(index, min(index + _PREFETCHED, len(self.fp16_groups)))
+            for number in (
+                self.overlap.following(index)
+                if self.overlap is not None
+                else range(index, len(self.fp16_groups))
+            )[:_PREFETCHED]
             if self._swappable_optimizer_subgroup(number)
         ]
         names = (
@@ -559,6 +707,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+        self.finish_updates()
         self.optimizer_swapper.give_back()
         fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
@@ -571,6 +720,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return super()._get_fp32_opt_state_partition(
                 param, release_swap_buffers, optim_state_key
             )
+        self.finish_updates()
         parameter = self.fp32_partitioned_groups_flat[index]
         try:
             self.optimizer_swapper.swap_in_optimizer_state(parameter)
@@ -612,6 +762,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not self.has_offloaded_states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
             return state_dict
+        self.finish_updates()
         self.require_whole()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
@@ -620,6 +771,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def _rigid_load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:
+        self._forget_updates()
         if self.has_offloaded_states:
             states.load(self, state_dict, load_optimizer_states)
             self.partly_changed = False
@@ -627,6 +779,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def _restore_from_bit16_weights(self) -> None:
+        self._forget_updates()
         if self.has_offloaded_states:
             states.take_masters_from_parameters(self)
             self.partly_changed = False
@@ -640,6 +793,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         load_from_fp32_weights: bool,
         *older: Any,
     ) -> None:
+        self._forget_updates()
         if self.has_offloaded_states:
             states.load_universal(
                 self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights

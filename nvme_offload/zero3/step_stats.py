@@ -37,6 +37,10 @@ class StepStats(DriveUse):
 
     Notes
     -----
+    With `"overlap_step"`, `waited_seconds` has the time in which the program waited for updates, and
+    not that in which these waited for the drive. What they transfer counts for the step during which
+    they do.
+
     For an engine without an optimizer a step is one forward pass, and both are 0.
     """
 
@@ -78,6 +82,11 @@ class StepClock:
         self._steps = 0
         self.begin()
 
+    @property
+    def number(self) -> int:
+        """Of the step that is under way, counted from 1."""
+        return self._steps + 1
+
     def begin(self) -> None:
         """Start the step now, instead of where the previous one ended."""
         self._meter.begin()
@@ -89,8 +98,15 @@ class StepClock:
         """The optimizer step begins."""
         self._update = time.monotonic(), self._meter.waited_seconds()
 
-    def end(self) -> StepStats:
+    def end(self, update_waited: float = 0.0, drive_waited: float = 0.0) -> StepStats:
         """The step has ended, and the next one begins.
+
+        Parameters
+        ----------
+        update_waited : float
+            Seconds that the program waited for updates in another thread.
+        drive_waited : float
+            Seconds that these waited for the drive.
 
         Returns
         -------
@@ -98,6 +114,11 @@ class StepClock:
             Of the step.
         """
         now, used = time.monotonic(), self._meter.take()
+        used["waited_seconds"] = (
+            max(used["waited_seconds"] - drive_waited, 0.0) + update_waited
+            if update_waited or drive_waited
+            else used["waited_seconds"]
+        )
         update_began, waited = self._update or (now, used["waited_seconds"])
         self._steps += 1
         self._began, self._update, began = now, None, self._began

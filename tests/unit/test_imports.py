@@ -62,10 +62,13 @@ _ZERO3 = (
     "last_gradients",
     "inference",
     "op",
+    "awaited",
     "optimizer_swapper",
+    "overlap",
     "param_swapper",
     "stage3",
     "states",
+    "updates",
     "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {

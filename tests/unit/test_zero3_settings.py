@@ -49,7 +49,8 @@ def test_every_key_is_read():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("state_format", "split"), ("missing_gradients", "zero")]
+    ("key", "value"),
+    [("state_format", "split"), ("missing_gradients", "zero"), ("overlap_step", True)],
 )
 def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
     with pytest.raises(
@@ -94,7 +95,7 @@ def test_another_host_memory_is_refused(wrong):
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
     with pytest.raises(
         UsageError,
-        match=r"backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights$",
+        match=r"backend, checksum, host_memory, missing_gradients, overlap_step, paths, state_format, swappers, weights$",
     ) as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)
@@ -114,6 +115,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
         ("checksum", "true", "true, false"),
         ("checksum", 1, "true, false"),
         ("checksum", None, "true, false"),
+        ("overlap_step", "yes", "true, false"),
     ],
 )
 def test_another_value_is_refused_with_those_that_are_possible(key, wrong, possible):
