@@ -120,6 +120,16 @@ _gates = []
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """Whatever the tests before this one have compiled in this process: then steps are not run
+    under anything.
+    """
+    monkeypatch.setattr(update_queue, "_compiled", False)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left():
     """A test leaves no thread at a gate, where a fork and the end of the process would wait for it,
     and no optimizer to the garbage collector, whose time is not ours.
@@ -1000,14 +1010,10 @@ def test_parameters_of_another_class_are_refused(tmp_path):
 
 @pytest.fixture
 def compiler():
-    """As in a process where nothing was compiled."""
+    """What the test compiles is gone with it."""
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    update_queue._compiled = False
     yield
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    update_queue._compiled = False
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles
