@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
 from nvme_offload.hardware.profile_grade import LEAST_TRIAL_SECONDS
+from nvme_offload.planning.traffic import STATES, floor
 from nvme_offload.sweep import space
 from nvme_offload.sweep.search import GROUP, Search, drive
-from nvme_offload.sweep.verdict import STEP_BYTES, Ask, Result, Verdict, decide
+from nvme_offload.sweep.verdict import ALIKE, STEP_BYTES, Ask, Result, Verdict, decide
 
 
 @dataclasses.dataclass
@@ -268,6 +269,25 @@ def test_every_speed_is_at_the_level_that_its_ratio_is_of() -> None:
             # nothing that ran under one load alone
             others = {other.setting for other in verdict.finals["mixed"]}
             assert {one.setting for one in verdict.finals[phase]} == others
+
+
+def test_what_a_report_has_as_slower_than_the_defaults_is_not_chosen() -> None:
+    """In the time that `plan` and the report say a step takes, which one slow load can set."""
+    drives = [SimulatedDrive(seed, half_bytes=16 << 20, jumps=0.5, noise=0.3) for seed in range(20)]
+    writes_badly = SimulatedDrive(half_bytes=16 << 20)
+    speed = writes_badly.speed
+    writes_badly.speed = lambda setting, phase: (  # type: ignore[method-assign]
+        speed(setting, phase) * (0.15 if phase == "write" and setting != DEEPSPEED_DEFAULTS else 1)
+    )
+    for simulated in [*drives, writes_badly]:
+        verdict = decide(simulated.sweep(12.0).evidence)
+        chosen = {phase: best.gb_per_s for phase, best in verdict.performance.items()}
+        defaults = {
+            phase: best.gb_per_s / best.relative for phase, best in verdict.performance.items()
+        }
+        slower = floor(STATES, 1, chosen).seconds / floor(STATES, 1, defaults).seconds
+        assert slower <= 1 + ALIKE
+    assert verdict.chosen == DEEPSPEED_DEFAULTS
 
 
 def test_what_is_dearer_in_every_load_is_never_far_better_than_what_was_chosen() -> None:
