@@ -21,7 +21,8 @@ SLIM = 0.02  # a relative spread below this is not believed of few runs
 @dataclasses.dataclass(frozen=True)
 class Change:
     """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle
-    90 % of where it may be, by the scatter of the final runs.
+    90 % of where it may be, by the scatter of the final runs. *trusted*: neither sweep has poor
+    evidence, whose runs scatter less than the drive does.
     """
 
     phase: str
@@ -30,6 +31,7 @@ class Change:
     ratio: float
     low: float
     high: float
+    trusted: bool = True
 
 
 def load(place: Path) -> Profile:
@@ -56,6 +58,7 @@ def load(place: Path) -> Profile:
 def changes(first: Profile, second: Profile) -> list[Change]:
     """By phase, from the final runs of either's chosen setting. Pure."""
     found = []
+    trusted = all(grade(profile).name != "poor" for profile in (first, second))
     for phase in PHASES:
         one, other = _final_logs(first, phase), _final_logs(second, phase)
         if not one or not other:
@@ -65,7 +68,13 @@ def changes(first: Profile, second: Profile) -> list[Change]:
         reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
         found.append(
             Change(
-                phase, before, after, math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)
+                phase,
+                before,
+                after,
+                math.exp(gap),
+                math.exp(gap - reach),
+                math.exp(gap + reach),
+                trusted,
             )
         )
     return found
@@ -93,7 +102,9 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
 def line(change: Change) -> str:
     """A line on one load: speeds, the change with its spread, and what that says."""
     sure = (
-        "cannot be told apart"
+        "the evidence is too poor to tell"
+        if not change.trusted
+        else "cannot be told apart"
         if change.low <= 1 <= change.high
         else "faster"
         if change.ratio > 1

@@ -189,6 +189,8 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
         == 3
     )
     assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
+    poor = compare.lines(made_up(2.0, runs=1), made_up(3.0), ("a", "b"))
+    assert sum(line.endswith("too poor to tell") for line in poor) == 3
 
 
 def test_compare_prints_both_sides(tmp_path: Path) -> None:
