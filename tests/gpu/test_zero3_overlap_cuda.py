@@ -1,5 +1,5 @@
 """`"overlap_step"` of ZeRO-3 on GPUs: the bits without it. The cases are those of
-`tests/zero3/test_overlap.py`, which trains them without a GPU.
+`tests/zero3/test_zero3_overlap.py`, which trains them without a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "zero3"))
 from launch import differences, train
-from test_overlap import CASES, ON_TWO_RANKS, overlapped
+from test_zero3_overlap import CASES, ON_TWO_RANKS, overlapped
 
 pytestmark = [
     pytest.mark.gpu,

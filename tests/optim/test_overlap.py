@@ -120,11 +120,11 @@ _gates = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
+def nothing_is_compiled():
     """Whatever the tests before this one have compiled in this process: then steps are not run
     under anything.
     """
-    monkeypatch.setattr(update_queue, "_compiled", False)
+    update_queue._compiled = False
     if "torch._dynamo" in sys.modules:
         torch._dynamo.utils.counters.clear()
 

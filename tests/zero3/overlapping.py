@@ -1,4 +1,4 @@
-"""Trains a small model with `"overlap_step"`, and prints one JSON object: what `test_overlap.py` asks
+"""Trains a small model with `"overlap_step"`, and prints one JSON object: what `test_zero3_overlap.py` asks
 for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
