@@ -1,5 +1,5 @@
-"""Trains a small model with `"overlap_step"`, and prints one JSON object: what `test_zero3_overlap.py` asks
-for.
+"""Trains a small model with `"overlap_step"`, and prints one JSON object: what
+`test_zero3_overlap.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
 `main`'s. No update is made before somebody waits for one, but in "beside".
