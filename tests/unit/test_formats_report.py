@@ -107,7 +107,7 @@ def test_the_command_trains_and_writes_its_report(tmp_path, at_once):
     assert "| split | 10." in called.output
     written = json.loads((tmp_path / "new" / "formats.json").read_text())
     assert [(run["format"], run["seed"], len(run["losses"])) for run in written["trained"]] == [
-        (name, seed, 3) for seed in (0, 1) for name in ("exact", "split", "compact", "compact24")
+        (name, seed, 3) for seed in (0, 1) for name in ("exact", "split", "compact")
     ]
     assert "formats.png" in (tmp_path / "new" / "formats.md").read_text()
     assert (tmp_path / "new" / "formats.png").read_bytes().startswith(b"\x89PNG")
