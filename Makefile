@@ -56,7 +56,7 @@ build: ## build the package into .venv
 wheel: ## build the source distribution and a portable wheel for each Python from 3.10 to 3.13 that is here, or in ARGS, into dist/
 	@python=$$(tools/setup-env wheel) && exec "$$python" tools/build_wheels.py $(ARGS)
 
-docs: ## build the API reference from the docstrings into build/docs
+docs: ## build the pages of docs/ and the API reference, as a site, into build/docs
 	@python=$$(tools/setup-env docs) && exec "$$python" tools/build_docs.py build/docs
 
 lint: ## ruff, mypy, clang-format, and a compile where every warning is an error

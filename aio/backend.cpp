@@ -13,7 +13,8 @@
 
 namespace nvme_offload {
 
-std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth, WakeSignal& wake) {
+std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth,
+                                      WakeSignal& wake) {
   if (name == "libaio") return make_libaio_backend(queue_depth, wake);
   if (name == "posix") return make_posix_backend(wake);
   if (name == "io_uring") {
@@ -21,11 +22,12 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
     return make_uring_backend(queue_depth, wake);
 #else
     throw Unsupported(
-        "this build has no io_uring: install liburing-dev (Debian, Ubuntu) or liburing-devel (Fedora, RHEL) and install nvme-offload again, or use "
+        "this build has no io_uring: install liburing-dev (Debian, Ubuntu) or liburing-devel "
+        "(Fedora, RHEL) and install nvme-offload again, or use "
         "backend=\"libaio\"");
 #endif
   }
-  // Moves nothing: for benchmarks of the engine, and no choice of AioConfig's.
+  // For benchmarks of the engine; AioConfig does not accept it.
   if (name.rfind("null", 0) == 0) return make_null_backend(name, queue_depth, wake);
   throw Misuse("there is no backend called " + name);
 }
@@ -38,12 +40,14 @@ WakeSignal::~WakeSignal() { ::close(descriptor_); }
 
 void WakeSignal::raise() noexcept {
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(descriptor_, &one, sizeof one);  // fails only where the flag is up already
+  // fails only if the flag is raised already
+  [[maybe_unused]] const auto written = ::write(descriptor_, &one, sizeof one);
 }
 
 void WakeSignal::lower() noexcept {
   std::uint64_t count = 0;
-  [[maybe_unused]] const auto taken = ::read(descriptor_, &count, sizeof count);  // fails only where the flag is down already
+  // fails only if the flag is lowered already
+  [[maybe_unused]] const auto taken = ::read(descriptor_, &count, sizeof count);
 }
 
 void WakeSignal::wait() noexcept {
@@ -54,9 +58,11 @@ void WakeSignal::wait() noexcept {
 }
 
 void WakeSignal::wait_until(std::chrono::steady_clock::time_point end) noexcept {
-  const auto left = std::max(end - std::chrono::steady_clock::now(), std::chrono::steady_clock::duration{0});
+  const auto left =
+      std::max(end - std::chrono::steady_clock::now(), std::chrono::steady_clock::duration{0});
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
-  const timespec limit{static_cast<std::time_t>(seconds.count()), static_cast<long>(std::chrono::nanoseconds(left - seconds).count())};
+  const timespec limit{static_cast<std::time_t>(seconds.count()),
+                       static_cast<long>(std::chrono::nanoseconds(left - seconds).count())};
   pollfd entry{descriptor_, POLLIN, 0};
   ::ppoll(&entry, 1, &limit, nullptr);
   lower();

@@ -26,36 +26,39 @@ class FaultBackend final : public Backend {
         return accepted;
       }
       if (fault != nullptr && fault->kind == Fault::Kind::fail) {
-        made_up_.push_back({transfer.slot, -static_cast<std::int64_t>(fault->value)});
+        synthetic_.push_back({transfer.slot, -static_cast<std::int64_t>(fault->value)});
         continue;
       }
       if (plan.is_cut() && transfer.operation == Operation::write) {
-        // No byte is claimed that was not moved, but for the odd ones behind the last whole sector: a direct write starts there again.
+        // Reports no byte that was not moved, except odd ones behind the last whole sector: a
+        // direct write restarts there.
         const File& file = **transfer.file;
-        const std::uint64_t granule = transfer.descriptor == file.descriptor() ? file.offset_alignment() : 1;
+        const std::uint64_t granule =
+            transfer.descriptor == file.descriptor() ? file.offset_alignment() : 1;
         plan.transfer.nbytes = fault->value / granule * granule;
         if (plan.transfer.nbytes == 0) {
-          made_up_.push_back({transfer.slot, static_cast<std::int64_t>(fault->value)});
+          synthetic_.push_back({transfer.slot, static_cast<std::int64_t>(fault->value)});
           continue;
         }
       }
       const Transfer* one = &plan.transfer;
       if (inner_->submit(&one, 1, error) != 1) return accepted;
-      under_way_ += 1;
+      in_flight_ += 1;
     }
     return accepted;
   }
 
   int reap(std::vector<Completion>& completions, bool wait) override {
     arrived_.clear();
-    const bool something = !made_up_.empty() || (under_way_ == 0 && !delayed_.empty());
+    const bool something = !synthetic_.empty() || (in_flight_ == 0 && !delayed_.empty());
     const int error = inner_->reap(arrived_, wait && !something);
-    under_way_ -= arrived_.size();
+    in_flight_ -= arrived_.size();
     for (Completion& completion : arrived_) {
       const Plan& plan = plans_[completion.slot];
       if (plan.is_cut() && completion.result >= static_cast<std::int64_t>(plan.transfer.nbytes)) {
         if (plan.transfer.operation == Operation::read) {
-          std::memset(plan.transfer.data + plan.fault->value, 0xA5, plan.transfer.nbytes - plan.fault->value);
+          std::memset(plan.transfer.data + plan.fault->value, 0xA5,
+                      plan.transfer.nbytes - plan.fault->value);
         }
         completion.result = static_cast<std::int64_t>(plan.fault->value);
       }
@@ -65,25 +68,29 @@ class FaultBackend final : public Backend {
       }
       completions.push_back(completion);
     }
-    completions.insert(completions.end(), made_up_.begin(), made_up_.end());
-    made_up_.clear();
+    completions.insert(completions.end(), synthetic_.begin(), synthetic_.end());
+    synthetic_.clear();
     release_delayed(completions);
     return error;
   }
 
-  std::size_t register_memory(std::byte* data, std::size_t nbytes) override { return inner_->register_memory(data, nbytes); }
+  std::size_t register_memory(std::byte* data, std::size_t nbytes) override {
+    return inner_->register_memory(data, nbytes);
+  }
 
  private:
   struct Plan {
     const Fault* fault = nullptr;
-    Transfer transfer;  // as the inner backend gets it
+    Transfer transfer;  // as given to the inner backend
     std::size_t asked = 0;
 
-    [[nodiscard]] bool is_cut() const noexcept { return fault != nullptr && fault->kind == Fault::Kind::cut && fault->value < asked; }
+    [[nodiscard]] bool is_cut() const noexcept {
+      return fault != nullptr && fault->kind == Fault::Kind::cut && fault->value < asked;
+    }
   };
   struct Delayed {
     Completion completion;
-    std::uint64_t others;  // completions still to come in before it
+    std::uint64_t others;  // completions that must arrive before it
   };
 
   [[nodiscard]] const Fault* find(std::uint64_t number) const {
@@ -98,7 +105,7 @@ class FaultBackend final : public Backend {
     std::vector<Delayed> kept;
     for (Delayed& delayed : delayed_) {
       delayed.others -= std::min<std::uint64_t>(delayed.others, others);
-      if (delayed.others == 0 || (under_way_ == 0 && others == 0)) {
+      if (delayed.others == 0 || (in_flight_ == 0 && others == 0)) {
         completions.push_back(delayed.completion);
       } else {
         kept.push_back(delayed);
@@ -109,16 +116,17 @@ class FaultBackend final : public Backend {
 
   std::unique_ptr<Backend> inner_;
   std::shared_ptr<FaultScript> script_;
-  std::vector<Plan> plans_;          // by slot
-  std::vector<Completion> made_up_;  // of transfers that were never carried out
+  std::vector<Plan> plans_;            // by slot
+  std::vector<Completion> synthetic_;  // of transfers that were not carried out
   std::vector<Delayed> delayed_;
   std::vector<Completion> arrived_;
-  std::size_t under_way_ = 0;  // transfers with the inner backend
+  std::size_t in_flight_ = 0;  // transfers in the inner backend
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_fault_backend(std::unique_ptr<Backend> inner, std::shared_ptr<FaultScript> script) {
+std::unique_ptr<Backend> make_fault_backend(std::unique_ptr<Backend> inner,
+                                            std::shared_ptr<FaultScript> script) {
   return std::make_unique<FaultBackend>(std::move(inner), std::move(script));
 }
 

@@ -10,21 +10,31 @@
 namespace nvme_offload {
 namespace {
 
-/// Linux native AIO. A poll on the wake signal rides in the same queue (Linux 4.18), so one system call waits for completions and new work.
+/// Linux native AIO. The wake signal is polled in the same queue (Linux 4.18), so one system call
+/// waits for completions and for new work.
 class LibaioBackend final : public Backend {
  public:
-  LibaioBackend(std::uint32_t queue_depth, WakeSignal& wake) : wake_(wake), control_blocks_(queue_depth), submission_(queue_depth), events_(queue_depth + 1) {
+  LibaioBackend(std::uint32_t queue_depth, WakeSignal& wake)
+      : wake_(wake),
+        control_blocks_(queue_depth),
+        submission_(queue_depth),
+        events_(queue_depth + 1) {
     const int result = ::io_setup(static_cast<int>(queue_depth + 1), &context_);
     if (result == -EAGAIN) {
       throw Unsupported("the kernel has no room for " + std::to_string(queue_depth) +
-                        " more asynchronous I/O events: raise fs.aio-max-nr (sysctl -w fs.aio-max-nr=1048576), lower queue_depth or "
+                        " more asynchronous I/O events: raise fs.aio-max-nr (sysctl -w "
+                        "fs.aio-max-nr=1048576), lower queue_depth or "
                         "thread_count, or use backend=\"posix\"");
     }
-    if (result == -ENOSYS) throw Unsupported("this kernel or container has no native AIO (io_setup): use backend=\"posix\"");
+    if (result == -ENOSYS)
+      throw Unsupported(
+          "this kernel or container has no native AIO (io_setup): use backend=\"posix\"");
     if (result < 0) throw SystemFailure("io_setup", "libaio", -result);
     if (!arm()) {
       ::io_destroy(context_);
-      throw Unsupported("this kernel's native AIO cannot poll (it is older than Linux 4.18): use backend=\"posix\"");
+      throw Unsupported(
+          "this kernel's native AIO cannot poll (it is older than Linux 4.18): use "
+          "backend=\"posix\"");
     }
   }
 
@@ -32,7 +42,9 @@ class LibaioBackend final : public Backend {
   LibaioBackend(const LibaioBackend&) = delete;
   LibaioBackend& operator=(const LibaioBackend&) = delete;
 
-  [[nodiscard]] std::uint32_t depth() const noexcept override { return static_cast<std::uint32_t>(control_blocks_.size()); }
+  [[nodiscard]] std::uint32_t depth() const noexcept override {
+    return static_cast<std::uint32_t>(control_blocks_.size());
+  }
 
   std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) override {
     for (std::size_t i = 0; i < count; ++i) {
@@ -47,8 +59,10 @@ class LibaioBackend final : public Backend {
       submission_[i] = &block;
     }
     std::size_t accepted = 0;
-    while (accepted < count) {  // the kernel may take some now and tell only the next time why it took no more
-      const int result = ::io_submit(context_, static_cast<long>(count - accepted), submission_.data() + accepted);
+    // io_submit may accept some, and report only at the next call why it stopped
+    while (accepted < count) {
+      const int result =
+          ::io_submit(context_, static_cast<long>(count - accepted), submission_.data() + accepted);
       if (result == -EINTR) continue;
       if (result <= 0) {
         error = result == 0 ? EAGAIN : -result;
@@ -60,12 +74,14 @@ class LibaioBackend final : public Backend {
   }
 
   int reap(std::vector<Completion>& completions, bool wait) override {
-    const int arming = wait && !armed_ && !arm() ? EAGAIN : 0;  // without the poll, waiting could miss new work
+    // without the poll a wait could miss new work
+    const int arming = wait && !armed_ && !arm() ? EAGAIN : 0;
     if (arming != 0) wait = false;
     timespec at_once{0, 0};
     int count = 0;
     do {
-      count = ::io_getevents(context_, wait ? 1 : 0, static_cast<long>(events_.size()), events_.data(), wait ? nullptr : &at_once);
+      count = ::io_getevents(context_, wait ? 1 : 0, static_cast<long>(events_.size()),
+                             events_.data(), wait ? nullptr : &at_once);
     } while (count == -EINTR);
     if (count < 0) return -count;
     for (int i = 0; i < count; ++i) {
@@ -74,8 +90,9 @@ class LibaioBackend final : public Backend {
         armed_ = false;
         wake_.lower();
       } else {
-        // res is a signed number that io_event declares unsigned; res2 is not used by reads and writes.
-        completions.push_back({static_cast<std::uint32_t>(event.obj - control_blocks_.data()), static_cast<std::int64_t>(event.res)});
+        // res is signed, though io_event declares it unsigned; reads and writes do not use res2.
+        completions.push_back({static_cast<std::uint32_t>(event.obj - control_blocks_.data()),
+                               static_cast<std::int64_t>(event.res)});
       }
     }
     return arming;
@@ -100,6 +117,8 @@ class LibaioBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake) { return std::make_unique<LibaioBackend>(queue_depth, wake); }
+std::unique_ptr<Backend> make_libaio_backend(std::uint32_t queue_depth, WakeSignal& wake) {
+  return std::make_unique<LibaioBackend>(queue_depth, wake);
+}
 
 }  // namespace nvme_offload

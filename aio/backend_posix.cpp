@@ -8,7 +8,7 @@
 namespace nvme_offload {
 namespace {
 
-/// pread and pwrite, one at a time: works on any filesystem, and shows what the others must do.
+/// pread and pwrite, one at a time. Works on any filesystem; the reference for the other backends.
 class PosixBackend final : public Backend {
  public:
   explicit PosixBackend(WakeSignal& wake) : wake_(wake) {}
@@ -23,8 +23,10 @@ class PosixBackend final : public Backend {
     }
     const Transfer& transfer = *transfers[0];
     const auto offset = static_cast<off_t>(transfer.offset);
-    const ssize_t moved = transfer.operation == Operation::read ? ::pread(transfer.descriptor, transfer.data, transfer.nbytes, offset)
-                                                                : ::pwrite(transfer.descriptor, transfer.data, transfer.nbytes, offset);
+    const ssize_t moved =
+        transfer.operation == Operation::read
+            ? ::pread(transfer.descriptor, transfer.data, transfer.nbytes, offset)
+            : ::pwrite(transfer.descriptor, transfer.data, transfer.nbytes, offset);
     completed_ = Completion{transfer.slot, moved < 0 ? -errno : moved};
     return 1;
   }
@@ -46,6 +48,8 @@ class PosixBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake) { return std::make_unique<PosixBackend>(wake); }
+std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake) {
+  return std::make_unique<PosixBackend>(wake);
+}
 
 }  // namespace nvme_offload

@@ -17,22 +17,28 @@
 namespace nvme_offload {
 namespace {
 
-constexpr std::uint64_t kWake = UINT64_MAX;  // user data of the poll on the wake signal; transfers carry their slot
+// user data of the poll on the wake signal; that of a transfer is its slot
+constexpr std::uint64_t kWake = UINT64_MAX;
 
-/// Files known to the ring, so that the kernel need not look a descriptor up for each transfer.
+/// Registered files: the kernel then needs no descriptor lookup per transfer.
 ///
-/// The kernel holds a registered file open. So no file stays registered that nobody else holds, and none at all while the worker sleeps.
+/// The kernel holds a registered file open. So a file is unregistered when nobody else holds it,
+/// and all are while the worker sleeps.
 class FileTable {
  public:
-  /// Does nothing where the kernel cannot register files one by one (before Linux 5.19).
-  void enable(io_uring* ring) { ring_ = ::io_uring_register_files_sparse(ring, kSize) == 0 ? ring : nullptr; }
+  /// Does nothing where the kernel cannot register single files (before Linux 5.19).
+  void enable(io_uring* ring) {
+    ring_ = ::io_uring_register_files_sparse(ring, kSize) == 0 ? ring : nullptr;
+  }
 
-  /// The place under which the descriptor is registered, for one transfer and until release(); -1 where it is not.
+  /// The index of the registered descriptor, for one transfer and until release(); -1 where it is
+  /// not registered.
   int acquire(const std::shared_ptr<File>& file, int descriptor) {
     if (ring_ == nullptr) return -1;
     Entry* vacant = nullptr;
     for (Entry& entry : entries_) {
-      if (entry.descriptor == descriptor && !entry.file.owner_before(file) && !file.owner_before(entry.file)) {
+      if (entry.descriptor == descriptor && !entry.file.owner_before(file) &&
+          !file.owner_before(entry.file)) {
         entry.seen += 1;
         if (entry.seen < kWorthIt || (!entry.registered && !set(entry, true))) return -1;
         entry.uses += 1;
@@ -48,7 +54,7 @@ class FileTable {
     if (place >= 0) entries_[static_cast<std::size_t>(place)].uses -= 1;
   }
 
-  /// Forgets the files that no transfer uses and nobody else holds; with *all*, also those that somebody holds.
+  /// Unregisters files that no transfer uses and nobody else holds; with *all*, also held ones.
   void forget_unused(bool all) {
     for (Entry& entry : entries_) {
       if (entry.descriptor < 0 || entry.uses > 0 || !(all || entry.file.expired())) continue;
@@ -59,46 +65,54 @@ class FileTable {
 
  private:
   static constexpr std::uint32_t kSize = 16;
-  static constexpr std::uint32_t kWorthIt = 8;  // transfers after which registering, two calls of the kernel, has paid
+  // transfers after which registering, two system calls, pays off
+  static constexpr std::uint32_t kWorthIt = 8;
 
   struct Entry {
     int descriptor = -1;
-    std::weak_ptr<File> file;  // tells a file from a later one with the same descriptor
+    std::weak_ptr<File> file;  // distinguishes it from a later file with the same descriptor
     std::uint32_t seen = 0;    // transfers so far
-    std::uint32_t uses = 0;    // transfers under way
+    std::uint32_t uses = 0;    // transfers in flight
     bool registered = false;
   };
 
   bool set(Entry& entry, bool registered) {
     const int descriptor = registered ? entry.descriptor : -1;
-    if (::io_uring_register_files_update(ring_, static_cast<unsigned>(place_of(entry)), &descriptor, 1) < 0) return false;
+    if (::io_uring_register_files_update(ring_, static_cast<unsigned>(place_of(entry)), &descriptor,
+                                         1) < 0)
+      return false;
     entry.registered = registered;
     return true;
   }
 
-  [[nodiscard]] int place_of(const Entry& entry) const { return static_cast<int>(&entry - entries_.data()); }
+  [[nodiscard]] int place_of(const Entry& entry) const {
+    return static_cast<int>(&entry - entries_.data());
+  }
 
   io_uring* ring_ = nullptr;
   std::array<Entry, kSize> entries_;
 };
 
-/// Memory whose pages the ring has pinned once and for all, in regions of the most bytes that the kernel takes as one buffer.
+/// Registered memory, pinned once, in regions of the largest size that the kernel accepts as one
+/// buffer.
 class MemoryTable {
  public:
-  /// Returns the bytes that the kernel took: none before Linux 5.19, and what RLIMIT_MEMLOCK leaves.
+  /// Returns the bytes registered: none before Linux 5.19, and as RLIMIT_MEMLOCK allows.
   std::size_t add(io_uring* ring, std::byte* data, std::size_t nbytes) {
     if (regions_.empty() && ::io_uring_register_buffers_sparse(ring, kSize) != 0) return 0;
     std::size_t added = 0;
     while (added < nbytes && regions_.size() < kSize) {
       const iovec region{data + added, std::min(nbytes - added, kLargestRegion)};
-      if (::io_uring_register_buffers_update_tag(ring, static_cast<unsigned>(regions_.size()), &region, nullptr, 1) != 1) break;
+      if (::io_uring_register_buffers_update_tag(ring, static_cast<unsigned>(regions_.size()),
+                                                 &region, nullptr, 1) != 1)
+        break;
       regions_.push_back(region);
       added += region.iov_len;
     }
     return added;
   }
 
-  /// The region that holds the range, or -1.
+  /// The region that contains the range, or -1.
   [[nodiscard]] int find(const std::byte* data, std::size_t nbytes) const {
     for (std::size_t i = 0; i < regions_.size(); ++i) {
       const auto* start = static_cast<const std::byte*>(regions_[i].iov_base);
@@ -114,22 +128,29 @@ class MemoryTable {
   std::vector<iovec> regions_;
 };
 
-/// io_uring. What the kernel does not take from the ring at once stays in it, and is offered again by the next call.
+/// io_uring. Entries that the kernel does not accept at once stay in the ring, and are submitted by
+/// the next call.
 class UringBackend final : public Backend {
  public:
-  UringBackend(std::uint32_t queue_depth, WakeSignal& wake) : wake_(wake), places_(queue_depth, -1) {
-    // With a single issuer, completions are worked off when that thread asks for them (Linux 6.1); the ring starts disabled because the
-    // thread that will use it is not the one that makes it. Older kernels get a plain ring.
-    constexpr unsigned kSingleIssuer = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
+  UringBackend(std::uint32_t queue_depth, WakeSignal& wake)
+      : wake_(wake), places_(queue_depth, -1) {
+    // With SINGLE_ISSUER and DEFER_TASKRUN, completions are processed when the worker asks for them
+    // (Linux 6.1). The ring starts disabled, because its creator is not the thread that uses it.
+    // Older kernels get a plain ring.
+    constexpr unsigned kSingleIssuer =
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
     int result = set_up(queue_depth + 1, kSingleIssuer);
     if (result == -EINVAL) result = set_up(queue_depth + 1, IORING_SETUP_R_DISABLED);
     if (result == -ENOSYS || result == -EPERM || result == -EACCES) {
       throw Unsupported("io_uring is refused here (" + std::string(std::strerror(-result)) +
-                        "): by the kernel (sysctl kernel.io_uring_disabled) or by the container's seccomp profile; use backend=\"libaio\"");
+                        "): by the kernel (sysctl kernel.io_uring_disabled) or by the container's "
+                        "seccomp profile; use backend=\"libaio\"");
     }
     if (result == -ENOMEM) {
-      throw Unsupported("there is no locked memory left for an io_uring of depth " + std::to_string(queue_depth) +
-                        ": raise the limit (ulimit -l), lower queue_depth or thread_count, or use backend=\"libaio\"");
+      throw Unsupported("there is no locked memory left for an io_uring of depth " +
+                        std::to_string(queue_depth) +
+                        ": raise the limit (ulimit -l), lower queue_depth or thread_count, or use "
+                        "backend=\"libaio\"");
     }
     if (result < 0) throw SystemFailure("io_uring_setup", "io_uring", -result);
   }
@@ -138,7 +159,9 @@ class UringBackend final : public Backend {
   UringBackend(const UringBackend&) = delete;
   UringBackend& operator=(const UringBackend&) = delete;
 
-  [[nodiscard]] std::uint32_t depth() const noexcept override { return static_cast<std::uint32_t>(places_.size()); }
+  [[nodiscard]] std::uint32_t depth() const noexcept override {
+    return static_cast<std::uint32_t>(places_.size());
+  }
 
   std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) override {
     enable();
@@ -146,7 +169,8 @@ class UringBackend final : public Backend {
       error = broken_;
       return 0;
     }
-    for (std::size_t i = 0; i < count; ++i) prepare(*transfers[i]);  // the ring has an entry for each
+    // the ring has an entry for each slot
+    for (std::size_t i = 0; i < count; ++i) prepare(*transfers[i]);
     note(::io_uring_submit(&ring_));
     return count;
   }
@@ -187,12 +211,15 @@ class UringBackend final : public Backend {
     return ::io_uring_queue_init_params(entries, &ring_, &parameters);
   }
 
-  /// On the first call from the worker: a ring with a single issuer belongs to the thread that enables it.
+  /// Called by the worker: a single-issuer ring belongs to the thread that enables it.
   void enable() {
     if (enabled_) return;
     enabled_ = true;
-    // Not io_uring_enable_rings(): the shared library of liburing 2.3 (Debian 12) does not export it.
-    if (::syscall(SYS_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0) broken_ = errno;
+    // Not io_uring_enable_rings(): the shared library of liburing 2.3 (Debian 12) does not export
+    // it.
+    if (::syscall(SYS_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) !=
+        0)
+      broken_ = errno;
     files_.enable(&ring_);
   }
 
@@ -203,11 +230,13 @@ class UringBackend final : public Backend {
     const auto nbytes = static_cast<unsigned>(transfer.nbytes);
     const int region = memory_.find(transfer.data, transfer.nbytes);
     if (transfer.operation == Operation::read) {
-      region >= 0 ? ::io_uring_prep_read_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
-                  : ::io_uring_prep_read(entry, file, transfer.data, nbytes, transfer.offset);
+      region >= 0
+          ? ::io_uring_prep_read_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
+          : ::io_uring_prep_read(entry, file, transfer.data, nbytes, transfer.offset);
     } else {
-      region >= 0 ? ::io_uring_prep_write_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
-                  : ::io_uring_prep_write(entry, file, transfer.data, nbytes, transfer.offset);
+      region >= 0
+          ? ::io_uring_prep_write_fixed(entry, file, transfer.data, nbytes, transfer.offset, region)
+          : ::io_uring_prep_write(entry, file, transfer.data, nbytes, transfer.offset);
     }
     if (place >= 0) ::io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
     ::io_uring_sqe_set_data64(entry, transfer.slot);
@@ -222,13 +251,14 @@ class UringBackend final : public Backend {
     armed_ = true;
   }
 
-  /// Takes note of what entering the kernel gave. Shortage passes; any other error means that this ring takes nothing any more.
+  /// Records the result of io_uring_enter. Shortages pass; after any other error this ring is
+  /// broken.
   void note(int result) {
     if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) broken_ = -result;
   }
 
-  /// Fails the transfers that the kernel has not taken, which it will never see now. Where there were none, *wait* is for those that it has, or
-  /// else for new ones, which will fail too. Returns 0 or an errno.
+  /// Fails the transfers that the kernel has not accepted and never will. Where there are none,
+  /// *wait* waits for those in flight, or else for new ones, which fail too. Returns 0 or an errno.
   int give_up(std::vector<Completion>& completions, bool wait) {
     const std::size_t known = completions.size();
     const unsigned mask = *ring_.sq.kring_mask;
@@ -257,16 +287,18 @@ class UringBackend final : public Backend {
   io_uring ring_{};
   FileTable files_;
   MemoryTable memory_;
-  std::vector<int> places_;  // by slot: where its file is registered
+  std::vector<int> places_;  // by slot: the index of its registered file
   std::size_t in_flight_ = 0;
   bool enabled_ = false;
   bool armed_ = false;
-  int broken_ = 0;  // the errno after which nothing is submitted any more
+  int broken_ = 0;  // the errno that broke the ring, or 0
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake) { return std::make_unique<UringBackend>(queue_depth, wake); }
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake) {
+  return std::make_unique<UringBackend>(queue_depth, wake);
+}
 
 }  // namespace nvme_offload
 

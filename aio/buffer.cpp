@@ -11,16 +11,18 @@ namespace py = pybind11;
 namespace nvme_offload {
 namespace {
 
-/// What *method* of torch's *object* returns. Looked up and called in C: nothing of Python's runs, and no object is made that its collector would count.
+/// Calls *method* of a torch object through the C API: no Python code runs, and no object is made
+/// that the garbage collector counts.
 template <typename... Arguments>
 py::object call(const py::object& object, PyObject* method, const Arguments&... arguments) {
   PyObject* const given[] = {object.ptr(), arguments.ptr()...};
-  PyObject* const result = PyObject_VectorcallMethod(method, given, sizeof...(arguments) + 1, nullptr);
+  PyObject* const result =
+      PyObject_VectorcallMethod(method, given, sizeof...(arguments) + 1, nullptr);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-/// Names of torch's, made once: no lookup makes a new one.
+/// Interned once: lookups allocate nothing.
 struct Names {
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* nbytes = PyUnicode_InternFromString("nbytes");
@@ -35,26 +37,33 @@ const Names& names() {
   return made;
 }
 
-std::uintptr_t address_of(const py::object& storage) { return PyLong_AsSize_t(call(storage, names().data_ptr).ptr()); }
+std::uintptr_t address_of(const py::object& storage) {
+  return PyLong_AsSize_t(call(storage, names().data_ptr).ptr());
+}
 
-std::size_t nbytes_of(const py::object& storage) { return PyLong_AsSize_t(call(storage, names().nbytes).ptr()); }
+std::size_t nbytes_of(const py::object& storage) {
+  return PyLong_AsSize_t(call(storage, names().nbytes).ptr());
+}
 
-/// By the address of torch's own object, since Python may have several for it. Never destroyed: the interpreter may go before the last of them.
+/// By the address of torch's C++ object, which may have several Python wrappers. Never destroyed:
+/// the interpreter may end before the last of them.
 std::unordered_map<std::uintptr_t, std::weak_ptr<HeldStorage>>& held_storages() {
   static auto* const all = new std::unordered_map<std::uintptr_t, std::weak_ptr<HeldStorage>>;
   return *all;
 }
 
 std::uintptr_t key_of(const py::object& storage) {
-  const auto key = py::reinterpret_steal<py::object>(PyObject_GetAttr(storage.ptr(), names().cdata));
+  const auto key =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(storage.ptr(), names().cdata));
   if (!key) throw py::error_already_set();
   return PyLong_AsSize_t(key.ptr());
 }
 
 bool is_storage(const py::object& owner) {
   static PyObject* type = nullptr;
-  if (type == nullptr) {  // where there is one, torch was imported
-    const auto torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
+  if (type == nullptr) {  // a storage implies that torch was imported
+    const auto torch =
+        py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
     if (!torch || !py::hasattr(torch, "UntypedStorage")) return false;
     type = py::object(torch.attr("UntypedStorage")).release().ptr();
   }
@@ -63,23 +72,32 @@ bool is_storage(const py::object& owner) {
 
 [[noreturn]] void refuse(bool writable) {
   py::error_already_set error;
-  if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError)) throw error;
-  throw Misuse(std::string("a buffer must be a tensor on the CPU or have the buffer protocol, contiguous") + (writable ? " and writable: " : ": ") +
-               py::cast<std::string>(py::str(error.value())));
+  if (!error.matches(PyExc_BufferError) && !error.matches(PyExc_TypeError) &&
+      !error.matches(PyExc_ValueError))
+    throw error;
+  throw Misuse(
+      std::string("a buffer must be a tensor on the CPU or have the buffer protocol, contiguous") +
+      (writable ? " and writable: " : ": ") + py::cast<std::string>(py::str(error.value())));
 }
 
-/// A storage of the same memory that does not own it, to be exchanged with *storage*; none where torch cannot exchange, and of shared memory, which
-/// torch neither resizes nor moves, and which it would not know again.
-py::object loan_of(const py::object& storage) {
+/// A non-owning storage of the same memory, to be swapped with *storage*. None with a torch that
+/// cannot swap. None for shared memory: torch neither resizes nor moves it, and would not recognise
+/// it afterwards.
+py::object alias_of(const py::object& storage) {
   if (!py::hasattr(storage, "_swap_data_ptr_")) return {};
-  if (call(storage, names().resizable).ptr() == Py_False && call(storage, names().is_shared).ptr() == Py_True) return {};
-  static const py::object& construct = *new py::object(py::module_::import("torch._C").attr("_construct_storage_from_data_pointer"));
-  return construct(call(storage, names().data_ptr), storage.attr("device"), call(storage, names().nbytes));
+  if (call(storage, names().resizable).ptr() == Py_False &&
+      call(storage, names().is_shared).ptr() == Py_True)
+    return {};
+  static const py::object& construct =
+      *new py::object(py::module_::import("torch._C").attr("_construct_storage_from_data_pointer"));
+  return construct(call(storage, names().data_ptr), storage.attr("device"),
+                   call(storage, names().nbytes));
 }
 
 std::shared_ptr<HeldStorage> held_before(std::uintptr_t key) {
   const auto found = held_storages().find(key);
-  std::shared_ptr<HeldStorage> held = found == held_storages().end() ? nullptr : found->second.lock();
+  std::shared_ptr<HeldStorage> held =
+      found == held_storages().end() ? nullptr : found->second.lock();
   return held != nullptr && held->intact() ? held : nullptr;
 }
 
@@ -88,35 +106,43 @@ std::shared_ptr<HeldStorage> held_before(std::uintptr_t key) {
 std::shared_ptr<HeldStorage> HeldStorage::of(const py::object& storage) {
   const std::uintptr_t key = key_of(storage);
   if (std::shared_ptr<HeldStorage> held = held_before(key)) return held;
-  py::object loan = loan_of(storage);  // may run the garbage collector, and with it anything
+  py::object alias = alias_of(storage);  // may run the garbage collector, and so any code
   if (std::shared_ptr<HeldStorage> held = held_before(key)) return held;
-  auto held = std::make_shared<HeldStorage>(storage, std::move(loan));
+  auto held = std::make_shared<HeldStorage>(storage, std::move(alias));
   held_storages()[key] = held;
   return held;
 }
 
-HeldStorage::HeldStorage(py::object storage, py::object loan)
-    : storage_(std::move(storage)), keeper_(std::move(loan)), address_(address_of(storage_)), nbytes_(nbytes_of(storage_)) {
-  if (kept()) (void)call(storage_, names().swap, keeper_);
+HeldStorage::HeldStorage(py::object storage, py::object alias)
+    : storage_(std::move(storage)),
+      memory_owner_(std::move(alias)),
+      address_(address_of(storage_)),
+      nbytes_(nbytes_of(storage_)) {
+  if (kept()) (void)call(storage_, names().swap, memory_owner_);
 }
 
 HeldStorage::~HeldStorage() {
   try {
-    if (kept() && intact()) (void)call(storage_, names().swap, keeper_);
+    if (kept() && intact()) (void)call(storage_, names().swap, memory_owner_);
     const auto place = held_storages().find(key_of(storage_));
     if (place != held_storages().end() && place->second.expired()) held_storages().erase(place);
   } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("giving a tensor's memory back");
+    error.discard_as_unraisable("returning a tensor's memory");
   }
 }
 
-bool HeldStorage::intact() const { return address_of(storage_) == address_ && nbytes_of(storage_) >= nbytes_; }
+bool HeldStorage::intact() const {
+  return address_of(storage_) == address_ && nbytes_of(storage_) >= nbytes_;
+}
 
 Buffer::Buffer(const py::object& exporter, bool writable) {
-  if (PyObject_GetBuffer(exporter.ptr(), &view_, (writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) | PyBUF_FORMAT | PyBUF_ND) != 0) refuse(writable);
+  if (PyObject_GetBuffer(exporter.ptr(), &view_,
+                         (writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) | PyBUF_FORMAT | PyBUF_ND) != 0)
+    refuse(writable);
   if (holds_objects()) {
     PyBuffer_Release(&view_);
-    throw Misuse("the elements of the buffer are Python objects, whose bytes mean nothing on a drive");
+    throw Misuse(
+        "the elements of the buffer are Python objects, whose bytes mean nothing on a drive");
   }
   data = static_cast<std::byte*>(view_.buf);
   nbytes = static_cast<std::uint64_t>(view_.len);
@@ -131,9 +157,11 @@ Buffer::~Buffer() {
   if (view_.obj != nullptr) PyBuffer_Release(&view_);
 }
 
-bool Buffer::lost(bool writing) const { return held_ != nullptr && !(writing && held_->kept()) && !held_->intact(); }
+bool Buffer::buffer_changed(bool writing) const {
+  return held_ != nullptr && !(writing && held_->kept()) && !held_->intact();
+}
 
-/// An "O" in the format, but for the names of fields, which stand between colons.
+/// Whether the format has an "O" outside of field names, which are between colons.
 bool Buffer::holds_objects() const {
   bool in_name = false;
   for (const char* sign = view_.format; sign != nullptr && *sign != '\0'; ++sign) {

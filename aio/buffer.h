@@ -10,51 +10,59 @@ namespace nvme_offload {
 
 class Request;
 
-/// The memory of a tensor's storage, which torch would let go of when the storage is resized, shared or given other memory, whoever holds it.
+/// Holds the memory of a tensor's storage. torch frees that memory when the storage is resized,
+/// shared or given other memory, whoever references the storage.
 ///
-/// While this lives, the storage has the same memory on loan and this has it as its own: torch refuses to resize what is lent ("Trying to resize
-/// storage that is not resizable"), and where it moves the storage to shared memory, the memory stays here. There is one for all requests on a storage.
-/// An older torch cannot exchange what two storages have (`_swap_data_ptr_`): there all that can be done is to see that it has changed.
+/// While this object lives, it owns the memory and the storage has a non-owning alias of it
+/// (`_swap_data_ptr_`): torch refuses to resize an alias ("Trying to resize storage that is not
+/// resizable"), and when torch moves the storage to shared memory, the memory stays here. There is
+/// one such object for all requests on a storage. An older torch lacks `_swap_data_ptr_`: there a
+/// change is only detected.
 ///
-/// To be made, asked and destroyed with the GIL held.
+/// The GIL must be held to create, use and destroy it.
 class HeldStorage {
  public:
   static std::shared_ptr<HeldStorage> of(const pybind11::object& storage);
-  /// *loan* is what the storage is to have meanwhile, if anything.
-  HeldStorage(pybind11::object storage, pybind11::object loan);
+  /// *alias* is what the storage gets meanwhile; may be none.
+  HeldStorage(pybind11::object storage, pybind11::object alias);
   ~HeldStorage();
   HeldStorage(const HeldStorage&) = delete;
   HeldStorage& operator=(const HeldStorage&) = delete;
 
-  /// Whether the storage still has this memory, or more at the same place. Runs no code of Python's, so no other thread comes between.
+  /// Whether the storage still has this memory, or more at the same address. Runs no Python code,
+  /// so no other thread intervenes.
   [[nodiscard]] bool intact() const;
-  /// Whether the memory is there whatever becomes of the storage.
-  [[nodiscard]] bool kept() const { return static_cast<bool>(keeper_); }
+  /// Whether the memory is valid whatever happens to the storage.
+  [[nodiscard]] bool kept() const { return static_cast<bool>(memory_owner_); }
 
  private:
   const pybind11::object storage_;
-  const pybind11::object keeper_;  // a storage that nobody else knows, and that owns the memory; none where torch has no way to
+  // a private storage that owns the memory; none with an older torch
+  const pybind11::object memory_owner_;
   const std::uintptr_t address_;
   const std::size_t nbytes_;
 };
 
-/// Memory lent by Python, and what keeps it alive: the exporter of a buffer, locked while the buffer is, a tensor's storage, or any object.
+/// Memory of a Python object, and what keeps it alive: the exporter of a buffer (locked meanwhile),
+/// the storage of a tensor, or any object.
 class Buffer {
  public:
-  /// *writable* where the exporter's memory is to be changed. Throws Misuse for what has no such memory, and what else the exporter raises.
+  /// *writable*: the memory will be changed. Throws Misuse for an object without such memory, and
+  /// what the exporter raises.
   Buffer(const pybind11::object& exporter, bool writable);
-  /// Of the memory at *address*, which is there as long as *owner*, or its memory where it is a storage of torch's.
+  /// Memory at *address*, valid while *owner* lives; for a storage of torch, while its memory is
+  /// held.
   Buffer(std::uintptr_t address, std::uint64_t nbytes_, pybind11::object owner);
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
-  /// Whether bytes that were moved went elsewhere than the caller's tensor has its own now, or came from elsewhere. As `HeldStorage::intact`.
-  [[nodiscard]] bool lost(bool writing) const;
+  /// Whether the caller's tensor has other memory than the bytes moved. As `HeldStorage::intact`.
+  [[nodiscard]] bool buffer_changed(bool writing) const;
 
   std::byte* data = nullptr;
   std::uint64_t nbytes = 0;
-  std::shared_ptr<Request> request;  // that moves it
+  std::shared_ptr<Request> request;  // the request on it
 
  private:
   [[nodiscard]] bool holds_objects() const;

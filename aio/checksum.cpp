@@ -13,7 +13,8 @@ namespace nvme_offload {
 
 bool has_checksum() noexcept { return true; }
 
-std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::uint64_t begin, std::uint64_t offset) noexcept {
+std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::uint64_t begin,
+                             std::uint64_t offset) noexcept {
   constexpr std::uint64_t kPiece = 4096;
   std::uint64_t sum = 0;
   for (std::uint64_t done = 0; done < nbytes;) {
@@ -29,7 +30,10 @@ std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::u
 
 bool has_checksum() noexcept { return false; }
 
-std::uint64_t checksum_block(const std::byte*, std::uint64_t, std::uint64_t, std::uint64_t) noexcept { return 0; }
+std::uint64_t checksum_block(const std::byte*, std::uint64_t, std::uint64_t,
+                             std::uint64_t) noexcept {
+  return 0;
+}
 
 #endif
 

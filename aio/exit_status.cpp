@@ -6,7 +6,8 @@
 namespace nvme_offload {
 namespace {
 
-/// Linux goes on with what is left to be done at the end, and with the new status: exit(3). A process that is ended by _exit or a signal does not come here.
+/// exit() within an exit handler continues with the remaining handlers and the new status: exit(3).
+/// _exit and signals do not come here.
 void fail(int status, void* /*unused*/) {
   if (status == EXIT_SUCCESS) std::exit(EXIT_FAILURE);
 }

@@ -2,7 +2,8 @@
 
 namespace nvme_offload {
 
-/// Lets this process end with status 1 where it would end with 0. All else that is to be done at its end is done as ever. Throws std::bad_alloc.
+/// Makes this process exit with status 1 where it would exit with 0. Other exit handlers run as
+/// usual. Throws std::bad_alloc.
 void fail_at_exit();
 
 }  // namespace nvme_offload

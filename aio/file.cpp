@@ -15,7 +15,7 @@
 
 #include "failure.h"
 
-// Linux 6.1's answer to "what does O_DIRECT need here?", for the headers of older systems (statx(2)).
+// O_DIRECT alignment from statx(2), since Linux 6.1; for older headers.
 #ifndef STATX_DIOALIGN
 #define STATX_DIOALIGN 0x00002000U
 #endif
@@ -23,11 +23,13 @@
 namespace nvme_offload {
 namespace {
 
-constexpr std::uint64_t kFallbackAlignment = 4096;  // where the kernel does not say: at least the largest logical block of any drive
+// if the kernel does not tell: no drive has larger logical blocks
+constexpr std::uint64_t kFallbackAlignment = 4096;
 
-constexpr std::uint64_t kUnlimited = UINT64_MAX;  // the known size of a block device: it neither grows nor is allocated
+// the known size of a block device, which is neither extended nor preallocated
+constexpr std::uint64_t kUnlimited = UINT64_MAX;
 
-/// struct statx as the kernel lays it out, since libc's may end before the fields for direct I/O.
+/// struct statx as the kernel defines it: libc's may lack the fields for direct I/O.
 struct KernelStatx {
   std::uint32_t mask;
   std::uint32_t unused[37];
@@ -55,9 +57,11 @@ auto restarted(Call call) {
   return result;
 }
 
-/// A descriptor on *path*, created where it is missing and may be; *created* tells. O_NONBLOCK keeps a FIFO from hanging the open.
+/// Opens *path*, creating it where missing if it is to be written; *created* tells. O_NONBLOCK
+/// keeps a FIFO from blocking the open.
 int open_or_create(const std::string& path, Access access, bool& created) {
-  const int flags = open_flags(access) | O_CLOEXEC | O_NONBLOCK | (access == Access::read ? 0 : O_NOFOLLOW);
+  const int flags =
+      open_flags(access) | O_CLOEXEC | O_NONBLOCK | (access == Access::read ? 0 : O_NOFOLLOW);
   created = false;
   for (;;) {
     int descriptor = restarted([&] { return ::open(path.c_str(), flags); });
@@ -66,7 +70,7 @@ int open_or_create(const std::string& path, Access access, bool& created) {
     created = descriptor >= 0;
     if (descriptor >= 0 || errno != EEXIST) return descriptor;
     struct stat found{};
-    if (::lstat(path.c_str(), &found) == 0 && S_ISLNK(found.st_mode)) {  // a dangling link: neither there nor creatable
+    if (::lstat(path.c_str(), &found) == 0 && S_ISLNK(found.st_mode)) {  // a dangling link
       errno = ELOOP;
       return -1;
     }
@@ -75,10 +79,13 @@ int open_or_create(const std::string& path, Access access, bool& created) {
 
 /// A descriptor on *path* if that is still the file of *descriptor*, else -1.
 int reopened(const std::string& path, int descriptor, int flags) {
-  const int found = restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
+  const int found =
+      restarted([&] { return ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); });
   struct stat one{};
   struct stat other{};
-  if (found < 0 || (::fstat(found, &one) == 0 && ::fstat(descriptor, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino)) return found;
+  if (found < 0 || (::fstat(found, &one) == 0 && ::fstat(descriptor, &other) == 0 &&
+                    one.st_dev == other.st_dev && one.st_ino == other.st_ino))
+    return found;
   ::close(found);
   return -1;
 }
@@ -91,16 +98,19 @@ bool is_memory_filesystem(int descriptor) {
 
 }  // namespace
 
-std::shared_ptr<File> File::open(const std::string& path, Access access, Direct direct, std::uint64_t nbytes) {
+std::shared_ptr<File> File::open(const std::string& path, Access access, Direct direct,
+                                 std::uint64_t nbytes) {
   bool created = false;
   const int descriptor = open_or_create(path, access, created);
   if (descriptor < 0) {
-    if (errno == ELOOP) throw Misuse(path + " is a symbolic link, which is not followed for writing: name the file itself");
+    if (errno == ELOOP)
+      throw Misuse(path +
+                   " is a symbolic link, which is not followed for writing: name the file itself");
     throw SystemFailure("open", path, errno);
   }
   std::shared_ptr<File> file(new File(path, descriptor, access));
   try {
-    file->settle(direct, nbytes);
+    file->configure(direct, nbytes);
   } catch (...) {
     if (created) ::unlink(path.c_str());
     throw;
@@ -108,9 +118,12 @@ std::shared_ptr<File> File::open(const std::string& path, Access access, Direct 
   return file;
 }
 
-std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded) {
-  int descriptor = restarted([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600); });
-  if (descriptor < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {  // a filesystem without O_TMPFILE (NFS): a name for an instant
+std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct direct,
+                                           std::uint64_t nbytes, bool padded) {
+  int descriptor =
+      restarted([&] { return ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600); });
+  // no O_TMPFILE (NFS): create a named file and unlink it
+  if (descriptor < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {
     std::string name = directory + "/.nvme-offload-XXXXXX";
     descriptor = ::mkostemp(name.data(), O_CLOEXEC);
     if (descriptor >= 0) ::unlink(name.c_str());
@@ -118,31 +131,38 @@ std::shared_ptr<File> File::open_anonymous(const std::string& directory, Direct 
   if (descriptor < 0) throw SystemFailure("open", directory, errno);
   std::shared_ptr<File> file(new File(directory + "/(anonymous)", descriptor, Access::read_write));
   file->padded_ = padded;
-  file->settle(direct, nbytes);
+  file->configure(direct, nbytes);
   return file;
 }
 
-/// Settles what the descriptor is and how it may be used, and allocates.
-void File::settle(Direct direct, std::uint64_t nbytes) {
+/// Checks the file's type, sets O_DIRECT and alignment, and preallocates.
+void File::configure(Direct direct, std::uint64_t nbytes) {
   struct stat status{};
   if (::fstat(descriptor_, &status) != 0) throw SystemFailure("open", path(), errno);
   if (S_ISDIR(status.st_mode)) throw SystemFailure("open", path(), EISDIR);
-  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) throw Misuse(path() + " is neither a regular file nor a block device");
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
+    throw Misuse(path() + " is neither a regular file nor a block device");
   known_size_ = S_ISBLK(status.st_mode) ? kUnlimited : static_cast<std::uint64_t>(status.st_size);
-  const int flags = ::fcntl(descriptor_, F_GETFL) & ~O_NONBLOCK;  // io_uring would answer EAGAIN rather than wait
+  // with O_NONBLOCK io_uring returns EAGAIN instead of waiting
+  const int flags = ::fcntl(descriptor_, F_GETFL) & ~O_NONBLOCK;
   ::fcntl(descriptor_, F_SETFL, flags);
   if (direct != Direct::off) {
     KernelStatx answer{};
-    const bool told = ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.mask & STATX_DIOALIGN) != 0;
+    const bool told =
+        ::syscall(SYS_statx, descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 &&
+        (answer.mask & STATX_DIOALIGN) != 0;
     const bool refused = told && answer.dio_offset_alignment == 0;
-    // tmpfs takes the flag and then serves from memory all the same: that is the page cache, and is called so.
-    // A block device is asked itself, though its node lies on devtmpfs.
+    // tmpfs accepts O_DIRECT and uses the page cache all the same. A block device is asked itself,
+    // though its node is on devtmpfs.
     const bool in_memory = S_ISREG(status.st_mode) && is_memory_filesystem(descriptor_);
     direct_ = !refused && !in_memory && ::fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
     if (!direct_ && direct == Direct::required) {
-      throw Unsupported("the filesystem of " + path() + " has no O_DIRECT: use another one, or direct=\"auto\" to go through the page cache");
+      throw Unsupported(
+          "the filesystem of " + path() +
+          " has no O_DIRECT: use another one, or direct=\"auto\" to go through the page cache");
     }
-    const std::uint64_t fallback = std::max(kFallbackAlignment, static_cast<std::uint64_t>(status.st_blksize));
+    const std::uint64_t fallback =
+        std::max(kFallbackAlignment, static_cast<std::uint64_t>(status.st_blksize));
     if (direct_) memory_alignment_ = told ? answer.dio_memory_alignment : fallback;
     if (direct_) offset_alignment_ = told ? answer.dio_offset_alignment : fallback;
   }
@@ -160,21 +180,27 @@ int File::buffered_descriptor() {
   const std::lock_guard lock(mutex_);
   if (buffered_descriptor_ < 0) {
     char link[32];
-    std::snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor_);  // by descriptor: the name may be gone, or another file's by now
+    // by descriptor: the path may be deleted, or another file by now
+    std::snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor_);
     buffered_descriptor_ = restarted([&] { return ::open(link, open_flags(access_) | O_CLOEXEC); });
-    if (buffered_descriptor_ < 0 && (errno == EMFILE || errno == ENFILE)) throw SystemFailure("open", path(), errno);
-    if (buffered_descriptor_ < 0) buffered_descriptor_ = reopened(path(), descriptor_, open_flags(access_));
+    if (buffered_descriptor_ < 0 && (errno == EMFILE || errno == ENFILE))
+      throw SystemFailure("open", path(), errno);
+    if (buffered_descriptor_ < 0)
+      buffered_descriptor_ = reopened(path(), descriptor_, open_flags(access_));
     if (buffered_descriptor_ < 0) {
-      throw Unsupported("the unaligned ends of a write to " + path() +
-                        " take a second descriptor, and with it /proc, which cannot be used here: mount it, or " +
-                        "give offsets and sizes that are multiples of " + std::to_string(offset_alignment_) + " bytes");
+      throw Unsupported(
+          "the unaligned ends of a write to " + path() +
+          " take a second descriptor, and with it /proc, which cannot be used here: mount it, or " +
+          "give offsets and sizes that are multiples of " + std::to_string(offset_alignment_) +
+          " bytes");
     }
   }
   return buffered_descriptor_;
 }
 
 std::uint64_t File::size() const {
-  const off_t end = ::lseek(descriptor_, 0, SEEK_END);  // transfers carry their own offsets; and unlike st_size it works on block devices
+  // transfers do not use the file position; unlike st_size this works for block devices
+  const off_t end = ::lseek(descriptor_, 0, SEEK_END);
   if (end < 0) throw SystemFailure("size", path(), errno);
   return static_cast<std::uint64_t>(end);
 }
@@ -187,21 +213,35 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   struct statfs filesystem{};
   if (::fstat(descriptor_, &status) != 0 || ::fstatfs(descriptor_, &filesystem) != 0) return errno;
   const auto size = static_cast<std::uint64_t>(status.st_size);
-  // Asked first: a failed allocation keeps what it got, out of sight behind the file's end, and fills the drive with it.
-  const auto free_blocks = static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
+  // Checked first: a failed fallocate keeps the blocks that it got beyond the end of the file, and
+  // so fills the drive.
+  const auto free_blocks =
+      static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
   struct rlimit largest{};
-  if (end > size && ::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) return EFBIG;
+  if (end > size && ::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur)
+    return EFBIG;
   const std::uint64_t beyond = end > size ? end - std::max(offset, size) : 0;
-  if (filesystem.f_blocks > 0 && beyond / static_cast<std::uint64_t>(filesystem.f_bsize) > free_blocks) return ENOSPC;
+  if (filesystem.f_blocks > 0 &&
+      beyond / static_cast<std::uint64_t>(filesystem.f_bsize) > free_blocks)
+    return ENOSPC;
 
   const auto allocate = [&](int mode, std::uint64_t start, std::uint64_t count) {
-    return restarted([&] { return ::fallocate(descriptor_, mode, static_cast<off_t>(start), static_cast<off_t>(count)); }) == 0 ? 0 : errno;
+    return restarted([&] {
+             return ::fallocate(descriptor_, mode, static_cast<off_t>(start),
+                                static_cast<off_t>(count));
+           }) == 0
+               ? 0
+               : errno;
   };
-  // In two steps, so that a failure does not leave a longer file.
+  // In two steps: a failure does not leave a longer file.
   int error = allocate(FALLOC_FL_KEEP_SIZE, offset, nbytes);
   if (error == 0) error = allocate(0, end - 1, 1);
   if (error == EOPNOTSUPP || error == ENOSYS) {
-    error = size < end && restarted([&] { return ::ftruncate(descriptor_, static_cast<off_t>(end)); }) != 0 ? errno : 0;
+    error = size < end && restarted([&] {
+                            return ::ftruncate(descriptor_, static_cast<off_t>(end));
+                          }) != 0
+                ? errno
+                : 0;
   }
   if (error == 0 && extends(end)) known_size_ = end;
   return error;
@@ -210,17 +250,22 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
 int File::write_through(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   const int descriptor = direct_ ? buffered_descriptor_ : descriptor_;
   const auto synced = [&](unsigned flags) {
-    return restarted([&] { return ::sync_file_range(descriptor, static_cast<off64_t>(offset), static_cast<off64_t>(nbytes), flags); });
+    return restarted([&] {
+      return ::sync_file_range(descriptor, static_cast<off64_t>(offset),
+                               static_cast<off64_t>(nbytes), flags);
+    });
   };
-  synced(SYNC_FILE_RANGE_WRITE);  // begun beside those of others, whose turn to wait may be first
+  synced(SYNC_FILE_RANGE_WRITE);  // start before taking the lock, while others wait
   const std::lock_guard lock(write_back_mutex_);
-  constexpr unsigned kAll = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  constexpr unsigned kAll =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
   if (write_back_error_ == 0 && synced(kAll) != 0) write_back_error_ = errno;
   return write_back_error_;
 }
 
 void File::sync() {
-  if (restarted([&] { return ::fdatasync(descriptor_); }) != 0) throw SystemFailure("sync", path(), errno);
+  if (restarted([&] { return ::fdatasync(descriptor_); }) != 0)
+    throw SystemFailure("sync", path(), errno);
 }
 
 }  // namespace nvme_offload

@@ -4,10 +4,11 @@
 
 namespace nvme_offload {
 
-/// Counts forks from now on; to be called before anything asks. Throws std::bad_alloc.
+/// Starts counting forks; to be called before process_generation(). Throws std::bad_alloc.
 void watch_forks();
 
-/// Differs between a process and its forked children, which have its memory but none of its threads. Unlike getpid() it is no system call.
+/// Differs between a process and its forked children, which have its memory but not its threads.
+/// Unlike getpid() not a system call.
 std::uint32_t process_generation() noexcept;
 
 }  // namespace nvme_offload

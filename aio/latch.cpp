@@ -9,7 +9,8 @@
 
 namespace nvme_offload {
 
-static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t) &&
+              std::atomic<std::uint32_t>::is_always_lock_free);
 
 void Latch::raise() noexcept {
   if (state_.exchange(kRaised, std::memory_order_acq_rel) != kAwaited) return;
@@ -18,10 +19,13 @@ void Latch::raise() noexcept {
 
 bool Latch::wait_for(std::chrono::nanoseconds limit) noexcept {
   std::uint32_t seen = kLowered;
-  if (!state_.compare_exchange_strong(seen, kAwaited, std::memory_order_acquire) && seen == kRaised) return true;
+  if (!state_.compare_exchange_strong(seen, kAwaited, std::memory_order_acquire) && seen == kRaised)
+    return true;
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
-  const timespec left{static_cast<std::time_t>(seconds.count()), static_cast<long>((limit - seconds).count())};
-  // Comes back at once where the flag was raised meanwhile; early for a signal, which whoever waits wants to know of.
+  const timespec left{static_cast<std::time_t>(seconds.count()),
+                      static_cast<long>((limit - seconds).count())};
+  // Returns at once if the flag was raised meanwhile, and early on a signal, which the waiter wants
+  // to see.
   ::syscall(SYS_futex, &state_, FUTEX_WAIT_PRIVATE, kAwaited, &left, nullptr, 0);
   return raised();
 }

@@ -7,17 +7,20 @@
 
 namespace nvme_offload {
 
-/// Anonymous memory at page granularity, on huge pages where the kernel grants them, zeroed; unmapped on destruction.
+/// Page-aligned anonymous memory, zeroed, on huge pages where the kernel grants them; unmapped on
+/// destruction.
 ///
-/// Contiguous physical pages are what a drive wants: a block on scattered 4 KiB pages needs one entry of the scatter list for each.
+/// Drives prefer contiguous physical pages: a block on scattered 4 KiB pages needs a scatter-gather
+/// entry for each.
 class Memory {
  public:
   enum class InChild { copied, absent };
 
   Memory() = default;
-  /// *in_child*: whether a forked child gets a copy of the memory, or no mapping at all (for what only this process' kernel queues use).
+  /// *in_child*: whether a forked child gets a copy of the memory, or no mapping (for memory that
+  /// only this process's kernel queues use).
+  /// *reserve*, where more than *nbytes*: address space that `grow` can back with memory.
   /// Throws std::bad_alloc.
-  /// *reserve*, where it is more than *nbytes*: addresses that `grow` can put memory behind. They take none until then.
   explicit Memory(std::size_t nbytes, InChild in_child = InChild::copied, std::size_t reserve = 0);
   ~Memory();
   Memory(Memory&& other) noexcept
@@ -38,17 +41,20 @@ class Memory {
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t nbytes() const noexcept { return nbytes_; }
 
-  /// Makes it *nbytes* in all, where it is. Throws std::bad_alloc when that is less than it has or more than was reserved, or there is no memory.
+  /// Grows it in place to *nbytes* in all. Throws std::bad_alloc when that is less than now, more
+  /// than reserved, or there is no memory.
   void grow(std::size_t nbytes);
 
-  /// Keeps the memory resident, from its start on, as far as RLIMIT_MEMLOCK allows. Returns the bytes locked.
+  /// Locks the memory, from its start on, as far as RLIMIT_MEMLOCK allows. Returns the bytes
+  /// locked.
   std::size_t lock() noexcept;
 
  private:
   std::byte* data_ = nullptr;
   std::size_t nbytes_ = 0;
-  std::size_t mapped_ = 0;           // addresses from data_ on
-  pid_t absent_elsewhere_than_ = 0;  // the only process that has the mapping; 0 where forked children have it too
+  std::size_t mapped_ = 0;  // mapped bytes from data_ on
+  // the only process with the mapping; 0 where forked children have it too
+  pid_t absent_elsewhere_than_ = 0;
 };
 
 }  // namespace nvme_offload

@@ -26,13 +26,14 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// How often a wait looks for signals: Ctrl-C ends it within this time.
+// How often a wait checks for signals: Ctrl-C ends it within this time.
 constexpr std::chrono::milliseconds kSignalInterval{50};
 
-/// What *work* returns, done while other Python threads run.
+/// Runs *work* without the GIL; returns its result.
 ///
-/// A daemon thread that wants the GIL back when the interpreter ends is ended there, by unwinding (until Python 3.14). That must pass neither
-/// through a destructor, so py::gil_scoped_release will not do, nor with libc++ through pybind11's catch (...): the thread stays here, as from 3.14 on.
+/// Until Python 3.14, a daemon thread that takes the GIL when the interpreter is ending is
+/// terminated by unwinding. That must not pass through a destructor (so no py::gil_scoped_release),
+/// nor, with libc++, through pybind11's catch (...). So such a thread stays here, as from 3.14 on.
 template <typename Work>
 auto without_gil(Work work) -> decltype(work()) {
   PyThreadState* const thread = PyEval_SaveThread();
@@ -52,7 +53,9 @@ auto without_gil(Work work) -> decltype(work()) {
   return *std::move(result);
 }
 
-py::object error_class(const char* name) { return py::module_::import("nvme_offload.errors").attr(name); }
+py::object error_class(const char* name) {
+  return py::module_::import("nvme_offload.errors").attr(name);
+}
 
 [[noreturn]] void raise(const py::object& exception) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
@@ -60,14 +63,17 @@ py::object error_class(const char* name) { return py::module_::import("nvme_offl
 }
 
 py::str decoded(const std::string& path) {
-  return py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
 }
 
-/// Of a full drive or quota the class makes a NoSpaceError by itself.
-py::object system_error(int error, const char* operation, const std::string& path, std::uint64_t offset, std::uint64_t nbytes, std::uint64_t done) {
+/// For a full drive or quota the class returns a NoSpaceError.
+py::object system_error(int error, const char* operation, const std::string& path,
+                        std::uint64_t offset, std::uint64_t nbytes, std::uint64_t done) {
   using py::literals::operator""_a;
-  return error_class("IOFailure")(error, std::generic_category().message(error), "operation"_a = operation, "path"_a = decoded(path), "offset"_a = offset,
-                                  "nbytes"_a = nbytes, "done"_a = done);
+  return error_class("IOFailure")(error, std::generic_category().message(error),
+                                  "operation"_a = operation, "path"_a = decoded(path),
+                                  "offset"_a = offset, "nbytes"_a = nbytes, "done"_a = done);
 }
 
 const char* name_of(Operation operation) { return operation == Operation::read ? "read" : "write"; }
@@ -77,39 +83,48 @@ const char* name_of(Operation operation) { return operation == Operation::read ?
   const std::string& path = *request.path;
   const Failure::Kind kind = request.failure->kind;
   if (kind == Failure::Kind::system) {
-    raise(system_error(request.failure->error, name_of(request.operation), path, request.offset, request.nbytes, request.done));
+    raise(system_error(request.failure->error, name_of(request.operation), path, request.offset,
+                       request.nbytes, request.done));
   }
-  const py::dict where("operation"_a = name_of(request.operation), "path"_a = decoded(path), "offset"_a = request.offset, "nbytes"_a = request.nbytes,
+  const py::dict where("operation"_a = name_of(request.operation), "path"_a = decoded(path),
+                       "offset"_a = request.offset, "nbytes"_a = request.nbytes,
                        "done"_a = request.done);
-  if (request.failure->follows()) {
+  if (request.failure->is_consequence()) {
     const bool cancelled = kind == Failure::Kind::cancelled;
-    raise(error_class("CancelledError")(cancelled ? "it was cancelled before it started" : "a transfer that it was to follow failed", **where));
+    raise(error_class("CancelledError")(
+        cancelled ? "it was cancelled before it started" : "a transfer that it waited for failed",
+        **where));
   }
-  if (kind == Failure::Kind::lost) {
+  if (kind == Failure::Kind::buffer_changed) {
     const bool read = request.operation == Operation::read;
-    raise(error_class("BufferChangedError")(std::string("the tensor's storage was resized, freed or shared meanwhile: ") +
-                                                (read ? "what was read is not in it" : "what was written may be other bytes"),
-                                            **where));
+    raise(error_class("BufferChangedError")(
+        std::string("the tensor's storage was resized, freed or shared meanwhile: ") +
+            (read ? "what was read is not in it" : "what was written may be other bytes"),
+        **where));
   }
   const bool truncated = kind == Failure::Kind::truncated;
-  raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(truncated ? "the file ends before that" : "the checksum is not that of what was written",
-                                                                      **where));
+  raise(error_class(truncated ? "TruncatedError" : "CorruptionError")(
+      truncated ? "the file ends before that" : "the checksum is not that of what was written",
+      **where));
 }
 
 class PyRequest;
 
-/// The engine as Python holds it: who may call it, and when what Python lent it is given back.
+/// The engine for Python: checks the process, and returns buffers to Python.
 class PyEngine : public std::enable_shared_from_this<PyEngine> {
  public:
-  PyEngine(std::string backend, std::uint64_t block_size, std::uint32_t queue_depth, std::uint32_t thread_count, bool single_submit, bool overlap_events,
+  PyEngine(std::string backend, std::uint64_t block_size, std::uint32_t queue_depth,
+           std::uint32_t thread_count, bool single_submit, bool overlap_events,
            std::vector<Fault> faults)
-      : engine_(
-            std::make_shared<Engine>(Settings{std::move(backend), block_size, queue_depth, thread_count, single_submit, overlap_events, std::move(faults)})) {}
+      : engine_(std::make_shared<Engine>(Settings{std::move(backend), block_size, queue_depth,
+                                                  thread_count, single_submit, overlap_events,
+                                                  std::move(faults)})) {}
 
   ~PyEngine() {
     if (engine_ == nullptr) return;
     if (process_ != process_generation()) {
-      // A forked child has a copy of the memory but none of the threads: nothing can be waited for, and a lock may be held for ever.
+      // A forked child has none of the threads, and a copied lock may be held for ever: leak the
+      // engine.
       new std::shared_ptr<Engine>(std::move(engine_));
       new std::vector<std::unique_ptr<Buffer>>(std::move(registered_));
       return;
@@ -125,18 +140,23 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   PyEngine& operator=(const PyEngine&) = delete;
 
   /// Reads into the memory of *exporter*, or writes it.
-  std::unique_ptr<PyRequest> submit(bool write, const py::object& exporter, const std::shared_ptr<File>& file, std::uint64_t offset, const py::handle& checksum,
+  std::unique_ptr<PyRequest> submit(bool write, const py::object& exporter,
+                                    const std::shared_ptr<File>& file, std::uint64_t offset,
+                                    const py::handle& checksum,
                                     const std::vector<PyRequest*>& after) {
     return submit(write, std::make_unique<Buffer>(exporter, !write), file, offset, checksum, after);
   }
 
-  /// Likewise the memory at *address*, which is there as long as *owner* is.
-  std::unique_ptr<PyRequest> submit_at(bool write, std::uintptr_t address, std::uint64_t nbytes, py::object owner, const std::shared_ptr<File>& file,
-                                       std::uint64_t offset, const py::handle& checksum, const std::vector<PyRequest*>& after) {
-    return submit(write, std::make_unique<Buffer>(address, nbytes, std::move(owner)), file, offset, checksum, after);
+  /// As submit(), for the memory at *address*, which is valid while *owner* lives.
+  std::unique_ptr<PyRequest> submit_at(bool write, std::uintptr_t address, std::uint64_t nbytes,
+                                       py::object owner, const std::shared_ptr<File>& file,
+                                       std::uint64_t offset, const py::handle& checksum,
+                                       const std::vector<PyRequest*>& after) {
+    return submit(write, std::make_unique<Buffer>(address, nbytes, std::move(owner)), file, offset,
+                  checksum, after);
   }
 
-  /// Ends all of *requests*, which are this engine's, or none.
+  /// Cancels all of *requests*, which are this engine's, or none.
   bool cancel(const std::vector<std::shared_ptr<Request>>& requests) {
     if (engine_ == nullptr) return false;
     const std::shared_ptr<Engine> engine = engine_;
@@ -145,15 +165,18 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     return cancelled;
   }
 
-  /// Lets the kernel queues pin memory once; it is held until the engine is closed.
-  void register_memory(const py::object& exporter) { register_memory(std::make_unique<Buffer>(exporter, true)); }
+  /// Registers memory with the kernel queues; it is held until the engine is closed.
+  void register_memory(const py::object& exporter) {
+    register_memory(std::make_unique<Buffer>(exporter, true));
+  }
   void register_memory_at(std::uintptr_t address, std::uint64_t nbytes, py::object owner) {
     register_memory(std::make_unique<Buffer>(address, nbytes, std::move(owner)));
   }
-  /// Throws Misuse where the engine cannot be used.
+  /// Throws Misuse where the engine is closed or belongs to another process.
   void require_live() const { (void)live(); }
 
-  /// Waits for every request and ends the threads; raises the first failure that nobody learned of. Does nothing in a forked child.
+  /// Waits for every request and ends the threads; raises the first failure that nobody observed.
+  /// Does nothing in a forked child.
   void close() {
     if (engine_ == nullptr || process_ != process_generation()) return;
     std::shared_ptr<Engine> engine = engine_;
@@ -175,35 +198,41 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     const Stats now = live()->stats();
     py::list directions;
     for (const DirectionStats& one : now.directions) {
-      directions.append(py::make_tuple(one.requests, one.bytes, one.in_flight, one.retries, one.busy_seconds));
+      directions.append(
+          py::make_tuple(one.requests, one.bytes, one.in_flight, one.retries, one.busy_seconds));
     }
     py::object oldest = py::none();
     if (now.oldest != nullptr) {
       const Request& request = *now.oldest;
       const double age = std::chrono::duration<double>(Clock::now() - request.started).count();
-      oldest = py::make_tuple(name_of(request.operation), decoded(*request.path), request.offset, request.nbytes, age);
+      oldest = py::make_tuple(name_of(request.operation), decoded(*request.path), request.offset,
+                              request.nbytes, age);
     }
     return py::make_tuple(directions[0], directions[1], now.registered_bytes, oldest);
   }
 
-  /// Lets go of the memory of finished requests.
+  /// Releases the buffers of finished requests.
   void release_owners() {
     if (engine_ != nullptr && process_ == process_generation()) release_owners(*engine_);
   }
 
  private:
-  /// What was lost is told of all requests before anything is freed: that may run code of Python's, and let another thread ask.
+  /// Marks changed buffers of all requests before it frees the first: freeing may run Python code,
+  /// and another thread may then ask.
   static void release_owners(Engine& engine) {
     const std::vector<void*> owners = engine.take_released_owners();
     for (void* owner : owners) {
       const Buffer& buffer = *static_cast<Buffer*>(owner);
-      if (buffer.lost(buffer.request->operation == Operation::write)) engine.note_lost_memory(buffer.request);
+      if (buffer.buffer_changed(buffer.request->operation == Operation::write))
+        engine.note_changed_buffer(buffer.request);
     }
     for (void* owner : owners) delete static_cast<Buffer*>(owner);
   }
 
-  std::unique_ptr<PyRequest> submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                    const py::handle& checksum, const std::vector<PyRequest*>& after);
+  std::unique_ptr<PyRequest> submit(bool write, std::unique_ptr<Buffer> buffer,
+                                    const std::shared_ptr<File>& file, std::uint64_t offset,
+                                    const py::handle& checksum,
+                                    const std::vector<PyRequest*>& after);
 
   void register_memory(std::unique_ptr<Buffer> buffer) {
     live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
@@ -211,31 +240,36 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
   }
 
   std::shared_ptr<Engine> live() const {
-    if (process_ != process_generation()) throw Misuse("the engine belongs to the process that this one was forked from: make one here");
+    if (process_ != process_generation())
+      throw Misuse(
+          "the engine belongs to the process that this one was forked from: make one here");
     if (engine_ == nullptr) throw Misuse("the engine is closed");
     return engine_;
   }
 
-  std::shared_ptr<Engine> engine_;  // every call holds its own reference: another thread may close meanwhile
+  // each call holds its own reference: another thread may close the engine
+  std::shared_ptr<Engine> engine_;
   std::vector<std::unique_ptr<Buffer>> registered_;
   const std::uint32_t process_ = process_generation();
 };
 
 class PyRequest {
  public:
-  PyRequest(std::shared_ptr<PyEngine> engine, std::shared_ptr<Request> request) : engine_(std::move(engine)), request_(std::move(request)) {}
+  PyRequest(std::shared_ptr<PyEngine> engine, std::shared_ptr<Request> request)
+      : engine_(std::move(engine)), request_(std::move(request)) {}
 
   ~PyRequest() { engine_->release_owners(); }
   PyRequest(const PyRequest&) = delete;
   PyRequest& operator=(const PyRequest&) = delete;
 
-  /// The request, for one that is to follow it on *engine*. Throws Misuse where it is another engine's.
+  /// The request, as a blocker of one on *engine*. Throws Misuse where it is another engine's.
   [[nodiscard]] const std::shared_ptr<Request>& of(const PyEngine& engine) const {
     if (engine_.get() != &engine) throw Misuse("a request can only follow those of its own engine");
     return request_;
   }
 
-  /// Ends all of *requests* before they start, or none. Throws Misuse where they are of several engines.
+  /// Cancels all of *requests* before they start, or none. Throws Misuse where they are of several
+  /// engines.
   static bool cancel(const std::vector<PyRequest*>& requests) {
     std::vector<std::shared_ptr<Request>> all;
     for (const PyRequest* request : requests) {
@@ -252,9 +286,10 @@ class PyRequest {
   }
   [[nodiscard]] std::uint64_t nbytes() const { return request_->nbytes; }
 
-  /// The checksum of the bytes moved, of a request that asked for one and is finished.
+  /// The checksum of the bytes moved, if the request asked for it and has succeeded.
   [[nodiscard]] std::optional<std::uint64_t> checksum() const {
-    if (!request_->checksum.wanted || !request_->finished() || request_->failure) return std::nullopt;
+    if (!request_->checksum.wanted || !request_->finished() || request_->failure)
+      return std::nullopt;
     return request_->sum;
   }
 
@@ -270,15 +305,18 @@ class PyRequest {
 
  private:
   void require_this_process() const {
-    if (!request_->of_this_process()) throw Misuse("the request belongs to the process that this one was forked from: wait for it there");
+    if (!request_->of_this_process())
+      throw Misuse(
+          "the request belongs to the process that this one was forked from: wait for it there");
   }
 
   void wait_until_finished(std::optional<double> timeout_seconds) {
     require_this_process();
-    constexpr double kLongestSeconds = 1e9;  // beyond it a deadline would overflow the clock
+    constexpr double kLongestSeconds = 1e9;  // a longer limit would overflow the clock
     const bool limited = timeout_seconds.has_value() && *timeout_seconds < kLongestSeconds;
     const Clock::time_point deadline =
-        limited ? Clock::now() + std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(std::max(0.0, *timeout_seconds)))
+        limited ? Clock::now() + std::chrono::duration_cast<nanoseconds>(
+                                     std::chrono::duration<double>(std::max(0.0, *timeout_seconds)))
                 : Clock::time_point::max();
     for (;;) {
       const nanoseconds left = limited ? deadline - Clock::now() : nanoseconds::max();
@@ -286,8 +324,10 @@ class PyRequest {
       if (without_gil([&] { return request_->wait_for(slice); })) return;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
       if (limited && Clock::now() >= deadline) {
-        const std::string text = std::string(name_of(request_->operation)) + " in " + *request_->path + " is not done within " +
-                                 py::cast<std::string>(py::str(py::float_(*timeout_seconds))) + " s; it goes on";
+        const std::string text = std::string(name_of(request_->operation)) + " in " +
+                                 *request_->path + " did not finish within " +
+                                 py::cast<std::string>(py::str(py::float_(*timeout_seconds))) +
+                                 " s; it continues";
         raise(error_class("WaitTimeout")(decoded(text)));
       }
     }
@@ -297,38 +337,46 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
-/// What Python asks for: False, True, the sum that the bytes read must have, or the request whose sum that is.
+/// Python's checksum argument: False, True, the expected checksum of a read, or the request whose
+/// checksum it must have.
 Checksum asked_checksum(const py::handle& asked, const PyEngine& engine) {
   if (asked.ptr() == Py_False) return {};
   if (asked.ptr() == Py_True) return {true, std::nullopt};
   if (py::isinstance<PyRequest>(asked)) {
     const std::shared_ptr<Request>& like = py::cast<const PyRequest&>(asked).of(engine);
-    if (!like->checksum.wanted) throw Misuse("the request that was to give the checksum does not sum its bytes");
+    if (!like->checksum.wanted)
+      throw Misuse("the request that was to give the checksum does not sum its bytes");
     return {true, std::nullopt, like};
   }
   const py::int_ sum = py::reinterpret_steal<py::int_>(PyNumber_Index(asked.ptr()));
   const std::uint64_t expected = sum ? PyLong_AsUnsignedLongLong(sum.ptr()) : 0;
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    throw Misuse("checksum must be true, false, a ticket, or a number from 0 to 2**64 - 1, not " + py::cast<std::string>(py::repr(asked)));
+    throw Misuse("checksum must be true, false, a ticket, or a number from 0 to 2**64 - 1, not " +
+                 py::cast<std::string>(py::repr(asked)));
   }
   return {true, expected};
 }
 
-std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> buffer, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                            const py::handle& checksum, const std::vector<PyRequest*>& after) {
+std::unique_ptr<PyRequest> PyEngine::submit(bool write, std::unique_ptr<Buffer> buffer,
+                                            const std::shared_ptr<File>& file, std::uint64_t offset,
+                                            const py::handle& checksum,
+                                            const std::vector<PyRequest*>& after) {
   const std::shared_ptr<Engine> engine = live();
   release_owners(*engine);
-  if (write ? !file->writable() : !file->readable()) throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
+  if (write ? !file->writable() : !file->readable())
+    throw Misuse(file->path() + " is not open for " + (write ? "writing" : "reading"));
   const Operation operation = write ? Operation::write : Operation::read;
   std::vector<std::shared_ptr<Request>> blockers;
   for (const PyRequest* blocker : after) blockers.push_back(blocker->of(*this));
-  auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset, asked_checksum(checksum, *this), std::move(blockers), buffer.get());
-  buffer.release()->request = request;  // it may be finished already, and is not asked for before this thread lets go of the GIL
+  auto request = engine->submit(operation, file, buffer->data, buffer->nbytes, offset,
+                                asked_checksum(checksum, *this), std::move(blockers), buffer.get());
+  // it may have finished already; released only with the GIL, which this thread holds
+  buffer.release()->request = request;
   return std::make_unique<PyRequest>(shared_from_this(), std::move(request));
 }
 
-/// *file*, whose end does not keep other Python threads waiting: closing one that is large and has no name frees all of its space.
+/// *file*, closed without the GIL: closing a large unnamed file frees its space, which takes time.
 std::shared_ptr<File> closed_without_gil(std::shared_ptr<File> file) {
   File* const opened = file.get();
   return std::shared_ptr<File>(opened, [file = std::move(file)](File* /*unused*/) mutable {
@@ -349,7 +397,8 @@ void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const SystemFailure& failure) {
-    const py::object exception = system_error(failure.error, failure.operation.c_str(), failure.path, 0, 0, 0);
+    const py::object exception =
+        system_error(failure.error, failure.operation.c_str(), failure.path, 0, 0, 0);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   } catch (const Misuse& misuse) {
     PyErr_SetObject(error_class("UsageError").ptr(), decoded(misuse.what()).ptr());
@@ -370,16 +419,28 @@ PYBIND11_MODULE(_aio, module) {
 
   py::class_<Memory>(module, "Memory", py::buffer_protocol())
       .def(py::init([](std::size_t nbytes, bool in_child, std::size_t reserve) {
-             return std::make_unique<Memory>(nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent, reserve);
+             return std::make_unique<Memory>(
+                 nbytes, in_child ? Memory::InChild::copied : Memory::InChild::absent, reserve);
            }),
            "nbytes"_a, "in_child"_a = true, "reserve"_a = 0)
       .def("grow", &Memory::grow, "nbytes"_a)
       .def("lock", [](Memory& memory) { return without_gil([&] { return memory.lock(); }); })
-      .def_property_readonly("address", [](const Memory& memory) { return reinterpret_cast<std::uintptr_t>(memory.data()); })
-      .def_buffer([](Memory& memory) { return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()), static_cast<py::ssize_t>(memory.nbytes())); });
+      .def_property_readonly(
+          "address",
+          [](const Memory& memory) { return reinterpret_cast<std::uintptr_t>(memory.data()); })
+      .def_buffer([](Memory& memory) {
+        return py::buffer_info(reinterpret_cast<unsigned char*>(memory.data()),
+                               static_cast<py::ssize_t>(memory.nbytes()));
+      });
 
-  py::enum_<Access>(module, "Access").value("READ", Access::read).value("WRITE", Access::write).value("READ_WRITE", Access::read_write);
-  py::enum_<Direct>(module, "Direct").value("REQUIRED", Direct::required).value("AUTOMATIC", Direct::automatic).value("OFF", Direct::off);
+  py::enum_<Access>(module, "Access")
+      .value("READ", Access::read)
+      .value("WRITE", Access::write)
+      .value("READ_WRITE", Access::read_write);
+  py::enum_<Direct>(module, "Direct")
+      .value("REQUIRED", Direct::required)
+      .value("AUTOMATIC", Direct::automatic)
+      .value("OFF", Direct::off);
 
   py::enum_<Fault::Kind>(module, "FaultKind")
       .value("FAIL", Fault::Kind::fail)
@@ -387,23 +448,29 @@ PYBIND11_MODULE(_aio, module) {
       .value("REFUSE", Fault::Kind::refuse)
       .value("DELAY", Fault::Kind::delay);
   py::class_<Fault>(module, "Fault")
-      .def(py::init([](std::uint64_t transfer, std::uint64_t count, Fault::Kind kind, std::uint64_t value) { return Fault{transfer, count, kind, value}; }),
+      .def(py::init([](std::uint64_t transfer, std::uint64_t count, Fault::Kind kind,
+                       std::uint64_t value) { return Fault{transfer, count, kind, value}; }),
            "transfer"_a, "count"_a, "kind"_a, "value"_a);
 
-  // Bytes of the memory that *exporter* would lend to a request.
-  module.def("buffer_nbytes", [](const py::object& exporter, bool writable) { return Buffer(exporter, writable).nbytes; }, "exporter"_a, "writable"_a);
+  // Bytes of the buffer of *exporter*.
+  module.def(
+      "buffer_nbytes",
+      [](const py::object& exporter, bool writable) { return Buffer(exporter, writable).nbytes; },
+      "exporter"_a, "writable"_a);
 
   py::class_<File, std::shared_ptr<File>>(module, "File")
       .def_static(
           "open",
           [](const std::string& path, Access access, Direct direct, std::uint64_t nbytes) {
-            return closed_without_gil(without_gil([&] { return File::open(path, access, direct, nbytes); }));
+            return closed_without_gil(
+                without_gil([&] { return File::open(path, access, direct, nbytes); }));
           },
           "path"_a, "access"_a, "direct"_a, "nbytes"_a)
       .def_static(
           "open_anonymous",
           [](const std::string& directory, Direct direct, std::uint64_t nbytes, bool padded) {
-            return closed_without_gil(without_gil([&] { return File::open_anonymous(directory, direct, nbytes, padded); }));
+            return closed_without_gil(without_gil(
+                [&] { return File::open_anonymous(directory, direct, nbytes, padded); }));
           },
           "directory"_a, "direct"_a, "nbytes"_a, "padded"_a)
       .def("sync", [](File& file) { without_gil([&] { return file.sync(), true; }); })
@@ -421,69 +488,108 @@ PYBIND11_MODULE(_aio, module) {
 
   module.def("fail_at_exit", &fail_at_exit);
 
-  // All of *requests*, or none where one of them has started.
+  // All of *requests*, or none if one has started.
   module.def("cancel", &PyRequest::cancel, "requests"_a);
 
   py::class_<PyEngine, std::shared_ptr<PyEngine>>(module, "Engine")
-      .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool, std::vector<Fault>>(), "backend"_a, "block_size"_a, "queue_depth"_a,
-           "thread_count"_a, "single_submit"_a, "overlap_events"_a, "faults"_a)
+      .def(py::init<std::string, std::uint64_t, std::uint32_t, std::uint32_t, bool, bool,
+                    std::vector<Fault>>(),
+           "backend"_a, "block_size"_a, "queue_depth"_a, "thread_count"_a, "single_submit"_a,
+           "overlap_events"_a, "faults"_a)
       .def("submit",
-           py::overload_cast<bool, const py::object&, const std::shared_ptr<File>&, std::uint64_t, const py::handle&, const std::vector<PyRequest*>&>(
-               &PyEngine::submit),
+           py::overload_cast<bool, const py::object&, const std::shared_ptr<File>&, std::uint64_t,
+                             const py::handle&, const std::vector<PyRequest*>&>(&PyEngine::submit),
            "write"_a, "exporter"_a, "file"_a, "offset"_a, "checksum"_a, "after"_a)
-      .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a, "file"_a, "offset"_a, "checksum"_a, "after"_a)
+      .def("submit_at", &PyEngine::submit_at, "write"_a, "address"_a, "nbytes"_a, "owner"_a,
+           "file"_a, "offset"_a, "checksum"_a, "after"_a)
       .def("require_live", &PyEngine::require_live)
       .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
-      .def("register", py::overload_cast<const py::object&>(&PyEngine::register_memory), "exporter"_a)
+      .def("register", py::overload_cast<const py::object&>(&PyEngine::register_memory),
+           "exporter"_a)
       .def("register_at", &PyEngine::register_memory_at, "address"_a, "nbytes"_a, "owner"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);
 
-  // Of memory by its address; *count* elements, which nobody else touches meanwhile.
+  // On memory by address, *count* elements, which no other thread uses meanwhile.
   module.def(
       "split",
-      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count, unsigned threads) {
-        without_gil([&] { return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint16_t>(low), count, threads), true; });
+      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          return split(at<std::uint32_t>(master), at<std::uint16_t>(working),
+                       at<std::uint16_t>(low), count, threads),
+                 true;
+        });
       },
       "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
   module.def(
       "join",
-      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count, unsigned threads) {
-        without_gil([&] { return join(at<std::uint16_t>(working), at<std::uint16_t>(low), at<std::uint32_t>(master), count, threads), true; });
+      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          return join(at<std::uint16_t>(working), at<std::uint16_t>(low), at<std::uint32_t>(master),
+                      count, threads),
+                 true;
+        });
       },
       "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
   module.def(
       "split_short",
-      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count, unsigned threads) {
-        without_gil([&] { return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint8_t>(low), count, threads), true; });
+      [](std::uintptr_t master, std::uintptr_t working, std::uintptr_t low, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          return split(at<std::uint32_t>(master), at<std::uint16_t>(working), at<std::uint8_t>(low),
+                       count, threads),
+                 true;
+        });
       },
       "master"_a, "working"_a, "low"_a, "count"_a, "threads"_a);
   module.def(
       "join_short",
-      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count, unsigned threads) {
-        without_gil([&] { return join(at<std::uint16_t>(working), at<std::uint8_t>(low), at<std::uint32_t>(master), count, threads), true; });
+      [](std::uintptr_t working, std::uintptr_t low, std::uintptr_t master, std::size_t count,
+         unsigned threads) {
+        without_gil([&] {
+          return join(at<std::uint16_t>(working), at<std::uint8_t>(low), at<std::uint32_t>(master),
+                      count, threads),
+                 true;
+        });
       },
       "working"_a, "low"_a, "master"_a, "count"_a, "threads"_a);
   module.def(
       "round_to_24",
-      [](std::uintptr_t values, std::size_t count, std::uintptr_t table, std::uintptr_t factors, std::uintptr_t summands, unsigned threads) {
-        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors), at<std::uint32_t>(summands)};
-        without_gil([&] { return round_to_24(at<std::uint32_t>(values), count, randoms, threads), true; });
+      [](std::uintptr_t values, std::size_t count, std::uintptr_t table, std::uintptr_t factors,
+         std::uintptr_t summands, unsigned threads) {
+        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors),
+                              at<std::uint32_t>(summands)};
+        without_gil(
+            [&] { return round_to_24(at<std::uint32_t>(values), count, randoms, threads), true; });
       },
       "values"_a, "count"_a, "table"_a, "factors"_a, "summands"_a, "threads"_a);
   module.def(
       "encode",
-      [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents, std::size_t count, bool is_signed, std::uintptr_t table, std::uintptr_t factors,
-         std::uintptr_t summands, unsigned threads) {
-        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors), at<std::uint32_t>(summands)};
-        without_gil([&] { return encode(at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents), count, is_signed, randoms, threads), true; });
+      [](std::uintptr_t values, std::uintptr_t codes, std::uintptr_t exponents, std::size_t count,
+         bool is_signed, std::uintptr_t table, std::uintptr_t factors, std::uintptr_t summands,
+         unsigned threads) {
+        const Randoms randoms{at<std::uint32_t>(table), at<std::uint32_t>(factors),
+                              at<std::uint32_t>(summands)};
+        without_gil([&] {
+          return encode(at<float>(values), at<std::uint8_t>(codes), at<std::uint8_t>(exponents),
+                        count, is_signed, randoms, threads),
+                 true;
+        });
       },
-      "values"_a, "codes"_a, "exponents"_a, "count"_a, "signed"_a, "table"_a, "factors"_a, "summands"_a, "threads"_a);
+      "values"_a, "codes"_a, "exponents"_a, "count"_a, "signed"_a, "table"_a, "factors"_a,
+      "summands"_a, "threads"_a);
   module.def(
       "decode",
-      [](std::uintptr_t codes, std::uintptr_t exponents, std::uintptr_t values, std::size_t count, bool is_signed, unsigned threads) {
-        without_gil([&] { return decode(at<std::uint8_t>(codes), at<std::uint8_t>(exponents), at<float>(values), count, is_signed, threads), true; });
+      [](std::uintptr_t codes, std::uintptr_t exponents, std::uintptr_t values, std::size_t count,
+         bool is_signed, unsigned threads) {
+        without_gil([&] {
+          return decode(at<std::uint8_t>(codes), at<std::uint8_t>(exponents), at<float>(values),
+                        count, is_signed, threads),
+                 true;
+        });
       },
       "codes"_a, "exponents"_a, "values"_a, "count"_a, "signed"_a, "threads"_a);
 }

@@ -18,30 +18,39 @@ namespace {
 
 using std::chrono::microseconds;
 
-/// Transfers that come back empty-handed (EAGAIN, EINTR, no byte of progress) are offered again this often, after ever longer pauses up to
-/// the longest: about a second in all. A drive that is merely busy is not failed for it; one that never takes the block is not waited for.
-constexpr std::uint32_t kMostStalls = 120;
+/// A transfer without progress (EAGAIN, EINTR, 0 bytes) is resubmitted this often, after growing
+/// pauses up to the longest: about a second in all. So a busy drive does not fail a request, and
+/// one that never takes the block does not block it for ever.
+constexpr std::uint32_t kMaxStalls = 120;
 constexpr microseconds kLongestPause{10'000};
 
-/// The kernel merges neighbouring blocks that it gets more than two at a time (AIO_PLUG_THRESHOLD in fs/aio.c, IO_PLUG_THRESHOLD in
-/// io_uring/io_uring.c): the drive then has a few large requests where it was to have many of the block size, and a queue that empties by
-/// leaps. Keeping them apart is worth a fifth of the throughput on a virtio disk. Small blocks are better off merged.
-constexpr std::size_t kMostAtOnce = 2;
+/// The kernel merges adjacent blocks when it gets more than two at a time (AIO_PLUG_THRESHOLD in
+/// fs/aio.c, IO_PLUG_THRESHOLD in io_uring/io_uring.c). The drive then sees a few large requests
+/// instead of many of the block size, and its queue drains in steps. Keeping them apart gains a
+/// fifth of the throughput on a virtio disk. Small blocks are better merged.
+constexpr std::size_t kMaxBatch = 2;
 constexpr std::uint64_t kSmallBlock = 64 << 10;
 
-microseconds pause_after(std::uint32_t stalls) { return std::min(kLongestPause, microseconds{10} * (1U << std::min(stalls, 10U))); }
+microseconds pause_after(std::uint32_t stalls) {
+  return std::min(kLongestPause, microseconds{10} * (1U << std::min(stalls, 10U)));
+}
 
 bool is_transient(int error) { return error == EAGAIN || error == EINTR; }
 
-constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t alignment) { return value / alignment * alignment; }
-constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) { return align_down(value + alignment - 1, alignment); }
+constexpr std::uint64_t align_down(std::uint64_t value, std::uint64_t alignment) {
+  return value / alignment * alignment;
+}
+constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
+  return align_down(value + alignment - 1, alignment);
+}
 
 std::uint64_t checksum(const Slot& slot) {
   const Block& block = slot.block;
-  return checksum_block(block.request->data + block.begin, block.nbytes, block.begin, block.request->offset);
+  return checksum_block(block.request->data + block.begin, block.nbytes, block.begin,
+                        block.request->offset);
 }
 
-/// Whether the file ends where a read got no further.
+/// Whether a short read stopped at the end of the file.
 bool ends_before(const Slot& slot) {
   struct stat status{};
   if (::fstat(slot.transfer.descriptor, &status) != 0 || !S_ISREG(status.st_mode)) return true;
@@ -51,7 +60,9 @@ bool ends_before(const Slot& slot) {
 }  // namespace
 
 Worker::Worker(Engine& engine, const std::shared_ptr<FaultScript>& script)
-    : engine_(engine), backend_(make_backend(engine.settings().backend, engine.settings().queue_depth, wake_)), slots_(backend_->depth()) {
+    : engine_(engine),
+      backend_(make_backend(engine.settings().backend, engine.settings().queue_depth, wake_)),
+      slots_(backend_->depth()) {
   if (script != nullptr) backend_ = make_fault_backend(std::move(backend_), script);
   const std::size_t depth = slots_.size();
   for (std::uint32_t i = backend_->depth(); i-- > 0;) free_.push_back(i);
@@ -63,7 +74,8 @@ Worker::Worker(Engine& engine, const std::shared_ptr<FaultScript>& script)
 }
 
 void Worker::start() {
-  // Signals belong to the threads of the interpreter. Threads inherit the mask of their maker.
+  // Block all signals: they are for the interpreter's threads. A thread inherits the mask of its
+  // creator.
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
@@ -82,7 +94,7 @@ void Worker::join() {
   if (thread_.joinable()) thread_.join();
 }
 
-std::size_t Worker::room() const noexcept {
+std::size_t Worker::free_slots() const noexcept {
   const bool draining = !engine_.settings().overlap_events && free_.size() < slots_.size();
   return draining ? 0 : free_.size();
 }
@@ -100,14 +112,15 @@ void Worker::run() {
     finished.clear();
     register_memory();
     for (const std::uint32_t index : accepted_) {
-      if (prepare(index)) submit_ready();  // the drive need not wait for the next one's turn
+      if (prepare(index)) submit_ready();  // submit before work on the next block's bytes
     }
     accepted_.clear();
     submit_ready();
     reap();
     if (reserving != nullptr) reserve();
   }
-  backend_.reset();  // in each thread, since it takes the kernel tens of milliseconds to take a libaio queue down
+  // in each thread: destroying a libaio queue takes the kernel tens of milliseconds
+  backend_.reset();
 }
 
 void Worker::register_memory() {
@@ -117,7 +130,7 @@ void Worker::register_memory() {
   }
 }
 
-/// Fills in a slot for the block that it was given. Returns whether that meant work on its bytes.
+/// Fills in the slot of a new block. Returns whether that took work on its bytes (copy, checksum).
 bool Worker::prepare(std::uint32_t index) {
   Slot& slot = slots_[index];
   const Block& block = slot.block;
@@ -137,7 +150,9 @@ bool Worker::prepare(std::uint32_t index) {
   slot.sum = request.checksum.wanted && request.operation == Operation::write ? checksum(slot) : 0;
   if (block.route == Route::bounced) {
     try {
-      if (slot.bounce.nbytes() < slot.range) slot.bounce = Memory(std::max(slot.range, engine_.settings().block_size), Memory::InChild::absent);
+      if (slot.bounce.nbytes() < slot.range)
+        slot.bounce =
+            Memory(std::max(slot.range, engine_.settings().block_size), Memory::InChild::absent);
     } catch (const std::bad_alloc&) {
       fail(slot, ENOMEM);
       return false;
@@ -151,14 +166,16 @@ bool Worker::prepare(std::uint32_t index) {
   slot.transfer.operation = request.operation;
   slot.transfer.slot = index;
   slot.transfer.file = &request.file;
-  // Opened at submission where a block can take this route, so this cannot fail here.
-  slot.transfer.descriptor = block.route == Route::buffered ? file.buffered_descriptor() : file.descriptor();
-  offer(slot);
-  return request.operation == Operation::write && (request.checksum.wanted || block.route == Route::bounced);
+  // Opened by submit() where a block can take this route, so it cannot fail here.
+  slot.transfer.descriptor =
+      block.route == Route::buffered ? file.buffered_descriptor() : file.descriptor();
+  queue_rest(slot);
+  return request.operation == Operation::write &&
+         (request.checksum.wanted || block.route == Route::bounced);
 }
 
-/// Makes the rest of a slot's range the next transfer.
-void Worker::offer(Slot& slot) {
+/// Queues the rest of a slot's range as its next transfer.
+void Worker::queue_rest(Slot& slot) {
   const std::uint64_t start = align_down(slot.progress, slot.alignment);
   slot.transfer.data = slot.memory + start;
   slot.transfer.offset = slot.file_offset + start;
@@ -168,7 +185,9 @@ void Worker::offer(Slot& slot) {
 
 void Worker::submit_ready() {
   const Settings& settings = engine_.settings();
-  const std::size_t at_once = settings.single_submit ? 1 : settings.block_size < kSmallBlock ? slots_.size() : kMostAtOnce;
+  const std::size_t at_once = settings.single_submit              ? 1
+                              : settings.block_size < kSmallBlock ? slots_.size()
+                                                                  : kMaxBatch;
   std::size_t first = 0;
   while (first < ready_.size()) {
     const std::size_t count = std::min(ready_.size() - first, at_once);
@@ -179,11 +198,11 @@ void Worker::submit_ready() {
     if (accepted == count) continue;
     Slot& refused = slots_[ready_[first]->slot];
     if (is_transient(error)) {
-      if (in_flight_ > 0) break;  // full for now: what is under way will make room
+      if (in_flight_ > 0) break;  // the queue is full: completions will free it
       refused.stalls += 1;
       longest_stall_ = std::max(longest_stall_, refused.stalls);
-      if (refused.stalls <= kMostStalls) break;
-      // The queue takes nothing at all: what stands behind this one has waited for as long.
+      if (refused.stalls <= kMaxStalls) break;
+      // The queue takes nothing: the transfers behind this one have waited as long.
       while (first < ready_.size()) fail(slots_[ready_[first++]->slot], error);
     } else {
       fail(refused, error);
@@ -201,31 +220,36 @@ void Worker::reserve() {
 }
 
 void Worker::reap() {
-  // The kernel refused to take or to move something just now, and nothing else is under way to wait for: give it a moment.
-  if (longest_stall_ > 0 && in_flight_ == 0) std::this_thread::sleep_for(pause_after(longest_stall_));
+  // Nothing is in flight to wait for, and a transfer made no progress: pause before the retry.
+  if (longest_stall_ > 0 && in_flight_ == 0)
+    std::this_thread::sleep_for(pause_after(longest_stall_));
   longest_stall_ = 0;
-  const bool nothing_to_take = in_flight_ > 0 ? may_sleep || room() == 0 || !ready_.empty() : may_sleep && ready_.empty();
-  const bool nothing_to_give = retired.empty() && judged_ == completions_.size() && reserving == nullptr && newly_registered == 0;
+  const bool nothing_to_take = in_flight_ > 0 ? may_sleep || free_slots() == 0 || !ready_.empty()
+                                              : may_sleep && ready_.empty();
+  const bool nothing_to_give = retired.empty() && handled_ == completions_.size() &&
+                               reserving == nullptr && newly_registered == 0;
   const std::size_t known = completions_.size();
   const int error = backend_->reap(completions_, nothing_to_take && nothing_to_give);
   if (error != 0) std::this_thread::sleep_for(kLongestPause);
   in_flight_ -= completions_.size() - known;
-  // After work on a block's bytes its place is filled again before the next one's turn: what completes together must not leave the drive idle.
-  for (bool worked = false; !worked && judged_ < completions_.size(); ++judged_) {
-    worked = judge(slots_[completions_[judged_].slot], completions_[judged_].result);
+  // After work on a block's bytes, refill its slot before handling the next completion: the drive
+  // must not idle while completions that arrived together are processed.
+  for (bool worked = false; !worked && handled_ < completions_.size(); ++handled_) {
+    worked = handle_completion(slots_[completions_[handled_].slot], completions_[handled_].result);
   }
-  if (judged_ == completions_.size()) {
+  if (handled_ == completions_.size()) {
     completions_.clear();
-    judged_ = 0;
+    handled_ = 0;
   }
 }
 
-/// Decides what a completion means: through, to be continued, to be tried again, or failed. Returns whether that meant work on the bytes.
-bool Worker::judge(Slot& slot, std::int64_t result) {
+/// Handles a completion: the block is finished, continued after a short transfer, retried, or
+/// failed. Returns whether that took work on its bytes.
+bool Worker::handle_completion(Slot& slot, std::int64_t result) {
   if (result < 0) {
     const int error = static_cast<int>(-result);
     if (is_transient(error)) {
-      stall(slot, error);
+      retry_later(slot, error);
     } else {
       fail(slot, error);
     }
@@ -234,8 +258,10 @@ bool Worker::judge(Slot& slot, std::int64_t result) {
   const Block& block = slot.block;
   const bool reading = slot.transfer.operation == Operation::read;
   const std::uint64_t start = align_down(slot.progress, slot.alignment);
-  const std::uint64_t reached = start + std::min(static_cast<std::uint64_t>(result), slot.transfer.nbytes);
-  // The zeros behind a padded write count: a drive that claims an odd number of bytes begins its last sector again.
+  const std::uint64_t reached =
+      start + std::min(static_cast<std::uint64_t>(result), slot.transfer.nbytes);
+  // The zero padding counts: after a write of an odd number of bytes, the last sector is written
+  // again.
   if (reached >= (reading ? slot.needed : slot.range)) {
     slot.progress = slot.needed;
     if (!reading && block.route == Route::buffered) {
@@ -248,7 +274,8 @@ bool Worker::judge(Slot& slot, std::int64_t result) {
     }
     const bool copied = reading && block.route == Route::bounced;
     const bool summed = reading && block.request->checksum.wanted;
-    if (copied) std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, block.nbytes);
+    if (copied)
+      std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, block.nbytes);
     if (summed) slot.sum = checksum(slot);
     retired.push_back(&slot);
     return copied || summed;
@@ -257,26 +284,27 @@ bool Worker::judge(Slot& slot, std::int64_t result) {
     slot.progress = reached;
     slot.stalls = 0;
     slot.retries += 1;
-    offer(slot);
+    queue_rest(slot);
   } else if (reading && ends_before(slot)) {
     slot.failure = Failure{Failure::Kind::truncated};
-    if (block.route == Route::bounced) std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, slot.moved());
+    if (block.route == Route::bounced)
+      std::memcpy(block.request->data + block.begin, slot.memory + slot.padding, slot.moved());
     retired.push_back(&slot);
   } else {
-    stall(slot, EIO);
+    retry_later(slot, EIO);
   }
   return false;
 }
 
-/// Offers the slot again, or gives it up where it has made no progress for too long.
-void Worker::stall(Slot& slot, int error) {
+/// Retries the slot, or fails it after too many attempts without progress.
+void Worker::retry_later(Slot& slot, int error) {
   slot.stalls += 1;
   longest_stall_ = std::max(longest_stall_, slot.stalls);
-  if (slot.stalls > kMostStalls) {
+  if (slot.stalls > kMaxStalls) {
     fail(slot, error);
   } else {
     slot.retries += 1;
-    offer(slot);
+    queue_rest(slot);
   }
 }
 

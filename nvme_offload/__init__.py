@@ -7,29 +7,54 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
-    BufferChangedError,
-    CancelledError,
-    CorruptionError,
-    IOFailure,
-    NoSpaceError,
-    OffloadError,
-    OutOfHostMemoryError,
-    TruncatedError,
-    UnsupportedError,
-    UsageError,
-    WaitTimeout,
-)
-from .hardware.config import AioConfig
-from .io.engine import Engine, File, Ticket
-
 if TYPE_CHECKING:
     from .activations import save_on_nvme
+    from .errors import (
+        BufferChangedError,
+        CancelledError,
+        CorruptionError,
+        IOFailure,
+        NoSpaceError,
+        OffloadError,
+        OutOfHostMemoryError,
+        TruncatedError,
+        UnsupportedError,
+        UsageError,
+        WaitTimeout,
+    )
+    from .hardware.config import AioConfig
+    from .io.engine import Engine, File, Ticket
     from .io.pool import PinnedPool
+    from .optim import NVMeOptimizer
     from .store.store import TensorStore
     from .swap.swapper import TensorSwapper
 
 __version__ = "0.1.0"
+
+# Where each public name is defined. All are imported on first use: `import torch` imports this
+# package (see `autoload`), and must not wait for more than it needs.
+_MODULES = {
+    "AioConfig": "hardware.config",
+    "BufferChangedError": "errors",
+    "CancelledError": "errors",
+    "CorruptionError": "errors",
+    "Engine": "io.engine",
+    "File": "io.engine",
+    "IOFailure": "errors",
+    "NVMeOptimizer": "optim",
+    "NoSpaceError": "errors",
+    "OffloadError": "errors",
+    "OutOfHostMemoryError": "errors",
+    "PinnedPool": "io.pool",
+    "TensorStore": "store.store",
+    "TensorSwapper": "swap.swapper",
+    "Ticket": "io.engine",
+    "TruncatedError": "errors",
+    "UnsupportedError": "errors",
+    "UsageError": "errors",
+    "WaitTimeout": "errors",
+    "save_on_nvme": "activations",
+}
 
 __all__ = [
     "AioConfig",
@@ -54,18 +79,16 @@ __all__ = [
     "save_on_nvme",
 ]
 
-# On first use: they need numpy or torch, which the engine and the sweep's command line start
-# without.
-_LAZY = {
-    "NVMeOptimizer": "optim",
-    "PinnedPool": "io.pool",
-    "TensorStore": "store.store",
-    "TensorSwapper": "swap.swapper",
-    "save_on_nvme": "activations",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("errors", "hardware", "io", "units"):
+        return importlib.import_module(f".{name}", __name__)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

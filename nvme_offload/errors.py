@@ -1,4 +1,4 @@
-"""The error family: everything that this package raises on purpose is an `OffloadError`."""
+"""The error family: every error that this package raises on purpose is an `OffloadError`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,54 @@ from .units import format_bytes
 
 
 class OffloadError(Exception):
-    """Base of every error of this package."""
+    """Base class of all errors of this package."""
 
 
 class UsageError(OffloadError, ValueError):
-    """The caller's fault; nothing was changed, nothing was started."""
+    """The call was wrong: nothing was changed and nothing was started. Also a `ValueError`."""
 
 
 class OutOfHostMemoryError(UsageError):
-    """What is in use leaves no room in the budget of host memory for what was asked; it fits once
-    some of that is released, or in a larger budget.
+    """The values in use leave no room in the host memory budget for the request.
+
+    It succeeds after some of them are released, or with a larger budget; the message gives the size
+    that is enough.
     """
 
 
 class UnsupportedError(OffloadError):
-    """This machine, filesystem or build lacks something; the message names it and says what
-    to do.
+    """The machine, the filesystem or this build lacks a feature.
+
+    The message names what is missing and says what to do.
     """
 
 
 class WaitTimeout(OffloadError, TimeoutError):
-    """The time given to a wait ran out; the request goes on, its memory stays held, and it can be
-    waited for again.
+    """A wait ran into its timeout. Also a `TimeoutError`.
+
+    The request continues, its memory stays held, and it can be waited for again.
     """
 
 
 class _TransferError(OffloadError):
-    """What every failed transfer says of itself.
+    """Base class of the errors of a transfer.
 
-    Attributes: *operation* is "read" or "write"; *path* the file; *offset* the place of the request
-    in the file, *nbytes* the bytes asked for and *done* the bytes moved before the failure (in
-    blocks that finish in any order, so not always the first ones), all in bytes.
+    Attributes
+    ----------
+    reason : str
+        What went wrong.
+    operation : str
+        "read" or "write"; for an error outside of a request what was tried, such as "open" or
+        "sync".
+    path : str
+        The file.
+    offset : int
+        Offset of the request in the file, in bytes.
+    nbytes : int
+        Size of the request in bytes; 0 for an error outside of a request.
+    done : int
+        Bytes moved before the failure. Blocks complete in any order, so these are not always the
+        first bytes of the request.
     """
 
     def __init__(
@@ -54,7 +71,7 @@ class _TransferError(OffloadError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        if self.nbytes == 0:  # the file itself: opening, syncing
+        if self.nbytes == 0:  # not a request: open, sync
             return f"{self.operation} of {self.path}: {self.reason}"
         place = f"{format_bytes(self.nbytes)} at {format_bytes(self.offset)} in {self.path}"
         return f"{self.operation} of {place}: {self.reason} ({format_bytes(self.done)} done)"
@@ -76,31 +93,86 @@ class _TransferError(OffloadError):
 
 
 class TruncatedError(_TransferError):
-    """The file ended before the bytes asked for."""
+    """The file ended before the requested bytes (a short read at the end of the file).
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
+    """
 
 
 class CorruptionError(_TransferError):
-    """Bytes came back other than they were written."""
+    """The checksum of the bytes read differs from that of the bytes written.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
+    """
 
 
 class BufferChangedError(_TransferError):
-    """The tensor of a transfer was given other memory while it was under way: what was read is not
-    in it, what was written may be other bytes.
+    """The memory of the tensor was replaced while its transfer was in flight.
+
+    Bytes that were read are not in the tensor; bytes that were written may not be those of the
+    tensor.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class CancelledError(_TransferError):
-    """The transfer never started: it was cancelled, or one that it was to follow failed or was
-    cancelled; no byte was moved.
+    """The transfer never started, and no byte was moved.
+
+    It was cancelled, or a transfer that it waited for failed or was cancelled.
+
+    Attributes
+    ----------
+    reason, operation, path : str
+        As of `IOFailure`.
+    offset, nbytes, done : int
+        As of `IOFailure`, in bytes.
     """
 
 
 class IOFailure(_TransferError, OSError):
-    """The kernel or the drive refused or failed a transfer; *errno* says why."""
+    """The kernel or the drive refused or failed a transfer. Also an `OSError`.
+
+    Every parameter is an attribute, too. `strerror` is *reason*, and `filename` is *path*.
+
+    Parameters
+    ----------
+    errno : int
+        The reason, as in errno(3).
+    reason : str
+        The same as text.
+    operation : str
+        "read" or "write"; for an error outside of a request what was tried, such as "open" or
+        "sync".
+    path : str
+        The file.
+    offset : int
+        Offset of the request in the file, in bytes.
+    nbytes : int
+        Size of the request in bytes; 0 for an error outside of a request.
+    done : int
+        Bytes moved before the failure. Blocks complete in any order, so these are not always the
+        first bytes of the request.
+    """
 
     def __new__(cls, errno: int, reason: str, **fields: object) -> IOFailure:
-        """A `NoSpaceError` where *errno* is of a full drive or quota, as Python makes a
-        FileNotFoundError of an OSError.
+        """Return a `NoSpaceError` where *errno* means a full drive or quota, as Python makes a
+        `FileNotFoundError` of an `OSError`.
         """
         kind = NoSpaceError if cls is IOFailure and errno in (ENOSPC, EDQUOT) else cls
         return super().__new__(kind, errno, reason)
@@ -116,7 +188,24 @@ class IOFailure(_TransferError, OSError):
         nbytes: int = 0,
         done: int = 0,
     ) -> IOFailure:
-        """*error*, which Python raised, as one of these."""
+        """Convert an `OSError` of Python's.
+
+        Parameters
+        ----------
+        error : OSError
+            The error to convert.
+        operation : str
+            What was tried: "open", "read", "write", "sync".
+        path : str
+            The file.
+        offset, nbytes, done : int, optional
+            As the attributes of these names, in bytes.
+
+        Returns
+        -------
+        IOFailure
+            A `NoSpaceError` where the drive or a quota is full.
+        """
         return cls(
             error.errno or EIO,
             error.strerror or str(error),
@@ -150,7 +239,15 @@ class IOFailure(_TransferError, OSError):
 
 
 class NoSpaceError(IOFailure):
-    """The drive, a quota or a limit on it is full."""
+    """The drive, a quota or a file size limit leaves no space for the write.
+
+    Parameters
+    ----------
+    errno, offset, nbytes, done : int
+        As of `IOFailure`.
+    reason, operation, path : str
+        As of `IOFailure`.
+    """
 
 
 def _rebuild(
@@ -160,8 +257,24 @@ def _rebuild(
 
 
 def whole_number(name: str, value: int) -> int:
-    """*value* as an int that a size or a place in a file can be. Raises: UsageError, which calls it
-    *name*.
+    """Convert *value* to an int that is valid as a size or a file offset.
+
+    Parameters
+    ----------
+    name : str
+        What to call the value in the error.
+    value : int
+        Anything with `__index__`.
+
+    Returns
+    -------
+    int
+        From 0 to 2**63 - 1.
+
+    Raises
+    ------
+    UsageError
+        *value* is not a whole number, or out of range.
     """
     try:
         count = operator.index(value)
@@ -173,7 +286,23 @@ def whole_number(name: str, value: int) -> int:
 
 
 def time_limit(seconds: float | None) -> float | None:
-    """*seconds* as the limit of a wait. Raises: UsageError for what is no number, such as nan."""
+    """Check the timeout of a wait.
+
+    Parameters
+    ----------
+    seconds : float or None
+        None waits without a limit.
+
+    Returns
+    -------
+    float or None
+        *seconds*.
+
+    Raises
+    ------
+    UsageError
+        *seconds* is not a number, or nan.
+    """
     if seconds is not None and (not isinstance(seconds, int | float) or seconds != seconds):
         raise UsageError(f"a timeout is a number of seconds, or None, not {seconds!r}")
     return seconds

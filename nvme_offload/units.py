@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts, speeds and ratios as text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,22 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]i?|)B?\s*",
 
 
 def parse_bytes(text: str | int) -> int:
-    """The bytes that *text* says: "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is itself.
+    """Parse a size.
 
-    Raises: ValueError, with what was written, when it is no size or not a whole number of bytes.
+    Parameters
+    ----------
+    text : str or int
+        "1GiB" is 2**30, "8GB" and "8G" are 8 * 10**9, "4096" is 4096 bytes. Case does not matter.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Raises
+    ------
+    ValueError
+        *text* is not a size, or not a whole number of bytes.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None:
@@ -25,7 +38,7 @@ def parse_bytes(text: str | int) -> int:
         )
     prefix = match["prefix"]
     prefix = prefix[:1].upper() + prefix[1:].lower()
-    # not float: 4.1GB is a whole number of bytes
+    # Decimal, not float: 4.1GB is a whole number of bytes
     value = Decimal(match["number"]) * _FACTORS[prefix]
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number of bytes")
@@ -33,8 +46,17 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """*count* for people, in binary units: "4 MiB", "1.5 GiB", "1000 bytes"; rounded to three
-    digits where it does not divide.
+    """Format a size in binary units.
+
+    Parameters
+    ----------
+    count : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        "4 MiB", "1.5 GiB", "1000 bytes": rounded to three digits where it does not divide.
     """
     for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
         if abs(count) >= 1 << (10 * power):
@@ -43,3 +65,67 @@ def format_bytes(count: int) -> str:
                 f"{scaled:.0f} {letter}iB" if abs(scaled) >= 999.5 else f"{scaled:.3g} {letter}iB"
             )
     return f"{count} byte{'' if count == 1 else 's'}"
+
+
+def format_speed(gb_per_s: float) -> str:
+    """Format a speed.
+
+    Parameters
+    ----------
+    gb_per_s : float
+        GB/s.
+
+    Returns
+    -------
+    str
+        Three significant digits, zeros included: "2.20", "15.1", "104".
+    """
+    return f"{gb_per_s:#.3g}".rstrip(".")
+
+
+def format_milliseconds(value: float) -> str:
+    """Format a time in milliseconds.
+
+    Parameters
+    ----------
+    value : float
+        Milliseconds.
+
+    Returns
+    -------
+    str
+        Three significant digits, as of `format_speed`.
+    """
+    return format_speed(value)
+
+
+def format_ratio(ratio: float) -> str:
+    """Format a ratio.
+
+    Parameters
+    ----------
+    ratio : float
+        The ratio.
+
+    Returns
+    -------
+    str
+        Two digits behind the point: "1.17".
+    """
+    return f"{ratio:.2f}"
+
+
+def format_change(ratio: float) -> str:
+    """Format a ratio as a change in per cent.
+
+    Parameters
+    ----------
+    ratio : float
+        The ratio.
+
+    Returns
+    -------
+    str
+        The change that `format_ratio` shows: "+17 %" for 1.17.
+    """
+    return f"{round(100 * float(format_ratio(ratio))) - 100:+d} %"

@@ -19,22 +19,17 @@ what it needs unpacked to /tmp/site:
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import json
-import os
-import resource
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import pandas as pd
 import torch
 from torch import nn
 from torch.nn import functional
@@ -42,14 +37,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
-from nvme_offload.units import parse_bytes
-from sweeps.machine import commit, facts
-from sweeps.training import process
 
-from .command import run, stop_at_sigterm
-from .meter import Disk, Planning
+from . import apart, command
+from .command import Names, Size, option
+from .machine import commit, facts
+from .meter import Meter, memory_of
+from .report import columns, document, listed, write
 
-_ROOT = Path(__file__).parents[1]
 _WAYS = {
     "both": "ZeRO-3, parameters and states on the drive",
     "states": "ZeRO-3, states on the drive",
@@ -230,13 +224,10 @@ def mixed_speed(directory: Path, config: AioConfig, nbytes: int) -> float:
 
 def _train(job: dict[str, Any]) -> None:
     """One way, in this process; prints a line of JSON for every step and one at the end."""
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # where DeepSpeed's own words go
-    with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    tell = apart.teller()
     cuda = torch.cuda.is_available()
     synchronize = torch.cuda.synchronize if cuda else lambda: None
-    disk, planning = Disk(Path(job["directory"])), Planning()
+    meter = Meter(Path(job["directory"]))
     torch.manual_seed(0)
     began = time.monotonic()
     make = (
@@ -252,40 +243,21 @@ def _train(job: dict[str, Any]) -> None:
     for number in range(job["steps"]):
         phases = {}
         for name, part in parts.items():
-            before, cpu, used, uses, began = (
-                disk.read(),
-                _cpu_seconds(),
-                planning.seconds,
-                planning.uses,
-                time.monotonic(),
-            )
-            part()
-            synchronize()
-            seconds, after = time.monotonic() - began, disk.read()
-            phases[name] = {
-                "seconds": seconds,
-                "read_bytes": after.read - before.read,
-                "written_bytes": after.written - before.written,
-                "busy_seconds": after.busy_seconds - before.busy_seconds,
-                "read_seconds": after.read_seconds - before.read_seconds,
-                "write_seconds": after.write_seconds - before.write_seconds,
-                "cpu_seconds": _cpu_seconds() - cpu,
-                "planning_seconds": planning.seconds - used,
-                "uses": planning.uses - uses,
-            }
+            with meter.stretch() as phases[name]:
+                part()
+                synchronize()
         waited = {"waited_seconds": job["waited"]()} if "waited" in job else {}
-        event = {"event": "step", "number": number, "phases": phases, **waited}
-        print(json.dumps(event), file=events)
-    memory = process.memory_of("self")
-    done = {
-        "set_up_seconds": made,
-        "elements": elements,
-        "tensors": tensors,
-        "host_peak_bytes": memory.peak if memory else 0,
-    }
-    done["gpu_peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
-    done["accelerator"] = torch.cuda.get_device_name(0) if cuda else "none"
-    print(json.dumps({"event": "done", **done}), file=events)
+        tell("step", number=number, phases=phases, **waited)
+    memory = memory_of("self")
+    tell(
+        "done",
+        set_up_seconds=made,
+        elements=elements,
+        tensors=tensors,
+        host_peak_bytes=memory.peak if memory else 0,
+        gpu_peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+        accelerator=torch.cuda.get_device_name(0) if cuda else "none",
+    )
 
 
 def _zero3(job: dict[str, Any], device: str) -> tuple[dict[str, Callable[[], object]], int, int]:
@@ -413,225 +385,108 @@ def _overlapping(
     return parts, sum(parameter.numel() for parameter in parameters), len(parameters)
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 # The command
 
 
 @click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--model", type=click.Choice(list(_SIZES)), default="7b", show_default=True)
-@click.option(
+@command.directory
+@option("--model", type=click.Choice(list(_SIZES)), default="7b")
+@option(
     "--width",
     type=click.IntRange(min=16),
     help="Of a model with as many tensors, a multiple of 16, instead of its own.",
 )
-@click.option("--ways", default=",".join(_WAYS), show_default=True, help="With commas between.")
-@click.option(
+@option("--ways", type=Names(_WAYS), default=",".join(_WAYS), help="With commas between.")
+@option(
     "--overlap-step",
     is_flag=True,
     help="Train with NVMeOptimizer, gradients clipped at 1.0; every other step runs under the next forward pass.",
 )
-@click.option("--host-memory", default="16GB", show_default=True, help="Of each way.")
-@click.option("--batch", type=int, default=4, show_default=True)
-@click.option("--sequence", type=int, default=2048, show_default=True)
-@click.option(
+@option("--host-memory", type=Size(), default="16GB", help="Of each way.")
+@option("--batch", type=int, default=4)
+@option("--sequence", type=int, default=2048)
+@option(
     "--steps",
     type=click.IntRange(min=_SETTLING + 1),
     default=6,
-    show_default=True,
     help=f"The first {_SETTLING} do not count.",
 )
-@click.option("--block-size", default="4MiB", show_default=True)
-@click.option("--queue-depth", type=int, default=16, show_default=True)
-@click.option("--thread-count", type=int, default=4, show_default=True)
-@click.option("--backend", default="libaio", show_default=True)
-@click.option(
+@option("--block-size", type=Size(), default="4MiB")
+@option("--queue-depth", type=int, default=16)
+@option("--thread-count", type=int, default=4)
+@option("--backend", default="libaio")
+@option(
     "--probe-size",
+    type=Size(),
     default="2GB",
-    show_default=True,
     help="Of each of the two files with which the engine's own speed is measured.",
 )
-@click.option(
+@option(
     "--timeout",
     type=float,
     default=560,
-    show_default=True,
     help="Of a process, in seconds; what it told by then is reported.",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md and OUTPUT.json, after every way.",
-)
-@click.option("--job", hidden=True, help="What one process is to do.")
+@command.output("Write OUTPUT.md and OUTPUT.json, after every way.")
 def main(
     directory: Path,
     model: str,
     width: int | None,
-    ways: str,
+    ways: list[str],
+    probe_size: int,
+    timeout: float,
     output: Path | None,
-    job: str | None,
     **options: Any,
 ) -> None:
     """Train Llama-2's shapes with offload to the drive of DIRECTORY, and print a report in
     Markdown.
     """
-    if job is not None:
-        _train(json.loads(job))
-        return
-    stop_at_sigterm()
-    chosen = ways.split(",")
-    if unknown := sorted(set(chosen) - set(_WAYS)):
-        raise click.BadParameter(
-            f"{unknown[0]!r} is none of {', '.join(_WAYS)}", param_hint="--ways"
-        )
+    command.stop_at_sigterm()
     sizes = Sizes.of(model, width)
     with torch.device("meta"):
         elements = sum(parameter.numel() for parameter in Llama(sizes).parameters())
-    aio = {
-        "block_size": parse_bytes(options["block_size"]),
-        **{key: options[key] for key in ("queue_depth", "thread_count", "backend")},
-    }
-    described = facts(directory, "sweeps.llama") | {
-        "versions": f"{commit()}, torch {torch.__version__}"
-    }
-    described["model"] = (
-        f"Llama-2 {model}{'' if width is None else f', width {width}'}: {elements / 1e6:,.0f} million parameters"
-    )
+    names = ("block_size", "queue_depth", "thread_count", "backend")
+    aio = {**{key: options.pop(key) for key in names}, "direct": "auto"}
+    described = facts(directory, "sweeps.llama")
+    described["versions"] = f"{commit()}, torch {torch.__version__}"
+    shape = f"Llama-2 {model}{'' if width is None else f', width {width}'}"
+    described["model"] = f"{shape}: {elements / 1e6:,.0f} million parameters"
     found: list[dict[str, Any]] = []
-    speeds = [
-        mixed_speed(directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"]))
-    ]
-    for way in chosen:
-        cap = parse_bytes(options["host_memory"])
-        with tempfile.TemporaryDirectory(prefix="sweeps-llama-", dir=directory) as place:
-            asked = {
-                "way": way,
-                "directory": place,
-                "sizes": sizes,
-                "narrow": width is not None,
-                "host_memory": cap,
-                "aio": {**aio, "direct": "auto"},
-            }
-            told, error = _run(
-                directory,
-                {
-                    **asked,
-                    **{key: options[key] for key in ("batch", "sequence", "steps", "overlap_step")},
-                },
-                options["timeout"],
-            )
-        speeds.append(
-            mixed_speed(
-                directory, AioConfig(**aio, direct="auto"), parse_bytes(options["probe_size"])
-            )
-        )
-        done = next((event for event in told if event["event"] == "done"), {})
-        settled = [
-            event for event in told if event["event"] == "step" and event["number"] >= _SETTLING
-        ]
+    speeds = [mixed_speed(directory, AioConfig(**aio), probe_size)]
+    for way in ways:
+        with apart.place("llama", directory) as work:
+            job = {"way": way, "directory": str(work), "sizes": sizes, "aio": aio, **options}
+            job["narrow"] = width is not None
+            environment = apart.only_rank()
+            told, error = apart.run("sweeps.llama", job, work, timeout, environment=environment)
+        speeds.append(mixed_speed(directory, AioConfig(**aio), probe_size))
+        settled = [one for one in apart.of(told, "step") if one["number"] >= _SETTLING]
         rows = {way: settled}
         if way == "optimizer" and options["overlap_step"]:
             rows = {
-                name: [event for event in settled if event["number"] % 2 == odd]
+                name: [one for one in settled if one["number"] % 2 == odd]
                 for odd, name in enumerate(("at once", "overlapped"))
             }
         found += [
             {
                 "way": name,
                 "error": error,
-                "done": done,
-                "steps": [event["phases"] for event in steps],
-                "waited": [event["waited_seconds"] for event in steps if "waited_seconds" in event],
+                "done": next(iter(apart.of(told, "done")), {}),
+                "steps": [one["phases"] for one in steps],
+                "waited": [one["waited_seconds"] for one in steps if "waited_seconds" in one],
                 "mixed": statistics.fmean(speeds[-2:]),
-                "host_memory": cap,
+                "host_memory": options["host_memory"],
             }
             for name, steps in rows.items()
         ]
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.with_name(output.name + ".md").write_text(render(described, found))
-            output.with_name(output.name + ".json").write_text(
-                json.dumps({"facts": described, "ways": found, "told": told}, indent=1)
-            )
+        write(output, render(described, found), {"facts": described, "ways": found, "told": told})
     click.echo(render(described, found))
-
-
-def _run(
-    directory: Path, job: dict[str, Any], timeout: float
-) -> tuple[list[dict[str, Any]], str | None]:
-    """What the process of *job* told, and why it did not come to its end, if so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    environment = {
-        **os.environ,
-        **ranks,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
-    command = [sys.executable, "-m", "sweeps.llama", str(directory), "--job", json.dumps(job)]
-    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as told:
-        error = None
-        try:
-            status = subprocess.run(
-                command,
-                cwd=_ROOT,
-                env=environment,
-                stdout=told,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                timeout=timeout,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status, error = 1, f"not done after {timeout:g} s"
-        log.seek(0)
-        told.seek(0)
-        if status != 0:
-            text = log.read()
-            sys.stderr.write(text[-6000:])
-            error = error or (text.strip().splitlines() or ["it said nothing"])[-1]
-        return list(_events(told.read())), error
-
-
-def _events(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # cut short by the end of the process
-            yield json.loads(line)
 
 
 def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
     """The report in Markdown."""
-    parts = [
-        "# Llama-2's shapes on one GPU",
-        "\n".join(f"- {name}: {value}" for name, value in described.items()),
-    ]
-    head = (
-        "",
-        "phase",
-        "s",
-        "GB read + written",
-        "drive busy",
-        "reads + writes in flight",
-        "GB/s",
-        "floor / time",
-        "CPU s",
-        "planning CPU s",
-        "us a use",
-        "uses",
-    )
-    lines = [head, ("---",) * len(head)]
     notes = []
+    rows: list[tuple[str, str, pd.Series]] = []
     for one in found:
         title, done = _TITLES[one["way"]], one["done"]
         if one["error"] is not None:
@@ -647,44 +502,52 @@ def render(described: dict[str, str], found: list[dict[str, Any]]) -> str:
             notes.append(f"- {title}: s that the program waited for the updates of a step: {waits}")
         names = [name for name in _PHASES if one["steps"] and name in one["steps"][0]]
         for name in [*names, *(["step"] if len(names) > 1 else [])]:
-            lines.append(
-                (
-                    title,
-                    name,
-                    *_cells(
-                        [_sum(step, names if name == "step" else [name]) for step in one["steps"]],
-                        one["mixed"],
-                    ),
-                )
+            summed = names if name == "step" else [name]
+            steps = pd.DataFrame(pd.DataFrame(step)[summed].sum(axis=1) for step in one["steps"])
+            rows.append(
+                (title, name, pd.concat([steps.median(), pd.Series({"mixed": one["mixed"]})]))
             )
-    parts += [
+    return document(
+        "# Llama-2's shapes on one GPU",
+        listed(described),
         "\n".join(notes),
         "Medians over the steps past the first ones.",
-        "\n".join(f"| {' | '.join(line)} |" for line in lines),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _sum(step: dict[str, dict[str, float]], names: list[str]) -> dict[str, float]:
-    return {key: sum(step[name][key] for name in names) for key in step[names[0]]}
-
-
-def _cells(steps: list[dict[str, float]], mixed: float) -> tuple[str, ...]:
-    middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
-    moved, seconds = middle["read_bytes"] + middle["written_bytes"], middle["seconds"]
-    return (
-        f"{seconds:.2f}",
-        f"{middle['read_bytes'] / 1e9:.2f} + {middle['written_bytes'] / 1e9:.2f}",
-        f"{min(middle['busy_seconds'] / seconds, 1):.2f}",
-        f"{middle['read_seconds'] / seconds:.1f} + {middle['write_seconds'] / seconds:.1f}",
-        f"{moved / seconds / 1e9:.2f}",
-        f"{moved / mixed / seconds:.2f}",
-        f"{middle['cpu_seconds']:.2f}",
-        f"{middle['planning_seconds']:.3f}",
-        f"{middle['planning_seconds'] / middle['uses'] * 1e6:.0f}" if middle["uses"] else "",
-        f"{middle['uses']:.0f}",
+        columns(rows, _CELLS),
     )
 
 
+def _cell(shown: Callable[[pd.Series], str]) -> Callable[[tuple[str, str, pd.Series]], str]:
+    return lambda row: shown(row[2])
+
+
+def _moved(one: pd.Series) -> float:
+    return float(one.disk_read_bytes + one.disk_written_bytes)
+
+
+_CELLS: dict[str, Callable[[tuple[str, str, pd.Series]], str]] = {
+    "": lambda row: row[0],
+    "phase": lambda row: row[1],
+    "s": _cell(lambda one: f"{one.seconds:.2f}"),
+    "GB read + written": _cell(
+        lambda one: f"{one.disk_read_bytes / 1e9:.2f} + {one.disk_written_bytes / 1e9:.2f}"
+    ),
+    "drive busy": _cell(lambda one: f"{min(one.busy_seconds / one.seconds, 1):.2f}"),
+    "reads + writes in flight": _cell(
+        lambda one: f"{one.read_seconds / one.seconds:.1f} + {one.write_seconds / one.seconds:.1f}"
+    ),
+    "GB/s": _cell(lambda one: f"{_moved(one) / one.seconds / 1e9:.2f}"),
+    "floor / time": _cell(lambda one: f"{_moved(one) / one.mixed / one.seconds:.2f}"),
+    "CPU s": _cell(lambda one: f"{one.cpu_seconds:.2f}"),
+    "planning CPU s": _cell(lambda one: f"{one.planning_seconds:.3f}"),
+    "us a use": _cell(
+        lambda one: f"{one.planning_seconds / one.uses * 1e6:.0f}" if one.uses else ""
+    ),
+    "uses": _cell(lambda one: f"{one.uses:.0f}"),
+}
+
+
 if __name__ == "__main__":
-    run(main, "sweeps.llama")
+    if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # a way's own process
+        _train(json.loads(Path(sys.argv[1]).read_text()))
+    else:
+        command.run(main, "sweeps.llama")

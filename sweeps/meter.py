@@ -1,19 +1,29 @@
-"""What a stretch of a run does to the drive, and what planning it takes: counters that are read
-before and after.
+"""What a stretch of a run takes: time, CPU, bytes of drives, memory by kind, and planning. Counters
+that are read before and after.
+
+Source: proc_pid_status(5), proc_pid_smaps(5), proc_pid_io(5), proc_pid_clear_refs(5).
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nvme_offload.hardware.drive import describe
 from nvme_offload.swap.swapper import TensorSwapper
 
+from .peers.stopwatch import cpu_seconds
+
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the drive's own are
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<path>.*)")
+_LARGE_BYTES = 64 << 20
+_STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmLck", "VmPin")
 _CALLS = ("create", "swap_in", "release", "swap_out", "prefetch", "discard", "step")
 
 
@@ -93,3 +103,124 @@ class Planning:
                     self.seconds += time.thread_time() - began
 
         return counted
+
+
+class Meter:
+    """Of this process and of the drives under *directory*, whoever uses these."""
+
+    def __init__(self, directory: Path) -> None:
+        self._disk, self._planning = Disk(directory), Planning()
+
+    @contextlib.contextmanager
+    def stretch(self) -> Iterator[dict[str, float]]:
+        """What the `with` block takes, by name; there at its end.
+
+        "began" and "ended" are of the monotonic clock, which all processes of a machine share;
+        "read_bytes" and "written_bytes" are what the kernel counts for this process,
+        "disk_read_bytes" and "disk_written_bytes" what it counts for the drives.
+        """
+        found: dict[str, float] = {}
+        before, began = self._now(), time.monotonic()
+        yield found
+        ended, after = time.monotonic(), self._now()
+        found |= {name: after[name] - value for name, value in before.items()}
+        found |= {"began": began, "ended": ended, "seconds": ended - began}
+
+    def _now(self) -> dict[str, float]:
+        disk, (read, written) = self._disk.read(), traffic()
+        return {
+            "read_bytes": read,
+            "written_bytes": written,
+            "disk_read_bytes": disk.read,
+            "disk_written_bytes": disk.written,
+            "busy_seconds": disk.busy_seconds,
+            "read_seconds": disk.read_seconds,
+            "write_seconds": disk.write_seconds,
+            "planning_seconds": self._planning.seconds,
+            "uses": self._planning.uses,
+            "cpu_seconds": cpu_seconds(),
+        }
+
+
+class Memory(NamedTuple):
+    """Bytes that are resident. *locked* and *pinned* are among the others; memory that a GPU's
+    driver pins may be in neither.
+    """
+
+    resident: int
+    peak: int
+    anonymous: int
+    file: int
+    shared: int
+    locked: int
+    pinned: int
+
+
+def parse_status(text: str) -> Memory | None:
+    """What /proc/PID/status says; None of a process that has ended."""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    if "VmRSS" not in fields:
+        return None
+    return Memory(*(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in _STATUS_FIELDS))
+
+
+def parse_io(text: str) -> tuple[int, int]:
+    """Bytes from and to drives, as /proc/PID/io says."""
+    fields = dict(line.split(":") for line in text.splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def parse_smaps(text: str) -> dict[str, int]:
+    """Resident bytes in /proc/PID/smaps by what they are: files by kind, and anonymous memory that
+    is locked, in large mappings or in small ones.
+    """
+    totals: collections.Counter[str] = collections.Counter()
+    path, resident, locked = "", 0, 0
+    for line in [*text.splitlines(), "0-0 end 0 0 0"]:
+        if match := _MAPPING.fullmatch(line):
+            if resident:
+                totals[_kind(path, resident, locked)] += resident
+            path, resident, locked = match["path"], 0, 0
+        elif line.startswith("Rss:"):
+            resident = int(line.split()[1]) * 1024
+        elif line.startswith("Locked:"):
+            locked = int(line.split()[1]) * 1024
+    return dict(totals.most_common())
+
+
+def _kind(path: str, resident: int, locked: int) -> str:
+    if locked:
+        return "locked"
+    if path.startswith("/dev/"):
+        return "of a device or shared"
+    if path.startswith("/"):
+        return "libraries and files"
+    if path == "[heap]":
+        return "heap"
+    return (
+        "anonymous, mappings of 64 MiB and more"
+        if resident >= _LARGE_BYTES
+        else "anonymous, smaller"
+    )
+
+
+def memory_of(process: int | str) -> Memory | None:
+    """Of a process by its number, or "self"; None when it has ended."""
+    try:
+        return parse_status(Path(f"/proc/{process}/status").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes that this process moved from and to drives so far, whatever asked for them."""
+    try:
+        return parse_io(Path("/proc/self/io").read_text())
+    except OSError:  # a kernel without it
+        return 0, 0
+
+
+def restart_peak() -> None:
+    """Let the peak begin anew from what is resident now; where the kernel cannot, it goes on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

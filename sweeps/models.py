@@ -18,67 +18,10 @@ from torch import nn
 
 from nvme_offload.errors import UsageError
 
-_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+from .plan import read
+
 # What the models' own config.json say, as far as it has to do with tensors.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    },
-    "llama2-7b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-    "llama2-13b": {
-        **_LLAMA,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "vocab_size": 32000,
-    },
-    "llama3-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "llama3-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "qwen3-moe": {  # Qwen3-30B-A3B
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
+CONFIGS: dict[str, dict[str, Any]] = read(Path(__file__).parent / "plans" / "models.toml", dict)
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head")
@@ -88,6 +31,15 @@ _WIDTHS = (
     "shared_expert_intermediate_size",
     "n_inner",
     "ffn_dim",
+)
+# keys of a config.json that `AutoConfig.for_model` is not given
+_NO_SHAPE = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
 )
 _HEAD_WIDTH = 8  # of a small-width form, at least
 _SMALLEST_VOCABULARY = 64
@@ -176,19 +128,7 @@ def build(config: dict[str, Any]) -> nn.Module:
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    described = {
-        key: value
-        for key, value in config.items()
-        if key
-        not in (
-            "model_type",
-            "architectures",
-            "auto_map",
-            "torch_dtype",
-            "dtype",
-            "quantization_config",
-        )
-    }
+    described = {key: value for key, value in config.items() if key not in _NO_SHAPE}
     try:
         made = transformers.AutoConfig.for_model(config["model_type"], **described)
         made.use_cache = False

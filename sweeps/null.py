@@ -78,9 +78,9 @@ class NullStore(TensorStore):
     ) -> None:
         self._null_engine = NullEngine(read_bytes_per_second, write_bytes_per_second, faults=faults)
         super().__init__(tempfile.gettempdir(), engine=self._null_engine)
-        self._room.drives[:] = [
+        self._space.drives[:] = [
             _EndlessSlabs(self._null_engine, drive.path, drive.weight)
-            for drive in self._room.drives
+            for drive in self._space.drives
         ]
 
     def close(self) -> None:

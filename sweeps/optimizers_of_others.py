@@ -37,40 +37,14 @@ from nvme_offload.errors import OffloadError
 from nvme_offload.optim import bucketing
 
 from .machine import commit, facts
+from .report import columns, document, escaped, listed
 
-PACKAGES = (
-    *(
-        "acfgm",
-        "adabelief_pytorch",
-        "adabound",
-        "adam_mini",
-        "adamod",
-        "adamp",
-        "adan_pytorch",
-        "adams",
-        "came_pytorch",
-        "dadaptation",
-        "galore_torch",
-    ),
-    *(
-        "lion_pytorch",
-        "muon",
-        "prodigyopt",
-        "prodigyplus",
-        "pytorch_optimizer",
-        "pytorch_ranger",
-        "schedulefree",
-        "sophia_opt",
-        "timm.optim",
-    ),
-    *(
-        "torch_optimizer",
-        "torchao.optim",
-        "bitsandbytes.optim",
-        "heavyball",
-        "transformers.optimization",
-    ),
-)
+PACKAGES = """
+    acfgm adabelief_pytorch adabound adam_mini adamod adamp adan_pytorch adams came_pytorch
+    dadaptation galore_torch lion_pytorch muon prodigyopt prodigyplus pytorch_optimizer
+    pytorch_ranger schedulefree sophia_opt timm.optim torch_optimizer torchao.optim
+    bitsandbytes.optim heavyball transformers.optimization
+""".split()  # noqa: SIM905
 SHAPES = ((200, 150), (40, 30), (77,), (300, 100), (16, 8, 3, 3))
 STEPS = 12
 SECONDS = 90  # that one optimizer may take
@@ -141,19 +115,13 @@ def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
             continue
         seen = set()
         for name, kind in sorted(vars(module).items()):
-            own = (
-                inspect.isclass(kind)
-                and issubclass(kind, torch.optim.Optimizer)
-                and not kind.__module__.startswith("torch.")
-            )
+            own = inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+            own = own and not kind.__module__.startswith("torch.")
             if own and kind not in seen and kind.__name__ not in ("Optimizer", "BaseOptimizer"):
                 seen.add(kind)
-                more = [
-                    given
-                    for pattern, given in OF_CLASSES.items()
-                    if re.match(pattern, f"{package}.{name}")
-                ]
-                yield f"{package}.{name}", made(kind, *more)
+                full = f"{package}.{name}"
+                more = [given for start, given in OF_CLASSES.items() if re.match(start, full)]
+                yield full, made(kind, *more)
 
 
 def _imported(package: str) -> Any:
@@ -184,15 +152,17 @@ def made(kind: Any, more: Mapping[str, Any] | None = None) -> Make:
             or type(parameter.default).__name__ == "_RequiredParameter"
         )
     }
-    if "optimizer" in wanted or next(iter(wanted)) == "base_optimizer":
+    inner = "optimizer" in wanted or next(iter(wanted)) == "base_optimizer"
+    if inner:
         given.pop("base_optimizer", None)
-        make = lambda params: kind(torch.optim.AdamW(params), **given)  # noqa: E731 -- which is given a name at once
-    elif "named_parameters" in wanted:
-        make = lambda params: kind(  # noqa: E731
-            [(str(index), one) for index, one in enumerate(_flat(params))], **given
-        )
-    else:
-        make = lambda params: kind(params, **given, **(more or {}))  # noqa: E731
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        if inner:
+            return kind(torch.optim.AdamW(params), **given)
+        if "named_parameters" in wanted:
+            return kind([(str(index), one) for index, one in enumerate(_flat(params))], **given)
+        return kind(params, **given, **(more or {}))
+
     make.__name__ = kind.__name__
     return make
 
@@ -374,34 +344,23 @@ def apart(name: str, make: Make, directory: str) -> Outcome:
 def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
     """The table, as Markdown."""
     counts = {kind: sum(one.verdict.startswith(kind) for one in outcomes) for kind in VERDICTS}
-    rows = [
-        f"| {one.name} | {_cell(one.verdict)} | {one.judged} | {one.buckets or ''} |"
-        for one in outcomes
-    ]
-    return "\n".join(
-        [
-            "# Optimizers of other packages under NVMeOptimizer",
-            "",
-            *(f"- {key}: {value}" for key, value in about.items()),
-            f"- torch {torch.__version__} on the CPU, one thread",
-            "",
-            f"{len(outcomes)} classes, {STEPS} steps each over parameters of {', '.join(map(str, SHAPES))}: "
-            + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-            + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
-            "memory: without this package, whichever of these ways it is used: "
-            + ", ".join(way.name or "parameters alone" for way in WAYS)
-            + ".",
-            "",
-            "| optimizer | verdict | updates, as judged | buckets |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    cells = {
+        "optimizer": lambda one: one.name,
+        "verdict": lambda one: " ".join(escaped(one.verdict).split())[:500],
+        "updates, as judged": lambda one: one.judged,
+        "buckets": lambda one: one.buckets or "",
+    }
+    return document(
+        "# Optimizers of other packages under NVMeOptimizer",
+        listed({**about, "computing": f"torch {torch.__version__} on the CPU, one thread"}),
+        f"{len(outcomes)} classes, {STEPS} steps each over parameters of {', '.join(map(str, SHAPES))}: "
+        + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
+        "memory: without this package, whichever of these ways it is used: "
+        + ", ".join(way.name or "parameters alone" for way in WAYS)
+        + ".",
+        columns(outcomes, cells),
     )
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())[:500]
 
 
 def main() -> None:

@@ -10,12 +10,10 @@ rounds' ratios with the lowest and the highest.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import mmap
 import platform
 import re
-import shlex
 import statistics
 import sys
 import time
@@ -27,12 +25,18 @@ from unittest import mock
 
 import torch
 
+if not __package__:  # run by its path, not as a module
+    sys.path[0] = str(Path(__file__).parents[1])
+
 from nvme_offload import __version__
 from nvme_offload.hardware.config import BACKENDS, AioConfig
-from nvme_offload.hardware.drive import describe
 from nvme_offload.io.engine import Engine, File, Ticket
 from nvme_offload.io.pool import PinnedPool
 from nvme_offload.units import format_bytes, parse_bytes
+from sweeps.machine import facts
+from sweeps.meter import memory_of
+from sweeps.report import document, listed, table
+from sweeps.turns import rotated
 
 GPU = "cuda"
 PIECE_BYTES = 64 << 20
@@ -74,11 +78,7 @@ def parsed_arguments() -> argparse.Namespace:
         "--directory", type=Path, help="on the drive to read from; without it the drive is left out"
     )
     parser.add_argument("--output", type=Path, help="write the tables to this file as well")
-    parser.add_argument(
-        "--date",
-        default=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
-        help="to put on the report (default: now)",
-    )
+    parser.add_argument("--date", help="to put on the report (default: now)")
     parser.add_argument("--copy-size", type=parse_bytes, default=1 << 30)
     parser.add_argument("--copy-rounds", type=int, default=15)
     parser.add_argument("--create-size", type=parse_bytes, default=4 << 30)
@@ -108,13 +108,8 @@ def resident_table(nbytes: int, rounds: int) -> list[Row]:
         tensor = PINNED[name](nbytes).fill_(1)
         used[name].append((machine_used_bytes() - machine, process_resident_bytes() - process))
         del tensor
-    rows = [
-        [
-            f"{format_bytes(nbytes)} of",
-            "used of the machine over asked for",
-            "resident in the process over asked for",
-        ]
-    ]
+    over = ("used of the machine", "resident in the process")
+    rows = [[f"{format_bytes(nbytes)} of", *(f"{what} over asked for" for what in over)]]
     return rows + [
         [name, *(spread([one / nbytes for one in column]) for column in zip(*pairs, strict=True))]
         for name, pairs in used.items()
@@ -125,29 +120,19 @@ def machine_used_bytes() -> int:
     """Bytes of the whole machine in use, but for the page cache and for free pages that each
     processor keeps at hand, which MemFree leaves out.
     """
-    kibibytes = {
-        name: int(rest.split()[0])
-        for name, rest in (
-            line.split(":") for line in Path("/proc/meminfo").read_text().splitlines()
-        )
-    }
-    in_use = (
-        kibibytes["MemTotal"]
-        - kibibytes["MemFree"]
-        - kibibytes["Buffers"]
-        - kibibytes["Cached"]
-        - kibibytes.get("SReclaimable", 0)
-    ) * 1024
-    pages_at_hand = sum(
-        map(int, re.findall(r"\bcount: +(\d+)", Path("/proc/zoneinfo").read_text()))
-    )
-    return in_use - pages_at_hand * mmap.PAGESIZE
+    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    kibibytes = {name: int(rest.split()[0]) for name, rest in lines}
+    free = sum(kibibytes.get(name, 0) for name in ("MemFree", "Buffers", "Cached", "SReclaimable"))
+    counts = re.findall(r"\bcount: +(\d+)", Path("/proc/zoneinfo").read_text())
+    pages_at_hand = sum(map(int, counts))
+    return (kibibytes["MemTotal"] - free) * 1024 - pages_at_hand * mmap.PAGESIZE
 
 
 def process_resident_bytes() -> int:
     """Bytes that are counted as resident in this process."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) * 1024
+    memory = memory_of("self")
+    assert memory is not None
+    return memory.resident
 
 
 # Time to create
@@ -202,15 +187,9 @@ def copies_table(nbytes: int, rounds: int) -> list[Row]:
         seconds["GPU to host", name].append(back)
     rows = [[f"{format_bytes(nbytes)}, {rounds} rounds", "memory", "GB/s", "speed over torch's"]]
     for (direction, name), taken in seconds.items():
-        reference = seconds[direction, TORCH]
-        rows.append(
-            [
-                direction,
-                name,
-                spread([nbytes / one / 1e9 for one in taken]),
-                spread(ratios(reference, taken)),
-            ]
-        )
+        speeds = [nbytes / one / 1e9 for one in taken]
+        faster = ratios(seconds[direction, TORCH], taken)
+        rows.append([direction, name, spread(speeds), spread(faster)])
     return rows
 
 
@@ -381,12 +360,9 @@ def empty_torch_cache() -> None:
 
 
 def turns(names: list[str], rounds: int) -> Iterator[str]:
-    """Every name once in each round, and each of them first in its turn, so that none always
-    follows the same other.
-    """
+    """Every name once in each round, and each of them first in its turn."""
     for number in range(rounds):
-        first = number % len(names)
-        yield from names[first:] + names[:first]
+        yield from rotated(names, number)
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:
@@ -401,48 +377,24 @@ def spread(values: list[float]) -> str:
 
 def report(arguments: argparse.Namespace, parts: list[tuple[str, list[Row]]]) -> str:
     """Everything as Markdown, with what it takes to do it again."""
-    lines = ["# Pool memory and the GPU", "", f"- date: {arguments.date}"]
-    lines += [f"- {name}: {value}" for name, value in machine(arguments).items()]
-    lines += [
-        f"- command: `python {shlex.join(sys.argv)}`",
-        "",
-        "Numbers are medians over the rounds, with the lowest and the highest in brackets.",
-    ]
-    for title, (head, *rows) in parts:
-        lines += ["", f"## {title}", "", *markdown(head), f"|{' --- |' * len(head)}"]
-        for row in rows:
-            lines += markdown(row)
-    return "\n".join(lines) + "\n"
-
-
-def markdown(cells: Row) -> list[str]:
-    """One line of a table."""
-    return ["| " + " | ".join(cells) + " |"]
-
-
-def machine(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the numbers hold for."""
-    cpu_info = Path("/proc/cpuinfo").read_text()
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in cpu_info.splitlines()
-        if line.startswith("model name")
-    ]
+    about = facts(arguments.directory or Path(), "sweeps.pool_copies")
+    if arguments.date:
+        about["date"] = arguments.date
+    about["GPU"] = torch.cuda.get_device_name()
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    about["software"] = f"nvme-offload {__version__}, {versions}"
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    found = {
-        "GPU": torch.cuda.get_device_name(),
-        "processor": f"{models[0] if models else platform.machine()}, {len(models)} threads",
-        "system": f"Linux {platform.release()}, transparent huge pages: {huge_pages.read_text().strip() if huge_pages.exists() else 'none'}",
-        "software": f"nvme-offload {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-    }
+    if huge_pages.exists():
+        about["transparent huge pages"] = huge_pages.read_text().strip()
     if arguments.directory is not None:
-        drive = describe(arguments.directory)
-        found["drive"] = ", ".join(
-            filter(None, (drive.model, drive.filesystem, drive.device, *drive.layers))
-        )
         settings = ("backend", "block_size", "queue_depth", "thread_count")
-        found["engine"] = ", ".join(f"{name} {getattr(arguments, name)}" for name in settings)
-    return found
+        about["engine"] = ", ".join(f"{name} {getattr(arguments, name)}" for name in settings)
+    return document(
+        "# Pool memory and the GPU",
+        listed(about),
+        "Numbers are medians over the rounds, with the lowest and the highest in brackets.",
+        *(text for title, (head, *rows) in parts for text in (f"## {title}", table(head, rows))),
+    )
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ does. Where they disagree about a setting, memory is what they disagree about.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -28,12 +25,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
+import pandas as pd
 
-from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.sweep import fio, space
 from nvme_offload.sweep.progress import describe
 from nvme_offload.sweep.trial import Rig
+
+from .command import option
+from .machine import facts
+from .report import columns, document, listed
+from .turns import there_and_back
 
 FILE_BYTES = 1 << 30
 GROUP = 5  # settings between two runs of the control
@@ -42,17 +44,13 @@ BEST = 4  # of the grid that go into the last part
 
 @click.command()
 @click.argument("directory", type=Path)
-@click.option("--name", required=True, help="What kind of drive it is, for the heading.")
-@click.option("--sweeps", default=3, show_default=True, help="How often the sweep runs.")
-@click.option("--seconds", default=60.0, show_default=True, help="Of each sweep.")
-@click.option("--window", default=0.5, show_default=True, help="Seconds of each run of the grid.")
-@click.option(
-    "--turn", default=1.0, show_default=True, help="Seconds of each run of the last part."
-)
-@click.option("--rounds", default=12, show_default=True, help="Of the last part; 4 at the least.")
-@click.option(
-    "--size", default=FILE_BYTES, show_default=True, help="Bytes of each of the two files."
-)
+@option("--name", required=True, help="What kind of drive it is, for the heading.")
+@option("--sweeps", default=3, help="How often the sweep runs.")
+@option("--seconds", default=60.0, help="Of each sweep.")
+@option("--window", default=0.5, help="Seconds of each run of the grid.")
+@option("--turn", default=1.0, help="Seconds of each run of the last part.")
+@option("--rounds", default=12, help="Of the last part; 4 at the least.")
+@option("--size", default=FILE_BYTES, help="Bytes of each of the two files.")
 def main(
     directory: Path,
     name: str,
@@ -107,16 +105,12 @@ def by_turns(
     """Each setting's speed in each round, relative to the mean of its round; every other round goes
     in reverse order.
     """
-    found: dict[Setting, list[float]] = {setting: [] for setting in settings}
-    for number in range(rounds):
-        speeds = {
-            setting: run(setting)
-            for setting in (settings if number % 2 == 0 else reversed(settings))
-        }
-        mean = statistics.fmean(speeds.values())
-        for setting, speed in speeds.items():
-            found[setting].append(speed / mean)
-    return found
+    found = pd.DataFrame(
+        {setting: run(setting) for setting in there_and_back(settings, number)}
+        for number in range(rounds)
+    )
+    relative = found.div(found.mean(axis=1), axis=0)
+    return {setting: relative[setting].tolist() for setting in settings}
 
 
 def report(
@@ -129,47 +123,37 @@ def report(
     turns: dict[str, dict[Setting, list[float]]],
 ) -> str:
     """The Markdown."""
-    drive = describe_drive(directory)
     chosen = [profile.chosen for profile, _ in found]
-    command = shlex.join(["python", "-m", "sweeps.regret", *sys.argv[1:]])
-    when = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
-    machine = f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores, {fio.version()}, load average {os.getloadavg()[2]:.1f} over 15 minutes"
-    lines = [
+    tested = facts(directory, "sweeps.regret") | {"fio": fio.version()}
+    sweeps: dict[str, Callable[[int], str]] = {
+        "sweep": lambda number: f"{number + 1}",
+        "seconds, report included": lambda number: f"{found[number][1]:.0f}",
+        "steady": lambda number: "yes" if found[number][0].steady else "no",
+        "chosen": lambda number: describe(chosen[number]),
+        "in flight": lambda number: f"{chosen[number].bytes_in_flight / (1 << 20):g} MiB",
+    }
+
+    def fastest(by: str) -> str:
+        medians = {setting: statistics.median(each) for setting, each in turns[by].items()}
+        return describe(max(medians, key=lambda setting: medians[setting]))
+
+    def of_the_best_by(setting: Setting) -> Callable[[str], str]:
+        return lambda by: summary(of_the_best(turns[by], setting))
+
+    compared = {
+        "interleaved, by": str,
+        "the best": fastest,
+        **{f"sweep {number}": of_the_best_by(one) for number, one in enumerate(chosen, 1)},
+        "DeepSpeed's defaults": of_the_best_by(DEEPSPEED_DEFAULTS),
+        "chosen differ by": lambda by: f"{apart(turns[by], chosen):.1%}",
+    }
+    return document(
         f"## {name}",
-        "",
-        f"`{command}`, {when}, {machine}. {drive.model or drive.device}, {drive.filesystem}.",
-        "",
-    ]
-    lines += [
-        "| sweep | seconds, report included | steady | chosen | in flight |",
-        "|---|---|---|---|---|",
-    ]
-    for number, (profile, seconds) in enumerate(found, 1):
-        setting, steady = profile.chosen, "yes" if profile.steady else "no"
-        lines.append(
-            f"| {number} | {seconds:.0f} | {steady} | {describe(setting)} | {setting.bytes_in_flight / (1 << 20):g} MiB |"
-        )
-    lines += [
-        "",
+        listed(tested),
+        columns(range(len(found)), sweeps),
         f"The grid had {tried} settings and took {grid_seconds:.0f} s; its best were {'; '.join(map(describe, best))}.",
-        "",
-    ]
-    lines += [
-        "| interleaved, by | the best | "
-        + " | ".join(f"sweep {number}" for number in range(1, len(found) + 1))
-        + " | DeepSpeed's defaults | chosen differ by |"
-    ]
-    lines += ["|---|---|" + "---|" * (len(found) + 2)]
-    for by, values in turns.items():
-        medians = {setting: statistics.median(each) for setting, each in values.items()}
-        fastest = max(medians, key=lambda setting: medians[setting])
-        shares = [
-            summary(of_the_best(values, setting)) for setting in [*chosen, DEEPSPEED_DEFAULTS]
-        ]
-        lines.append(
-            f"| {by} | {describe(fastest)} | {' | '.join(shares)} | {apart(values, chosen):.1%} |"
-        )
-    return "\n".join([*lines, ""])
+        columns(turns, compared),
+    )
 
 
 def of_the_best(values: dict[Setting, list[float]], setting: Setting) -> list[float]:
@@ -214,17 +198,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 def _sweep(directory: Path, seconds: float) -> tuple[Profile, float]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as reports:
-        command = [
-            sys.executable,
-            "-m",
-            "nvme_offload.sweep",
-            str(directory),
-            "--seconds",
-            str(seconds),
-            "--report-dir",
-            reports,
-            "--json",
-        ]
+        options = ["--seconds", str(seconds), "--report-dir", reports, "--json"]
+        command = [sys.executable, "-m", "nvme_offload.sweep", str(directory), *options]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         sys.exit(ran.stderr.splitlines()[-1])

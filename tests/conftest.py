@@ -10,6 +10,7 @@ import fcntl
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # As where the environment is activated: its ninja, and nobody's of another version, which would
     # compile DeepSpeed's ops anew.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # Images of containers often set this. Without bytecode every interpreter that a test starts
+    # compiles torch and DeepSpeed again, which takes longer than most of what is tried.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Python 3.12 and later warn of every fork beside threads, which an engine has: in the
     # interpreters that tests start, forks are what is tried.
     os.environ["PYTHONWARNINGS"] = "ignore:This process (pid=:DeprecationWarning"
@@ -75,6 +80,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "filesystem" in metafunc.fixturenames:
         everywhere = metafunc.definition.get_closest_marker("every_filesystem") is not None
         metafunc.parametrize("filesystem", FILESYSTEMS if everywhere else FILESYSTEMS[:1])
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH with this tree and its metadata as an installation of it has them, whatever is
+    installed here.
+    """
+    root, place = Path(__file__).parents[1], tmp_path_factory.mktemp("installed")
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    groups = re.findall(r'^\[project\.entry-points\."(.*)"\]\n((?:.+\n)+)', text, re.MULTILINE)
+    metadata = place / "nvme_offload-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nvme-offload\nVersion: 0.1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "\n".join(f"[{name}]\n{lines}" for name, lines in groups).replace('"', "")
+    )
+    return os.pathsep.join((str(place), str(root)))
 
 
 @pytest.fixture(scope="session")

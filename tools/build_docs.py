@@ -1,6 +1,7 @@
-"""Builds the API reference from the docstrings: python tools/build_docs.py DIRECTORY.
+"""Builds the pages of docs/ and the API reference as one site: python tools/build_docs.py DIRECTORY.
 
-Ends with a line for each public name that has no docstring. Needs pdoc, and no network.
+Ends with a line for each public name that has no docstring, and for each link that leads nowhere.
+Needs Sphinx with what pyproject.toml lists for docs, and no network.
 """
 
 from __future__ import annotations
@@ -8,45 +9,28 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 import types
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import pdoc
-import pdoc.render
-
-# What a program may import, in the order of the pages.
-PUBLIC = (
-    "nvme_offload",
-    "nvme_offload.io.engine",
-    "nvme_offload.io.pool",
-    "nvme_offload.store.store",
-    "nvme_offload.swap.swapper",
-    "nvme_offload.optim",
-    "nvme_offload.activations",
-    "nvme_offload.zero3",
-    "nvme_offload.zero3.step_stats",
-    "nvme_offload.zero3.settings",
-    "nvme_offload.swap.drive_use",
-    "nvme_offload.hardware.config",
-    "nvme_offload.errors",
-    "nvme_offload.hardware.drive",
-    "nvme_offload.hardware.profile",
-    "nvme_offload.hardware.profile_shelf",
-    "nvme_offload.ds_config.edit",
-    "nvme_offload.planning.model",
-    "nvme_offload.hardware.machine",
-    "nvme_offload.planning.placement",
-    "nvme_offload.planning.plan",
-    "nvme_offload.units",
-)
+DOCS = Path(__file__).parents[1] / "docs"
 DOCSTRING_KINDS = (classmethod, staticmethod, property)
 
 
+def documented_modules() -> list[str]:
+    """The modules that the pages of docs/api have a section for."""
+    pages = sorted((DOCS / "api").glob("*.md"))
+    return [
+        name
+        for page in pages
+        for name in re.findall(r"^\.\. automodule:: (\S+)$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+
+
 def public_names(module: types.ModuleType) -> list[str]:
-    """What *module* offers: what it says, or else what it defines."""
+    """What *module* offers: its `__all__`, or else what it defines."""
     names: list[str] | None = getattr(module, "__all__", None)
     if names is not None:
         return names
@@ -80,56 +64,21 @@ def undocumented(module: types.ModuleType) -> Iterator[str]:
                 yield f"{where}.{member}"
 
 
-def spaced(text: str) -> str:
-    """*text* with a paragraph for each line that begins with what it is about: "Raises: ...",
-    "queue_depth: ...".
-    """
-    return re.sub(
-        r"(?<=[^\n])\n(?=(?:Shapes|Units|Lifetime|Raises|Source|Attributes|[a-z_]+(?:, [a-z_]+)*): )",
-        "\n\n",
-        text,
-    )
-
-
 def main(directory: str) -> int:
-    """Check, then write the pages. Returns the exit status."""
-    # What type checkers alone have, for the annotations.
-    typeshed = types.ModuleType("_typeshed")
-    for name in ("ReadableBuffer", "WriteableBuffer"):
-        setattr(typeshed, name, type(name, (), {"__module__": "_typeshed"}))
-    sys.modules["_typeshed"] = typeshed
-    package = importlib.import_module("nvme_offload")
-    for name in package.__all__:
-        # what it imports on first use alone, pdoc would not see
-        setattr(package, name, getattr(package, name))
-    modules = [importlib.import_module(name) for name in PUBLIC]
-    missing = [name for module in modules for name in undocumented(module)]
+    """Check, then write the site. Returns the exit status."""
+    modules = ["nvme_offload", *documented_modules()]
+    missing = [name for module in modules for name in undocumented(importlib.import_module(module))]
     for name in missing:
         print(f"{name} has no docstring", file=sys.stderr)
     if missing:
         return 1
-    pdoc.render.configure(
-        docformat="markdown", show_source=False, footer_text=f"nvme-offload {package.__version__}"
-    )
-    to_html = pdoc.render.env.filters["to_html"]
-    pdoc.render.env.filters["to_html"] = lambda text: to_html(spaced(text))
-    for module in modules:
-        if hasattr(module, "__path__"):
-            # Or pdoc would load all that is inside, which may want what is not installed.
-            inside = [
-                name.rpartition(".")[2]
-                for name in PUBLIC
-                if name.rpartition(".")[0] == module.__name__
-            ]
-            module.__all__ = [*public_names(module), *inside]
-    warnings.filterwarnings("error", module="pdoc")
-    # in the __init__ of a dataclass it looks in the wrong module
-    warnings.filterwarnings("ignore", "Error parsing type annotation", module="pdoc")
-    # where another one is installed than lies here, that is meant
-    warnings.filterwarnings("ignore", "'nvme_offload' may refer to", module="pdoc")
-    pdoc.pdoc(PUBLIC[0], output_directory=Path(directory))
-    print(f"{directory}/index.html")
-    return 0
+    # -E: the pages that were not changed have links, too
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
+    doctrees = Path(directory).parent / f"{Path(directory).name}-doctrees"
+    done = subprocess.run([*command, "-d", doctrees, DOCS, directory])
+    if done.returncode == 0:
+        print(f"{directory}/index.html")
+    return done.returncode
 
 
 if __name__ == "__main__":

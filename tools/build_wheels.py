@@ -10,6 +10,7 @@ itself and tried before it counts; one for another kind of machine is built, and
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import shlex
@@ -65,14 +66,9 @@ class Target:
     @property
     def compiler(self) -> list[str]:
         """The compiler; it brings its own headers of libc, libc++ and Linux."""
-        return [
-            sys.executable,
-            "-m",
-            "ziglang",
-            "c++",
-            "-target",
-            f"{self.machine}-linux-gnu.{GLIBC}",
-        ]
+        # Its program, since pip hides the packages of this Python from what it builds with.
+        [*_, folder] = importlib.import_module("ziglang").__path__
+        return [f"{folder}/zig", "c++", "-target", f"{self.machine}-linux-gnu.{GLIBC}"]
 
     @property
     def preprocessor_flags(self) -> list[str]:

@@ -184,9 +184,11 @@ def main() -> None:
                 f"{peak_host_bytes() / 1e9:.1f} GB of host memory, {peak_gpu_bytes() / 1e9:.1f} GB of GPU",
                 flush=True,
             )
-            if not options.reference and options.update in ("after", "in-backward"):
-                used.append(optimizer.stats())
-                print(f"  {used[-1]}", flush=True)
+            # with updates that are still being made: of the step before
+            stats = None if options.reference else optimizer.last_stats
+            if stats is not None and (not used or stats.step > used[-1].step):
+                used.append(stats)
+                print(f"  {stats}", flush=True)
     settled = seconds[SETTLED:] or seconds
     typical = statistics.median(settled)
     drive = used[SETTLED:] or used

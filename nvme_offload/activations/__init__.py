@@ -1,4 +1,4 @@
-"""Saved activations on a drive: `save_on_nvme`, a context manager beside
+"""Activation offload: `save_on_nvme`, the drive's counterpart of
 `torch.autograd.graph.save_on_cpu`.
 """
 

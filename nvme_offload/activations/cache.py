@@ -1,6 +1,4 @@
-"""`ActivationCache`: what the graphs of a training step have saved, on its way to a swapper and
-back ahead of need.
-"""
+"""`ActivationCache`: moves saved tensors to a swapper, and back before backward needs them."""
 
 from __future__ import annotations
 
@@ -29,33 +27,47 @@ from .saved import (
     is_weight,
     span,
 )
-from .storages import Storages, Value, bytes_of, weak_reference
+from .storages import SavedBytes, Storages, bytes_of, weak_reference
 
 if TYPE_CHECKING:
     import torch
 
     from ..swap.tier import Tier
 
-_HELD = 2  # tensors that computing need not wait for while they are copied away
-# tensors that are copied to a GPU before they are asked for, if the next operation does not want
-# more
+_HELD = 2  # copies of saved tensors in flight that the computation does not wait for
+# Tensors copied to a GPU ahead, if the next node needs no more.
 _AHEAD = 2
-_HINTED = 8  # chunks that the swapper is told of
-_NEAR = 32  # saved tensors among which one that is needed again stays on its device
-# and those among which the next chunks are looked for, once for each chunk that is brought
+_PREFETCHED = 8  # chunks that the swapper is told to prefetch
+_NEAR = 32  # a restored tensor stays on its device if it is needed again within so many
+# How far to look for the next chunks, once for each chunk that is swapped in.
 _FAR = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationStats:
-    """What became of saved tensors since their context was made.
+    """Counters of a `save_on_nvme` since it was made. Bytes and seconds.
 
-    saved_bytes: that left their device. shared_bytes: of tensors whose memory had been saved
-    already. kept_bytes: of those that stayed on it for their size, too small or too large.
-    bytes_written, bytes_read: to and from the drive. forward_wait_seconds, backward_wait_seconds:
-    that saving waited for room, and backward for a tensor: where they are long, the drive is what a
-    step waits for. alive_bytes: that graphs have here now. host_bytes, peak_host_bytes: of host
-    memory, now and at most.
+    Attributes
+    ----------
+    saved_bytes
+        Of tensors copied from their device.
+    shared_bytes
+        Of tensors whose bytes were saved already, for another operation or as part of another
+        tensor.
+    kept_bytes
+        Of tensors that stayed on their device because of their size: below ``min_bytes``, or above
+        ``host_memory``.
+    forward_wait_seconds
+        The forward pass was blocked until host memory was free.
+    backward_wait_seconds
+        The backward pass was blocked until a tensor was read. Where one of the two is long, the
+        drive limits the step.
+    alive_bytes
+        Of saved tensors that graphs still hold.
+    bytes_written, bytes_read
+        To and from the drives.
+    host_bytes, peak_host_bytes
+        Host memory in use: now, and at most.
     """
 
     saved_bytes: int = 0
@@ -72,47 +84,47 @@ class ActivationStats:
 
 class ActivationCache:
     """Packs tensors of *least_bytes* and more into the swapper of *tier*, and unpacks them. All
-    methods may be called from any thread.
+    methods are thread-safe.
 
-    A tensor is copied away beside the computation, which waits for that `_HELD` tensors later, so
-    that the memory is free then without anybody having to look. As backward goes back through the
-    saves, it is known at each which come next: the swapper is told of them, and the first are
-    copied to their device already.
+    A tensor is copied from its device while computation goes on; the computation waits for the copy
+    `_HELD` tensors later, which frees the memory without polling. In backward, each unpacked tensor
+    tells which come next: the swapper prefetches their chunks, and the first are copied to their
+    device.
     """
 
     def __init__(self, tier: Tier, least_bytes: int, copier: Copier | None = None) -> None:
         self._tier = tier
         self._least_bytes = max(least_bytes, 1)
-        self._lock = threading.RLock()  # for all that follows
+        self._lock = threading.RLock()  # guards all of the below
         self._copier = copier or Copier()
-        self._saving: deque[tuple[Value, Copy]] = deque()  # under way, the first started first
-        self._bringing: deque[tuple[Value, Copy]] = deque()
-        # numbers of saved tensors that no graph has any more; appended to without the lock
-        self._gone: deque[int] = deque()
-        self._values: dict[int, Value] = {}  # by the number of each saved tensor
+        self._saving: deque[tuple[SavedBytes, Copy]] = (
+            deque()
+        )  # in flight, in the order of their start
+        self._restoring: deque[tuple[SavedBytes, Copy]] = deque()
+        # Numbers of saved tensors that no graph holds any more. Appended to without the lock.
+        self._dropped: deque[int] = deque()
+        self._values: dict[int, SavedBytes] = {}  # by the saved tensor's number
         self._order = BackwardOrder()
         self._storages = Storages()
-        self._on_device: set[Value] = set()  # those with memory
+        self._on_device: set[SavedBytes] = set()  # those with `memory`
         self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
-        # chunks that had been brought when the swapper was last told what comes next
-        self._hinted_at = 0
-        self._told_too_large = False
+        # `Chunks.swapped_in` at the last prefetch.
+        self._prefetched_at = 0
+        self._warned_too_large = False
         self._closed = False
         self._process_id = os.getpid()
-        # Counted apart, and made `ActivationStats` when asked for: a new object for every tensor
-        # costs more than to count.
+        # Plain numbers, made an `ActivationStats` on request: a new dataclass for every tensor
+        # costs more than counting.
         self._counts = dict.fromkeys(
             ("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0
         )
         self._moved: dict[str, int] = {}
-        # A copy under way must not lose its place; the tier, which is older than this, is closed
-        # after it.
-        self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._bringing)
+        # A copy in flight must not lose its host memory. Finalizers run in reverse order, so the
+        # tier, which is older, is closed after this.
+        self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._restoring)
 
     def begin(self) -> None:
-        """A forward pass begins. Raises: UsageError when closed, and in a process forked since this
-        was made.
-        """
+        """A forward pass begins. Raises: UsageError when closed, or in a forked child process."""
         self._check_process()
         with self._lock:
             self._check_open()
@@ -121,20 +133,20 @@ class ActivationCache:
                 self._storages.begin_step()
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Take *tensor*, or leave it where it is. Raises: the drive's errors; UnsupportedError;
+        """Offload *tensor*, or keep it on its device. Raises: the drive's errors; UnsupportedError;
         UsageError when closed.
         """
-        # the worker of a DataLoader has neither the memory nor the engine
+        # A forked DataLoader worker has neither the memory nor the engine.
         if is_weight(tensor) or os.getpid() != self._process_id:
             return Stayed(tensor)
         if is_distributed(tensor):
-            # its parts do not count how often it was modified
+            # Its parts do not share its version counter.
             return Parts(tensor, lambda part: self._pack(part, counter_of(tensor)))
         return self._pack(tensor, counter_of(tensor))
 
     def unpack(self, saved: Packed) -> torch.Tensor:
-        """The tensor that was packed. Raises: RuntimeError when it was modified since; the drive's
-        errors; UsageError when closed.
+        """The tensor that was packed. Raises: RuntimeError when it was modified in place since; the
+        drive's errors; UsageError when closed.
         """
         if isinstance(saved, Stayed):
             return saved.restore()
@@ -146,7 +158,7 @@ class ActivationCache:
             self._check_open()
             self._collect()
             value = self._values[saved.number]
-            storage, offset = value.on_device() or self._bring(value)
+            storage, offset = value.on_device() or self._restore(value)
             if value.filled is not None:
                 value.filled.precede(storage)
             if value.users == 1:
@@ -154,15 +166,15 @@ class ActivationCache:
             self._look_ahead(value, saved.number)
             return saved.restore(storage, offset)
 
-    def let_go(self) -> None:
-        """Hold no memory of a device."""
+    def release_device(self) -> None:
+        """Free device memory held by copies in flight."""
         with self._lock:
             self._collect()
             for _, copy in self._saving:
-                copy.let_go()
+                copy.release_device()
 
     def stats(self) -> ActivationStats:
-        """What was done since this was made."""
+        """The counters since this was made."""
         with self._lock:
             if not self._closed:
                 self._collect()
@@ -182,7 +194,7 @@ class ActivationCache:
             )
 
     def close(self) -> None:
-        """Wait for what is under way, and give everything back."""
+        """Wait for copies in flight, then free memory and drives."""
         with self._lock:
             self.stats()
             self._closed = True
@@ -218,17 +230,17 @@ class ActivationCache:
             else:
                 self._counts["shared_bytes"] += end - begin
             value.users += 1
-            # All that a node saves is saved before the next one has its number. Source:
+            # A node saves all of its tensors before the next node gets its sequence number. Source:
             # at::sequence_number.
             number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
             self._values[number] = value
-            return Moved(tensor, number, self._gone)
+            return Moved(tensor, number, self._dropped)
 
     def _save(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
-    ) -> Value:
+    ) -> SavedBytes:
         chunk, place = self._chunks.reserve(end - begin)
-        value = Value(
+        value = SavedBytes(
             chunk,
             place,
             begin,
@@ -239,7 +251,7 @@ class ActivationCache:
             weakref.ref(counter),
         )
         try:
-            copy = self._copier.save(bytes_of(storage, begin, end), self._room_of(value))
+            copy = self._copier.save(bytes_of(storage, begin, end), self._host_memory_of(value))
         except BaseException:
             self._chunks.forget(chunk)
             self._chunks.unpin(chunk)
@@ -250,22 +262,22 @@ class ActivationCache:
             value.copy = copy
             self._saving.append((value, copy))
             if len(self._saving) > _HELD:
-                self._saving[-1 - _HELD][1].let_go()
+                self._saving[-1 - _HELD][1].release_device()
         self._storages.add(value)
         self._counts["saved_bytes"] += end - begin
         self._counts["alive_bytes"] += end - begin
         return value
 
-    def _bring(self, value: Value) -> tuple[torch.UntypedStorage, int]:
-        """Bring *value* to its device, where it stays until `_look_ahead` finds that it is not
+    def _restore(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
+        """Restore *value* on its device. It stays there until `_look_ahead` finds that it is not
         needed soon.
         """
         if value.copy is not None:
             with self._chunks.read_waits:
                 self._finish(value, value.copy)
-        self._chunks.bring(value.chunk)
+        self._chunks.swap_in(value.chunk)
         try:
-            value.memory, copy = self._copier.bring(self._room_of(value), value.device)
+            value.memory, copy = self._copier.restore(self._host_memory_of(value), value.device)
         except BaseException:
             self._chunks.unpin(value.chunk)
             raise
@@ -273,60 +285,60 @@ class ActivationCache:
         if copy is None:
             self._chunks.unpin(value.chunk)
         else:
-            self._bringing.append((value, copy))
+            self._restoring.append((value, copy))
         self._on_device.add(value)
         storage = value.memory.untyped_storage()
         value.restored = weak_reference(storage)
         return storage, value.begin
 
-    def _room_of(self, value: Value) -> torch.Tensor:
-        """Its place in host memory, while its chunk is pinned."""
+    def _host_memory_of(self, value: SavedBytes) -> torch.Tensor:
+        """The host memory of *value*, whose chunk is pinned."""
         assert value.chunk.place is not None
         return value.chunk.place[value.place : value.place + value.nbytes]
 
-    def _look_ahead(self, asked: Value, number: int) -> None:
-        """Backward is at *number*: see that what it wants next is on its way, and that nothing else
-        stays on a device.
+    def _look_ahead(self, asked: SavedBytes, number: int) -> None:
+        """Backward has unpacked *number*: prefetch what it needs next, and free on the devices what
+        it does not need soon.
         """
         self._order.ask(number)
-        if self._hinted_at != self._chunks.brought:
-            self._hinted_at = self._chunks.brought
+        if self._prefetched_at != self._chunks.swapped_in:
+            self._prefetched_at = self._chunks.swapped_in
             self._chunks.prefetch(self._next_chunks(asked.chunk, number))
         if self._on_device:
             near = {self._values[one] for one in self._order.after(number, _NEAR)}
             for value in self._on_device.difference(near):
                 self._drop(value)
         if self._copier.overlaps(asked.device):
-            # A node asks for all of its own before it computes: what the next one wants can only
-            # come beside this one's computing.
+            # A node unpacks all of its tensors before it computes. Only the next node's can be
+            # copied while it does.
             for value in dict.fromkeys(
                 self._values[one] for one in self._order.next_node(number, _AHEAD)
             ):
                 if value.on_device() is None and self._copier.overlaps(value.device):
-                    self._bring(value)
+                    self._restore(value)
 
     def _next_chunks(self, asked: Chunk, number: int) -> list[Chunk]:
-        """Those that backward asks for after *number*, the next one first."""
+        """The chunks that backward needs after *number*, the next one first."""
         found: dict[Chunk, None] = {}
         for count in (_NEAR, _FAR):
             for one in self._order.after(number, count):
                 found[self._values[one].chunk] = None
-                if len(found) > _HINTED:
+                if len(found) > _PREFETCHED:
                     break
-            if len(found) > _HINTED:
+            if len(found) > _PREFETCHED:
                 break
         found.pop(asked, None)
-        return list(found)[:_HINTED]
+        return list(found)[:_PREFETCHED]
 
-    def _drop(self, value: Value) -> None:
-        """Let go of what came back of *value* to its device."""
+    def _drop(self, value: SavedBytes) -> None:
+        """Free the restored bytes of *value* on its device."""
         value.memory = None
         self._on_device.discard(value)
 
     def _collect(self) -> None:
-        """Draw the consequences of what has ended: saved tensors, and copies."""
-        while self._gone:
-            number = self._gone.popleft()
+        """Process dropped tensors and finished copies."""
+        while self._dropped:
+            number = self._dropped.popleft()
             self._order.forget(number)
             value = self._values.pop(number)
             value.users -= 1
@@ -335,31 +347,31 @@ class ActivationCache:
                 self._drop(value)
                 self._counts["alive_bytes"] -= value.nbytes
                 self._chunks.forget(value.chunk)
-        for under_way in (self._saving, self._bringing):
-            while under_way and under_way[0][1].done():
-                self._finish(*under_way[0])
+        for in_flight in (self._saving, self._restoring):
+            while in_flight and in_flight[0][1].done():
+                self._finish(*in_flight[0])
 
-    def _finish(self, value: Value, copy: Copy) -> None:
-        """Wait for *copy*, which is under way."""
+    def _finish(self, value: SavedBytes, copy: Copy) -> None:
+        """Wait for *copy*, in flight for *value*."""
         copy.wait()
-        (self._saving if (value, copy) in self._saving else self._bringing).remove((value, copy))
+        (self._saving if (value, copy) in self._saving else self._restoring).remove((value, copy))
         value.copy = None
         self._chunks.unpin(value.chunk)
 
     def _finish_first(self) -> bool:
-        """Wait for a copy; False when there is none."""
-        for under_way in (self._saving, self._bringing):
-            if under_way:
-                self._finish(*under_way[0])
+        """Wait for the oldest copy; False when none is in flight."""
+        for in_flight in (self._saving, self._restoring):
+            if in_flight:
+                self._finish(*in_flight[0])
                 return True
         return False
 
     def _keep(self, nbytes: int) -> None:
         self._counts["kept_bytes"] += nbytes
-        if nbytes > self._tier.cap_bytes and not self._told_too_large:
-            self._told_too_large = True
+        if nbytes > self._tier.cap_bytes and not self._warned_too_large:
+            self._warned_too_large = True
             warnings.warn(
-                f"a saved tensor of {format_bytes(nbytes)} stays on its device: host_memory is {format_bytes(self._tier.cap_bytes)}, and must hold it",
+                f"a saved tensor of {format_bytes(nbytes)} stays on its device: it is larger than host_memory, {format_bytes(self._tier.cap_bytes)}",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -377,9 +389,9 @@ class ActivationCache:
             )
 
 
-def _wait_for_all(*under_way: deque[tuple[Value, Copy]]) -> None:
-    for copies in under_way:
+def _wait_for_all(*in_flight: deque[tuple[SavedBytes, Copy]]) -> None:
+    for copies in in_flight:
         for _, copy in copies:
-            with contextlib.suppress(RuntimeError):  # CUDA has failed, and the copy with it
+            with contextlib.suppress(RuntimeError):  # a CUDA error, with which the copy failed too
                 copy.wait()
         copies.clear()

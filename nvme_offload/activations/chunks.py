@@ -1,5 +1,5 @@
-"""`Chunks`: room in a swapper for what is saved. Small tensors share a value of it, so that its
-calls are few however many tensors there are.
+"""`Chunks`: allocates memory of a swapper for saved tensors. Small tensors share one value, so that
+there are few swapper calls however many tensors there are.
 """
 
 from __future__ import annotations
@@ -18,17 +18,29 @@ if TYPE_CHECKING:
     from ..swap.swapper import SwapperStats
     from ..swap.tier import Tier
 
-_CHUNK_BYTES = 4 << 20  # a drive reads that much at full speed
-_LARGE = 4  # what takes more than this part of a chunk has one of its own
-_PARTS = 8  # of the host memory, of which a chunk takes one at most
+_CHUNK_BYTES = 4 << 20  # large enough that a drive reads it at full bandwidth
+_LARGE_FRACTION = 4  # tensors larger than a quarter of a chunk get their own
+_MEMORY_FRACTION = 8  # a chunk takes at most this fraction of host memory
 _ALIGNED = 64
-# chunks that stay in use while their tensors are asked for: those of a node may lie in two
-_READING = 2
+# Chunks that stay in use while their tensors are unpacked: those of one node may be in two.
+_READ_CHUNKS = 2
 
 
 class Chunk:
-    """A value of the swapper. place: its memory while it is in use. filled: bytes given out. saved:
-    tensors in it. pins: copies of them under way.
+    """One value of the swapper.
+
+    Attributes
+    ----------
+    place
+        Its memory while it is in use; None otherwise.
+    changed
+        Whether it was written to since it was last swapped in.
+    filled
+        Bytes allocated.
+    saved
+        Tensors in it.
+    pins
+        Its copies in flight.
     """
 
     __slots__ = ("changed", "filled", "name", "nbytes", "number", "pins", "place", "saved")
@@ -38,15 +50,15 @@ class Chunk:
         self.name = f"activation/{number}"
         self.nbytes = nbytes
         self.place: torch.Tensor | None = place
-        self.changed = True  # since it was last brought
+        self.changed = True
         self.filled = 0
         self.saved = 0
         self.pins = 0
 
 
 class Waiting:
-    """A context that adds to *seconds* how long its thread stands still: what it computes itself is
-    no waiting.
+    """Context that adds to *seconds* the time its thread was blocked: wall clock minus CPU time of
+    the thread.
     """
 
     __slots__ = ("_began", "seconds")
@@ -62,42 +74,42 @@ class Waiting:
 
 
 class Chunks:
-    """Gives out room in the swapper of *tier*. *end_copy* waits for a copy to or from a chunk and
-    unpins it, or is False where none is under way.
+    """Allocates chunks in the swapper of *tier*. Not thread-safe.
 
-    It is a weak reference: its owner holds this.
+    *end_copy* waits for one copy to or from a chunk and unpins it, or returns False when none is in
+    flight. It is a weak reference, because its owner holds this object.
 
-    A chunk is in use, in the swapper's sense, while it is pinned, filled or read; then it may leave
-    for the drive; it goes with the last tensor in it. Which names are used in which order is the
-    same in every step that saves the same. Not thread-safe.
+    A chunk is in use in the swapper while it is pinned, being filled or being read. At other times
+    it may be evicted. It is discarded with its last tensor. Steps that save the same tensors use
+    the same names in the same order, which the swapper learns.
     """
 
     def __init__(self, tier: Tier, end_copy: weakref.WeakMethod[Callable[[], bool]]) -> None:
         self._tier = tier
         self._copies = end_copy
-        self._chunk_bytes = min(_CHUNK_BYTES, tier.cap_bytes // _PARTS)
+        self._chunk_bytes = min(_CHUNK_BYTES, tier.cap_bytes // _MEMORY_FRACTION)
         self._filling: Chunk | None = None
-        self._reading: list[Chunk] = []  # the one brought last comes last
+        self._reading: list[Chunk] = []  # the most recently swapped in is last
         self._free_numbers: list[int] = []
         self._numbers = 0
         self._alive_bytes = 0  # of chunks
-        self._asked_bytes = 0  # of the tier
-        self.brought = 0  # chunks, so far
+        self._requested_bytes = 0  # requested from the tier
+        self.swapped_in = 0  # chunks swapped in so far
         self.room_waits = Waiting()
         self.read_waits = Waiting()
 
     def reserve(self, nbytes: int) -> tuple[Chunk, int]:
-        """Room for a tensor of *nbytes*: a chunk, pinned, and where in it. Waits for the drive.
-        Raises: as `TensorSwapper.create`.
+        """Allocate *nbytes*: a chunk, pinned, and the offset in it. May wait for the drive. Raises:
+        as `TensorSwapper.create`.
         """
-        if nbytes * _LARGE > self._chunk_bytes:
+        if nbytes * _LARGE_FRACTION > self._chunk_bytes:
             chunk = self._create(nbytes)
         elif self._filling is not None and self._filling.filled + nbytes <= self._chunk_bytes:
             chunk = self._filling
         else:
             full, self._filling = self._filling, None
             if full is not None:
-                self._settle(full)
+                self._release_unneeded(full)
             chunk = self._filling = self._create(self._chunk_bytes)
         begin = chunk.filled
         chunk.filled = begin + -(-nbytes // _ALIGNED) * _ALIGNED
@@ -105,49 +117,49 @@ class Chunks:
         chunk.pins += 1
         return chunk, begin
 
-    def bring(self, chunk: Chunk) -> torch.Tensor:
-        """The memory of *chunk*, which is pinned. Waits for the drive. Raises: as
+    def swap_in(self, chunk: Chunk) -> torch.Tensor:
+        """The memory of *chunk*, pinned. May wait for the drive. Raises: as
         `TensorSwapper.swap_in`.
         """
         if chunk.place is None:
             with self.read_waits:
                 chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
             chunk.changed = False
-            self.brought += 1
+            self.swapped_in += 1
             if chunk.saved > 1:
                 self._reading.append(chunk)
-                if len(self._reading) > _READING:
-                    self._settle(self._reading.pop(0))
+                if len(self._reading) > _READ_CHUNKS:
+                    self._release_unneeded(self._reading.pop(0))
         chunk.pins += 1
         return chunk.place
 
     def unpin(self, chunk: Chunk) -> None:
         """A copy to or from *chunk* has ended."""
         chunk.pins -= 1
-        self._settle(chunk)
+        self._release_unneeded(chunk)
 
     def forget(self, chunk: Chunk) -> None:
-        """One of the tensors in *chunk* is no more."""
+        """One tensor of *chunk* was dropped."""
         chunk.saved -= 1
-        self._settle(chunk)
+        self._release_unneeded(chunk)
 
     def prefetch(self, chunks: Iterable[Chunk]) -> None:
-        """*chunks* are asked for next, in this order."""
+        """*chunks* are needed next, in this order."""
         self._tier.swapper.prefetch([chunk.name for chunk in chunks if chunk.place is None])
 
     def begin_step(self) -> bool:
-        """Nothing is saved: a step may begin. Whether anything ever was."""
-        if not self._asked_bytes:
+        """A step begins with nothing saved. Returns whether anything ever was."""
+        if not self._requested_bytes:
             return False
         self._tier.swapper.step()
         return True
 
     def stats(self) -> SwapperStats | None:
-        """What was moved; None before anything was saved."""
-        return self._tier.swapper.stats() if self._asked_bytes else None
+        """The swapper's counters; None before anything was saved."""
+        return self._tier.swapper.stats() if self._requested_bytes else None
 
-    def _settle(self, chunk: Chunk) -> None:
-        """Give back of *chunk* what nobody needs."""
+    def _release_unneeded(self, chunk: Chunk) -> None:
+        """Release or discard *chunk* if nothing needs it."""
         if chunk.pins:
             return
         if not chunk.saved:
@@ -168,12 +180,12 @@ class Chunks:
 
     def _create(self, nbytes: int) -> Chunk:
         with self.room_waits:
-            more = self._alive_bytes + nbytes - self._asked_bytes
+            more = self._alive_bytes + nbytes - self._requested_bytes
             if more > 0:
                 self._tier.require(more)
-                self._asked_bytes += more
+                self._requested_bytes += more
             if self._free_numbers:
-                # the lowest: so a step has the names of the one before
+                # The lowest number: so every step uses the same names.
                 number = heapq.heappop(self._free_numbers)
             else:
                 number, self._numbers = self._numbers, self._numbers + 1
@@ -188,22 +200,22 @@ class Chunks:
         return Chunk(number, nbytes, place)
 
     def _with_room(self, ask: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What *ask* gets from the swapper, once enough of what is in use was given back."""
+        """Call *ask* until the swapper has room, giving back chunks in use."""
         while True:
             try:
                 return ask()
             except OutOfHostMemoryError:
-                if not (self._let_go() or self._end_copy()):
+                if not (self._give_back() or self._end_copy()):
                     raise
 
     def _end_copy(self) -> bool:
         end = self._copies()
         return end is not None and end()
 
-    def _let_go(self) -> bool:
-        """Keep no chunk in use for those to come; False when none was."""
+    def _give_back(self) -> bool:
+        """Give back the chunks that are in use for later calls; False when there are none."""
         kept = self._reading if self._filling is None else [*self._reading, self._filling]
         self._reading, self._filling = [], None
         for chunk in kept:
-            self._settle(chunk)
+            self._release_unneeded(chunk)
         return bool(kept)

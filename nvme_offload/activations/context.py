@@ -1,4 +1,4 @@
-"""`save_on_nvme`: a context in which autograd's saved tensors go to a drive."""
+"""`save_on_nvme`: a context that offloads autograd's saved tensors to a drive."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class save_on_nvme:
-    """A context in which the tensors that a forward pass saves for its backward are kept on the
-    drives of *paths*, and not on their device.
+    """A context that offloads the tensors which a forward pass saves for backward.
 
-    Make one and enter it in every step; what is saved in it comes back ahead of the backward pass,
-    which may run inside or outside of it::
+    Make one, and enter it in every step. What is saved in it is restored ahead of the backward
+    pass, which may run inside or outside of the context::
 
         offload = save_on_nvme("/local_nvme")
         for batch in batches:
@@ -30,31 +29,51 @@ class save_on_nvme:
                 loss = model(batch).sum()
             loss.backward()
 
-    Gradients are the same bits as without. Tensors of less than *min_bytes* stay on their device,
-    and so do parameters and views of them, and what was found to outlive the step that saved it,
-    such as a buffer: to keep it elsewhere would free nothing. A tensor that several operations
-    save, whole or in views, is written once. One that was modified in place since is an error in
-    backward, as it is without hooks; what is modified behind autograd's back (`Tensor.data`, NumPy)
-    between two saves of it comes back as it was at the first.
+    Gradients are bit for bit the same as without.
 
-    *host_memory*, bytes or a size such as "8GB", is the most pinned memory that is used; "auto"
-    takes a share of what is available when this is made. What fits in it never touches a drive. A
-    tensor larger than it stays on its device, with one warning. Tensors of up to 1 MiB share pieces
-    of at most 4 MiB, or an eighth of *host_memory*, which are given back when the last of their
-    tensors is gone. *aio* are the engine's settings: those that `nvme-sweep` chose for the drive
-    unless given.
+    Parameters
+    ----------
+    paths
+        A directory on a drive, or several on different drives, which tensors are spread over.
+    min_bytes
+        Smaller tensors stay on their device: bytes, or a size such as "1MiB".
+    host_memory
+        The most pinned host memory to use: bytes, or a size such as "8GB". "auto" takes a share of
+        what is available now. What fits in it never touches a drive. A tensor larger than it stays
+        on its device, with one warning.
+    aio
+        Settings of the engine. By default those that `nvme-sweep` chose for the drive.
 
-    Several graphs may be alive at once; contexts may be nested, where the innermost has what is
-    saved in it; a checkpointed block (`torch.utils.checkpoint`) saves its inputs here, and a
-    compiled one what its compiled backward needs: all of that comes back at once, so compile blocks
-    rather than the whole of a model. Tensors of classes of their own stay, but for distributed
-    ones, whose parts are saved. All methods may be called from any thread.
+    Raises
+    ------
+    UsageError
+        An argument is wrong.
+    IOFailure, UnsupportedError
+        A path cannot be used.
 
-    Units: bytes. Lifetime: the memory and the drives' room go with `close`, or when this and every
-    graph made in it are gone. Raises: UsageError; IOFailure or UnsupportedError when a path cannot
-    be used; out of a forward or a backward pass IOFailure, NoSpaceError, TruncatedError and
-    CorruptionError of the drive, and UnsupportedError while a CUDA graph is captured. Source:
-    torch.autograd.graph.saved_tensors_hooks.
+    Notes
+    -----
+    Raised from a forward or a backward pass: IOFailure, NoSpaceError, TruncatedError and
+    CorruptionError of the drive; UnsupportedError while a CUDA graph is captured; RuntimeError in
+    backward for a tensor that was modified in place since it was saved, as without hooks. A
+    modification that autograd does not see (`Tensor.data`, NumPy) between two saves of a tensor is
+    lost: both are restored as at the first.
+
+    Also kept on their device are parameters and views of them, and storages that outlived the step
+    that saved them, such as buffers: offloading these frees nothing. Instances of tensor subclasses
+    stay too, except DTensors, whose local tensors are saved. A tensor that several operations save,
+    whole or as views, is written once.
+
+    Tensors of up to 1 MiB share chunks of up to 4 MiB, or an eighth of *host_memory* if that is
+    less. A chunk is freed with the last of its tensors.
+
+    Several graphs may be alive at once. Contexts may be nested; the innermost gets what is saved in
+    it. A checkpointed block (`torch.utils.checkpoint`) saves its inputs here. A compiled block
+    saves what its compiled backward needs, and restores all of it at once: so compile blocks, not
+    the whole model. All methods are thread-safe.
+
+    Lifetime: memory and drive space are freed by `close`, or when this object and every graph made
+    in it are gone. Source: torch.autograd.graph.saved_tensors_hooks.
     """
 
     def __init__(
@@ -74,7 +93,7 @@ class save_on_nvme:
         try:
             least = parse_bytes(min_bytes)
         except ValueError as error:
-            raise UsageError(f"min_bytes is no number of bytes: {error}") from None
+            raise UsageError(f"min_bytes is not a number of bytes: {error}") from None
         try:
             cap = memory_size(host_memory)
         except ValueError:
@@ -83,8 +102,8 @@ class save_on_nvme:
             ) from None
         tier = Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
         self._cache = ActivationCache(tier, least)
-        # They hold the cache, not this: a graph that outlives this goes on, and no cycle keeps the
-        # memory.
+        # The hooks hold the cache, not this object: a graph that outlives it still works, and no
+        # reference cycle keeps the memory.
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._cache.pack, self._cache.unpack)
 
     def __enter__(self) -> save_on_nvme:
@@ -100,15 +119,22 @@ class save_on_nvme:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
         if error is not None:
-            self._cache.let_go()
+            self._cache.release_device()
 
     def stats(self) -> ActivationStats:
-        """What was saved, moved and waited for since this was made; cheap enough to poll."""
+        """Counters since this was made. Cheap enough to poll.
+
+        Returns
+        -------
+        ActivationStats
+            A snapshot; it is not updated.
+        """
         return self._cache.stats()
 
     def close(self) -> None:
-        """Give back memory and drives; a second call does nothing. A graph that still needs what
-        was saved here raises UsageError in its backward.
+        """Free memory and drive space. A second call does nothing.
+
+        A graph that still needs saved tensors raises UsageError in its backward.
         """
         self._cache.close()
 

@@ -1,5 +1,5 @@
-"""Copies between a device and places in host memory: at once where the device is the CPU, beside
-the computation on a GPU.
+"""Copies of saved tensors between a device and host memory: synchronous on the CPU, overlapping
+with computation on a GPU.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
+from ..swap.device_copies import CopyStreams
 from .storages import bytes_of
 
 if TYPE_CHECKING:
@@ -14,75 +15,72 @@ if TYPE_CHECKING:
 
 
 class Copy:
-    """A copy that a GPU makes. Lifetime: it holds the GPU's memory until `let_go` or `wait`, and
-    the place in host memory until `wait`.
+    """A copy to or from a GPU. *computing* is the stream that was current when it started, *ended*
+    the event at its end.
+
+    Lifetime: holds the GPU memory until `release_device`, `precede` or `wait`, and the host memory
+    until `wait`.
     """
 
     def __init__(
-        self, target: torch.Tensor, source: torch.Tensor, computing: Any, copying: Any
+        self, device_memory: torch.Tensor, host_memory: torch.Tensor, computing: Any, ended: Any
     ) -> None:
-        import torch
-
-        cuda: Any = torch.cuda  # untyped there
-        self._memory: torch.Tensor | None
-        self._place: torch.Tensor | None
-        self._memory, self._place = (target, source) if target.is_cuda else (source, target)
+        self._device_memory: torch.Tensor | None = device_memory
+        self._host_memory: torch.Tensor | None = host_memory
         self._computing = computing
-        self._ended = cuda.Event()
-        copying.wait_stream(computing)  # what makes the source, or used the target's memory before
-        with cuda.stream(copying):
-            target.copy_(source, non_blocking=True)
-            self._ended.record()
+        self._ended = ended
 
     def done(self) -> bool:
-        """Whether it has ended; never blocks."""
+        """Whether it has ended. Never blocks."""
         return bool(self._ended.query())
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Block until it has ended."""
         self._ended.synchronize()
-        self._memory = self._place = None
+        self._device_memory = self._host_memory = None
 
-    def let_go(self) -> None:
-        """Let the GPU's memory go at once: it is what is computed from here on that waits for the
-        copy, and not the caller.
+    def release_device(self) -> None:
+        """Free the GPU memory for kernels launched from here on: these wait for the copy, the
+        caller does not.
         """
-        if self._memory is not None:
+        if self._device_memory is not None:
             self._computing.wait_event(self._ended)
-            self._memory = None
+            self._device_memory = None
 
     def precede(self, storage: torch.UntypedStorage) -> None:
-        """See that what is computed from here on finds *storage*, the target's, filled."""
+        """Let the kernels launched from here on wait until *storage*, the target's, is filled."""
         import torch
 
         computing: Any = torch.cuda.current_stream(storage.device)
         computing.wait_event(self._ended)
         if computing != self._computing:
             bytes_of(storage, 0, storage.nbytes()).record_stream(computing)
-        self._memory = None
+        self._device_memory = None
 
 
 class Copier:
-    """Starts copies, on two streams of its own for each GPU."""
+    """Starts copies of saved tensors."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, bool], Any] = {}
+        self._streams = CopyStreams()
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether copies to and from *device* are made beside its computing, so that it is worth
-        starting them early.
+        """Whether copies to and from *device* overlap with its computation, so that starting early
+        pays.
         """
         return device.type == "cuda"
 
     def save(self, source: torch.Tensor, place: torch.Tensor) -> Copy | None:
-        """Copy *source* into *place* of host memory; None when that is done already."""
+        """Copy *source* to *place*, in host memory. None: done already."""
         if not self.overlaps(source.device):
             place.copy_(source)
             return None
-        return self._start(place, source, saving=True)
+        return self._start(place, source)
 
-    def bring(self, place: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Copy | None]:
-        """*place* as new memory of *device*, and the copy that fills it, None when that is done
+    def restore(
+        self, place: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, Copy | None]:
+        """Copy *place* to new memory of *device*: that, and the copy that fills it. None: done
         already.
         """
         import torch
@@ -91,21 +89,21 @@ class Copier:
         if not self.overlaps(device):
             target.copy_(place)
             return target, None
-        return target, self._start(target, place, saving=False)
+        return target, self._start(target, place)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, saving: bool) -> Copy:
+    def _start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         import torch
 
-        cuda: Any = torch.cuda  # untyped there
-        device = source.device if saving else target.device
-        if (device, saving) not in self._streams:
-            self._streams[device, saving] = cuda.Stream(device)
-        return Copy(target, source, cuda.current_stream(device), self._streams[device, saving])
+        device_memory, host_memory = (target, source) if target.is_cuda else (source, target)
+        computing: Any = torch.cuda.current_stream(device_memory.device)
+        # after what computes the source, or used the target's memory before
+        ended = self._streams.start(target, source, after=computing.record_event())
+        return Copy(device_memory, host_memory, computing, ended)
 
 
 def check_no_capture(tensor: torch.Tensor) -> None:
-    """Raises: UnsupportedError when *tensor* is made for a CUDA graph, whose replays would not save
-    it again.
+    """Raises: UnsupportedError when *tensor* belongs to a CUDA graph that is being captured:
+    replaying it would not save the tensor again.
     """
     import torch
 

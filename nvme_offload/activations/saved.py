@@ -1,5 +1,5 @@
-"""What a graph holds in place of a saved tensor: the tensor where it is, or how to make it again
-from bytes that are elsewhere.
+"""What a graph holds in place of a saved tensor: the tensor itself, or what is needed to rebuild it
+from offloaded bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# bytes, as CUDA's allocator aligns: who reads a tensor from here finds it as well aligned as it was
+# Bytes: the alignment of CUDA's allocator, so that a restored tensor is aligned as the saved one
+# was.
 _ALIGNED = 512
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is a parameter or another leaf of the graph, or a view of one, and so is
-    there anyway.
+    """Whether *tensor* is a parameter or another leaf that requires gradients, or a view of one: it
+    stays in memory anyway.
     """
     import torch
 
@@ -28,17 +29,17 @@ def is_weight(tensor: torch.Tensor) -> bool:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that counts modifications with *tensor*: itself, or what it is a view of. Others
-    on its storage may count for themselves.
+    """The tensor that shares *tensor*'s version counter: itself, or its base if it is a view.
 
-    So do those of `Tensor.data`, and of the gates of a GRU (`unsafe_chunk`): the same version of
-    two of them need not be the same bytes.
+    Others on the same storage may have their own counters, such as those of `Tensor.data` and of
+    the gates of a GRU (`unsafe_chunk`). So equal versions do not mean equal bytes unless the
+    counter is the same.
     """
     return tensor if tensor._base is None else tensor._base
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is no more than its storage, dtype, size and stride say."""
+    """Whether *tensor* is fully described by its storage, dtype, size and stride."""
     import torch
 
     special = (
@@ -52,17 +53,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* is a DTensor, as tensor parallelism makes them."""
+    """Whether *tensor* is a DTensor, as in tensor parallelism."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage to save for *tensor*, from the first to the one behind the last: all
-    of it where half of it is between them.
+    """The byte range of *tensor*'s storage to save: the range that it spans, or the whole storage
+    if that is at least half of it.
 
-    So the parts that a tensor is split into, which lie across each other, are saved once, and what
-    is expanded is as small as it was before.
+    So the overlapping parts of a split tensor are saved once, and an expanded tensor stays small.
     """
     if tensor.numel() == 0:
         return 0, 0
@@ -79,8 +79,8 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _check(version: int, saved_version: int, what: str) -> None:
-    """Raises: RuntimeError, as autograd itself does where no hooks are, when *what* was modified in
-    place since it was saved.
+    """Raises: RuntimeError when *what* was modified in place since it was saved, as autograd does
+    without hooks.
     """
     if version != saved_version:
         raise RuntimeError(
@@ -90,17 +90,18 @@ def _check(version: int, saved_version: int, what: str) -> None:
 
 
 class Stayed:
-    """A tensor that stays where it is."""
+    """A tensor that stays on its device."""
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # an output would otherwise hold the graph that holds it
+        # not the output itself, which holds the graph that holds this
+        self._tensor = tensor.detach()
         self._version = tensor._version
 
     def restore(self) -> torch.Tensor:
-        """The tensor. Raises: RuntimeError when it was modified since."""
-        # a nested one has no shape
+        """The tensor. Raises: RuntimeError when it was modified since it was saved."""
+        # A nested tensor has no shape, so the message has the number of elements.
         _check(
             self._tensor._version,
             self._version,
@@ -110,8 +111,8 @@ class Stayed:
 
 
 class Parts:
-    """A tensor that consists of others, which are packed for themselves. Source: the protocol of
-    traceable wrapper subclasses.
+    """A tensor that consists of others, each packed separately. Source: the traceable wrapper
+    subclass protocol, `__tensor_flatten__`.
     """
 
     __slots__ = ("_context", "_kind", "_like", "_parts", "_size", "_stride", "_version")
@@ -122,7 +123,7 @@ class Parts:
         whole: Any = tensor
         names, self._context = whole.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
-        # others: a mesh of devices
+        # What is not a tensor is kept as it is, such as a device mesh.
         self._parts = {
             name: pack(part) if isinstance(part, torch.Tensor) else part
             for name, part in parts.items()
@@ -131,14 +132,14 @@ class Parts:
         self._size = tensor.size()
         self._stride = tensor.stride()
         self._version = tensor._version
-        self._like = tensor.detach()  # which counts modifications with it, as its parts do not
+        self._like = tensor.detach()  # shares its version counter; the parts do not
         for name, part in parts.items():
             if isinstance(part, torch.Tensor):
                 setattr(self._like, name, None)
 
     def restore(self, unpack: Callable[[Packed], torch.Tensor]) -> torch.Tensor:
-        """The tensor, of its parts. Raises: RuntimeError when it was modified since; as
-        *unpack*.
+        """The tensor, rebuilt from its parts. Raises: RuntimeError when it was modified since it
+        was saved; as *unpack*.
         """
         _check(self._like._version, self._version, f"{self._kind.__name__} of {list(self._size)}")
         parts = {
@@ -152,40 +153,41 @@ class Parts:
 
 
 class Moved:
-    """A tensor whose bytes are elsewhere; when the graph lets go of it, *gone* is told its
-    *number*, from whatever thread.
+    """A tensor whose bytes are offloaded. When the graph drops it, its *number* is appended to
+    *dropped*, in any thread.
     """
 
-    __slots__ = ("_begin", "_gone", "_like", "_size", "_stride", "_version", "number")
+    __slots__ = ("_begin", "_dropped", "_like", "_size", "_stride", "_version", "number")
 
-    def __init__(self, tensor: torch.Tensor, number: int, gone: deque[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int, dropped: deque[int]) -> None:
         self.number = number
-        self._gone = gone
+        self._dropped = dropped
         self._begin = tensor.storage_offset() * tensor.element_size()
         self._size = tensor.size()
         self._stride = tensor.stride()
         self._version = tensor._version
-        # which counts modifications with it, also when its memory is taken away
+        # shares its version counter, even without its memory
         self._like = tensor.detach()
         self._like.data = _without_memory(tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
-        # no more: the garbage collector calls this in the middle of any line
-        self._gone.append(self.number)
+        # Takes no lock: the garbage collector may call this between any two instructions.
+        self._dropped.append(self.number)
 
     def check(self) -> None:
-        """Raises: RuntimeError when the tensor was modified since."""
+        """Raises: RuntimeError when the tensor was modified since it was saved."""
         _check(self._like._version, self._version, f"{self._like.dtype} of {list(self._size)}")
 
     def restore(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        """The tensor on *storage*, which has what was saved from the byte *offset* of the original
-        storage on.
+        """The tensor on *storage*, which has the saved bytes; its first byte was byte *offset* of
+        the original storage.
         """
         import torch
 
         first = (self._begin - offset) // self._like.element_size()
         tensor: Any = torch.empty(0, dtype=self._like.dtype, device=storage.device)
-        # a backward that modifies it is counted, and found out by whoever needs it later
+        # shares the version counter: a backward that modifies it in place is detected by later
+        # users
         restored = self._like.detach()
         restored.data = tensor.set_(storage, first, self._size, self._stride)
         return restored

@@ -16,16 +16,34 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Value:
-    """The bytes from *begin* to *end* of the storage *source*, as they were at the *version* of the
-    tensor *counter*; *users* saved tensors are on them.
+class SavedBytes:
+    """A range of one storage at one version.
 
-    They are in *chunk*, from its byte *place* on.
-
-    copy: between the device and the chunk, which is pinned as long. memory: with the bytes that
-    came back, where they are to stay on the device, and *filled* the copy that fills it. source,
-    restored: weak references to the storages of the original and of *memory*. counter: one to the
-    tensor that counts modifications, which others on the storage may not be counted by.
+    Attributes
+    ----------
+    chunk, place
+        The chunk that has them, and the offset in it in bytes.
+    begin, end
+        The range of the original storage, in bytes.
+    version
+        Of *counter* when they were saved.
+    device
+        Of the original storage.
+    source
+        A weak reference to the original storage.
+    counter
+        A weak reference to the tensor that counts modifications. Others on the storage may have
+        their own counters.
+    users
+        Saved tensors that need these bytes.
+    copy
+        The copy in flight between device and chunk; the chunk is pinned as long.
+    memory
+        The restored bytes, while they are kept on the device.
+    filled
+        The copy that fills *memory*; None where that was synchronous.
+    restored
+        A weak reference to the storage of *memory*.
     """
 
     chunk: Chunk
@@ -44,12 +62,12 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """How much there is."""
+        """Bytes saved."""
         return self.end - self.begin
 
     def on_device(self) -> tuple[torch.UntypedStorage, int] | None:
-        """A storage that has the bytes, as long as anybody has it, and where in the original one it
-        begins.
+        """A live storage on the device that has the bytes, and the offset in the original storage
+        where it begins; None if there is none.
         """
         whole = _locked(self.source)
         if whole is not None and whole.nbytes() >= self.end:
@@ -59,22 +77,23 @@ class Value:
 
 
 class Storages:
-    """The values by what they are of, and the storages that outlived the graphs that saved them:
-    buffers, tables, frozen weights.
+    """Finds values by storage, and the storages that outlived the graphs that saved them: buffers,
+    tables, frozen weights.
     """
 
     def __init__(self) -> None:
-        # A weak reference keeps a storage's address from being another's.
-        self._values: dict[int, list[Value]] = {}
-        self._outliving: dict[int, Any] = {}  # storages that were there when their values went
+        # A weak reference keeps the address from being reused.
+        self._values: dict[int, list[SavedBytes]] = {}
+        # storages that were alive when their last value was dropped
+        self._outliving: dict[int, Any] = {}
         self._lasting: dict[int, Any] = {}
 
-    def add(self, value: Value) -> None:
-        """*value* can be found from now on."""
+    def add(self, value: SavedBytes) -> None:
+        """Make *value* findable."""
         self._values.setdefault(value.source.cdata, []).append(value)
 
-    def remove(self, value: Value) -> None:
-        """*value* is no more."""
+    def remove(self, value: SavedBytes) -> None:
+        """Drop *value*."""
         address = value.source.cdata
         self._values[address].remove(value)
         if not self._values[address]:
@@ -84,8 +103,8 @@ class Storages:
 
     def find(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
-    ) -> Value | None:
-        """The value that has these bytes, as far as *counter* can tell."""
+    ) -> SavedBytes | None:
+        """The value that covers the range at the current version of *counter*."""
         for value in self._values.get(storage._cdata, ()):
             if (
                 value.counter() is counter
@@ -97,13 +116,11 @@ class Storages:
         return None
 
     def lasts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether *storage* was still there when the next step began, so that saving it frees
-        nothing.
-        """
+        """Whether *storage* outlived an earlier step, so that saving it frees nothing."""
         return storage._cdata in self._lasting
 
     def begin_step(self) -> None:
-        """A step begins; nothing is left of the one before."""
+        """A step begins; no value of the previous one is left."""
         self._lasting = {
             address: storage
             for address, storage in {**self._lasting, **self._outliving}.items()
@@ -113,9 +130,7 @@ class Storages:
 
 
 def weak_reference(storage: torch.UntypedStorage) -> Any:
-    """A reference that does not keep *storage*. Source: torch.multiprocessing.reductions, which
-    shares storages among processes by it.
-    """
+    """A weak reference to *storage*. Source: torch.multiprocessing.reductions.StorageWeakRef."""
     import torch
 
     reductions: Any = torch.multiprocessing.reductions  # untyped there
@@ -123,7 +138,7 @@ def weak_reference(storage: torch.UntypedStorage) -> Any:
 
 
 def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:
-    """A tensor of the bytes from *begin* to *end* of *storage*."""
+    """A uint8 view of the bytes from *begin* to *end* of *storage*."""
     import torch
 
     whole: Any = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -132,7 +147,7 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tenso
 
 
 def _locked(reference: Any) -> torch.UntypedStorage | None:
-    """The storage of a weak *reference*, if anybody has it."""
+    """The storage of a weak *reference*, if it is alive."""
     import torch
 
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

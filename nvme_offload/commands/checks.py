@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shlex
 import shutil
 import sysconfig
 import textwrap
@@ -24,7 +25,9 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.machine import available_bytes, gpu_count, gpus
-from nvme_offload.units import format_bytes
+from nvme_offload.hardware.profile import Profile
+from nvme_offload.hardware.profile_grade import grade
+from nvme_offload.units import format_bytes, format_speed
 from nvme_offload.zero3 import NEWEST_DEEPSPEED, OLDEST_DEEPSPEED, is_too_new, is_too_old
 
 Status = Literal["ok", "note", "warning", "problem"]
@@ -357,10 +360,36 @@ def drive(path: str) -> Iterator[Finding]:
     except (OffloadError, OSError) as error:
         yield Finding(name, "warning", str(error), f"nvme-sweep {path}")
         return
+    yield of_profile(profile, path, name)
+
+
+def of_profile(profile: Profile, path: str, name: str) -> Finding:
+    """What the profile of the drive of *path* says, and whether its evidence is good.
+
+    Parameters
+    ----------
+    profile : Profile
+        The one in use.
+    path : str
+        As the user gave it.
+    name : str
+        Of the finding.
+
+    Returns
+    -------
+    Finding
+        A warning where the evidence is weak or poor.
+    """
     speeds = ", ".join(
-        f"{phase} {best.gb_per_s:.3g}" for phase, best in profile.performance.items()
+        f"{phase} {format_speed(best.gb_per_s)}" for phase, best in profile.performance.items()
     )
-    yield Finding(name, "ok", f"swept {profile.created[:10]}: {speeds} GB/s")
+    evidence = grade(profile)
+    found = f"swept {profile.created[:10]}: {speeds} GB/s; the evidence is {evidence}"
+    if evidence.name == "good":
+        return Finding(name, "ok", found)
+    return Finding(
+        name, "warning", found, f"nvme-sweep {shlex.quote(path)}, while nobody else uses the drive"
+    )
 
 
 def direct_io(path: str, name: str) -> Finding:

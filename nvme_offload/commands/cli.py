@@ -7,28 +7,44 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 
 from nvme_offload import __version__
 from nvme_offload.errors import OffloadError, UsageError
+from nvme_offload.planning.passes import ACTIVATIONS
+from nvme_offload.planning.placement import Door
+from nvme_offload.planning.traffic import STATE_BYTES
 from nvme_offload.units import parse_bytes
 
+WAYS = get_args(Door)
 NOT_SO = 3  # the exit status where the answer is no
 
 
 def _bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    """The bytes that *value* says; no size is 0, and a bare number is taken for a forgotten unit."""
+    if value is None:
+        return None
     try:
-        amount = None if value is None else parse_bytes(value)
+        bare = float(value)
+    except ValueError:
+        bare = None
+    if bare is not None and 0 < bare < 1 << 20:
+        raise click.BadParameter(
+            f"{value} is {value} bytes: did you mean {value}GB?", context, option
+        )
+    try:
+        amount = parse_bytes(value)
     except ValueError as error:
         raise click.BadParameter(str(error), context, option) from None
-    if amount is not None and str(value).strip().isdigit() and amount < 1 << 20:
-        message = f"{value} is {amount} bytes: give a unit, such as {value}GB"
-        raise click.BadParameter(message, context, option)
+    if amount < 1:
+        raise click.BadParameter(f"{value} is no size: give one above 0", context, option)
     return amount
 
 
@@ -77,174 +93,179 @@ _paths_option = click.option(
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-@command.command()
-@click.option("--params", metavar="COUNT", help="Parameters of the model, such as 7B or 350M.")
-@click.option(
-    "--model",
-    "model_path",
-    metavar="FILE",
-    type=Path,
-    help="Or its Hugging Face config.json, or the directory with one.",
-)
-@_paths_option
-@click.option(
-    "--gpus",
-    metavar="N",
-    type=click.IntRange(0, 1024),
-    help="GPUs of a machine; 0 to train without.  [default: those here]",
-)
-@click.option(
-    "--gpu", "gpu_name", metavar="NAME", help="What they are, such as H100.  [default: as here]"
-)
-@click.option(
-    "--gpu-memory",
-    metavar="SIZE",
-    callback=_bytes,
-    help="Memory of each, such as 80GB.  [default: as here]",
-)
-@click.option(
-    "--host-memory",
-    metavar="SIZE",
-    callback=_bytes,
-    help="Memory of a machine that training may take.  [default: available here]",
-)
-@click.option(
-    "--ranks",
-    metavar="N",
-    type=click.IntRange(1, 1024),
-    help="Processes on a machine.  [default: one for each GPU, else 1]",
-)
-@click.option(
-    "--nodes",
-    metavar="N",
-    type=click.IntRange(1, 100_000),
-    default=1,
-    show_default=True,
-    help="Machines alike.",
-)
-@click.option(
-    "--seq",
-    metavar="N",
-    type=click.IntRange(1),
-    help="Tokens of a sequence, to predict compute and activations too.",
-)
-@click.option(
-    "--micro-batch",
-    metavar="N",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Sequences of a rank in a step.",
-)
-@click.option(
-    "--budget",
-    metavar="SIZE",
-    callback=_bytes,
-    help='"host_memory" of a rank for what is offloaded.  [default: what there is]',
-)
-@click.option(
-    "--no-zero-init",
-    is_flag=True,
-    help="Every rank makes the whole model before it is partitioned (no zero.Init).",
-)
-@click.option(
-    "--write",
-    metavar="FILE",
-    type=Path,
-    help="Write the DeepSpeed config of the fastest plan that fits; a file that is there stays.",
-)
-@_json_option
-def plan(
-    params: str | None,
-    model_path: Path | None,
-    paths: Sequence[str],
-    gpus: int | None,
-    gpu_name: str | None,
-    gpu_memory: int | None,
-    host_memory: int | None,
-    ranks: int | None,
-    nodes: int,
-    seq: int | None,
-    micro_batch: int,
-    budget: int | None,
-    no_zero_init: bool,
-    write: Path | None,
-    as_json: bool,
-) -> int:
-    """What goes where for a model under ZeRO 1, 2 and 3, on GPU, CPU and NVMe: bytes of a rank,
-    seconds of a step, and which is the fastest that fits.
+def _plan_options(function: Callable[..., int]) -> Callable[..., int]:
+    """The options of `plan`, in the order of its help."""
+    number = click.IntRange(1)
+    size: dict[str, Any] = {"metavar": "SIZE", "callback": _bytes}
+    options = [
+        click.option("--params", metavar="COUNT", help="Parameters, such as 7B or 350M."),
+        click.option(
+            "--model",
+            "model_path",
+            metavar="FILE",
+            type=Path,
+            help="Or its Hugging Face config.json, or the directory with one.",
+        ),
+        _paths_option,
+        click.option(
+            "--drive-read",
+            **size,
+            help="Instead of --path: what a drive reads a second, such as 3.5GB.",
+        ),
+        click.option("--drive-write", **size, help="What it writes a second."),
+        click.option(
+            "--drive-mixed", **size, help="Both at once, together.  [default: half the time each]"
+        ),
+        click.option(
+            "--drive-free", **size, help="Its free bytes, such as 1TB.  [default: enough]"
+        ),
+        click.option(
+            "--gpus",
+            metavar="N",
+            type=click.IntRange(0, 1024),
+            help="GPUs of a machine; 0 to train without.  [default: those here, or 1]",
+        ),
+        click.option(
+            "--gpu",
+            "gpu_name",
+            metavar="NAME",
+            help="What they are, such as H100.  [default: as here]",
+        ),
+        click.option(
+            "--gpu-memory", **size, help="Memory of each, such as 80GB.  [default: as the GPU has]"
+        ),
+        click.option(
+            "--host-memory",
+            **size,
+            help="Memory of a machine that training may take.  [default: what is here]",
+        ),
+        click.option(
+            "--host-speed",
+            **size,
+            help="Bytes a second that its processors copy.  [default: measured here, 50GB elsewhere]",
+        ),
+        click.option(
+            "--ranks",
+            metavar="N",
+            type=click.IntRange(1, 1024),
+            help="Processes on a machine.  [default: one for each GPU, else 1]",
+        ),
+        click.option(
+            "--nodes",
+            metavar="N",
+            type=click.IntRange(1, 100_000),
+            default=1,
+            show_default=True,
+            help="Machines alike.",
+        ),
+        click.option(
+            "--seq",
+            metavar="N",
+            type=number,
+            help="Tokens of a sequence, to predict compute and activations too.",
+        ),
+        click.option(
+            "--micro-batch",
+            metavar="N",
+            type=number,
+            default=1,
+            show_default=True,
+            help="Sequences of a rank in a forward pass.",
+        ),
+        click.option(
+            "--accumulate",
+            metavar="N",
+            type=number,
+            default=1,
+            show_default=True,
+            help="Forward and backward passes of a step.",
+        ),
+        click.option(
+            "--activations",
+            type=click.Choice(ACTIVATIONS),
+            default="checkpoint",
+            show_default=True,
+            help="What is done with activations: all kept on the GPU, checkpointed, or either on the drive (save_on_nvme).",
+        ),
+        click.option(
+            "--way",
+            type=click.Choice(WAYS),
+            help="Only: ZeRO without a drive, DeepSpeed's own NVMe offload, nvme_offload.zero3, NVMeOptimizer (plain).  [default: any]",
+        ),
+        click.option(
+            "--state-format",
+            type=click.Choice(list(STATE_BYTES)),
+            help="Only this format of the states on a drive.  [default: any]",
+        ),
+        click.option(
+            "--budget",
+            **size,
+            help='"host_memory" of a rank for what is offloaded.  [default: what there is]',
+        ),
+        click.option(
+            "--no-zero-init",
+            is_flag=True,
+            help="Every rank makes the whole model before it is partitioned (no zero.Init).",
+        ),
+        click.option("--inference", is_flag=True, help="Forward passes alone (ZeRO-Inference)."),
+        click.option(
+            "--write",
+            metavar="FILE",
+            type=Path,
+            help="Write the DeepSpeed config of the fastest way of DeepSpeed that fits; a file that is there stays.",
+        ),
+        _json_option,
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
 
-    The speed of a drive is that of its profile: run nvme-sweep on it first. What is not given is
-    taken from this machine.
+
+@command.command()
+@_plan_options
+def plan(**given: Any) -> int:
+    """Which way to train a model fits a machine, and which of those that fit is the fastest: the
+    answer in a sentence, what to paste, and a table of all ways.
+
+    ZeRO 1 to 3 on GPU and CPU, DeepSpeed's own NVMe offload, nvme_offload.zero3 and NVMeOptimizer,
+    in each state format. The speed of a drive is that of its profile: run nvme-sweep on it first.
+    Where --gpu, --gpu-memory, --host-memory, --host-speed or --drive-... describe a machine,
+    nothing is measured on this one.
 
     Exit status: 0 something fits, 3 nothing does, 1 failed, 2 wrong usage.
     """
     from nvme_offload.files import commit
-    from nvme_offload.hardware.machine import Gpu, gpu_count
-    from nvme_offload.planning import model as models
+    from nvme_offload.planning import paste
     from nvme_offload.planning import plan as planning
-    from nvme_offload.planning.placement import World
+    from nvme_offload.planning.advice import cheapest_change
 
-    from . import table, unknown_family
+    from . import table
+    from .question import asked
 
-    if (params is None) == (model_path is None):
-        raise click.UsageError("give the model: --params COUNT or --model FILE")
+    write: Path | None = given["write"]
     if write is not None and write.exists():
         raise click.UsageError(f"{write} exists: give another name, or move it away")
-    model = (
-        models.of_config(model_path, unknown_family.build)
-        if model_path is not None
-        else models.of_count(params or "")
-    )
-    # what is asked of another machine is not timed on this one, so that it is answered alike
-    described = host_memory is not None or gpu_name is not None
-    machine, here = planning.this_machine(paths, probe_seconds=0.0 if described else 0.2)
-    gpu = machine.gpu
-    if gpus == 0:
-        gpu = None
-    elif gpus or gpu_name or gpu_memory:
-        known = gpu or Gpu("GPU", 0)
-        gpu = Gpu(
-            gpu_name or known.name,
-            gpu_memory
-            or (gpu_name and _memory_of(gpu_name))
-            or (0 if gpu_name else known.memory_bytes),
-            None if gpu_name else known.link_bytes_per_second,
-        )
-        if not gpu.memory_bytes:
-            raise click.UsageError(
-                "how much memory such a GPU has is not known here: give --gpu-memory"
-            )
-    elif gpu is None and gpu_count():
-        raise click.UsageError(
-            "there are GPUs, and nvidia-smi does not tell their memory: give --gpus and --gpu-memory"
-        )
-    machine = dataclasses.replace(
-        machine, gpu=gpu, host_bytes=machine.host_bytes if host_memory is None else host_memory
-    )
-    world = World(ranks or (here if gpus is None else max(gpus, 1)), nodes, not no_zero_init)
-    work = planning.Work(seq or 0, micro_batch)
-    found = planning.plans(model, machine, world, work, budget)
+    question = asked(given)
+    found = question.answers()
     chosen = planning.fastest(found)
-    config = planning.ds_config(chosen, machine, work) if chosen else None
-    if write is not None and config is not None:
+    if write is not None and chosen is not None and chosen.strategy.door == "plain":
+        chosen = planning.fastest([plan for plan in found if plan.strategy.door != "plain"])
+        if chosen is None:
+            raise click.UsageError(
+                "no way of DeepSpeed fits, only NVMeOptimizer, which takes no config: leave out --write"
+            )
+    change = None if chosen else cheapest_change(question)
+    if write is not None and chosen is not None:
+        config = paste.ds_config(chosen, question.machine, question.work)
         commit.write_file(write, json.dumps(config, indent=2) + "\n")
-    if as_json:
-        _print(
-            json.dumps(table.as_json(model, machine, world, work, found, chosen, config), indent=2)
-        )
+    if given["as_json"]:
+        _print(json.dumps(table.as_json(question, found, chosen, change), indent=2))
     else:
-        _print(table.text(model, machine, world, work, found, chosen))
-        if write is not None and config is not None:
-            _print(f"\nWrote {write}: set learning rate and batch size.")
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        _print(table.text(question, found, chosen, change, width))
+        if write is not None and chosen is not None:
+            _print(f"\nWrote {write}: set the learning rate.")
     return 0 if chosen else NOT_SO
-
-
-def _memory_of(gpu_name: str) -> int | None:
-    from nvme_offload.hardware import gpu_models
-
-    known = gpu_models.find(gpu_name)
-    return known.memory_bytes if known else None
 
 
 @command.command()
@@ -280,6 +301,36 @@ def doctor(paths: Sequence[str], config: Path | None, as_json: bool) -> int:
     else:
         _print(checks.text(found))
     return 0 if works else NOT_SO
+
+
+@command.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument(
+    "started", metavar="COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED
+)
+def run(started: tuple[str, ...]) -> int:
+    """Start a launcher or a trainer with nvme_offload.zero3.enable() in effect in every Python
+    process of it that imports DeepSpeed. The script needs no line of code.
+
+    \b
+    Examples:
+      nvme-offload run -- deepspeed --num_gpus=2 train.py --deepspeed ds_config.json
+      nvme-offload run -- torchrun --nproc-per-node=2 train.py --deepspeed ds_config.json
+      nvme-offload run -- accelerate launch --config_file accelerate.yaml train.py
+      nvme-offload run -- llamafactory-cli train train.yaml
+      nvme-offload run -- python train.py
+
+    What the DeepSpeed configuration puts on "device": "nvme" then goes through this package. A
+    configuration that has the section "nvme_offload" does not need this command. The "--" may be
+    left out. COMMAND must use the Python environment that this package is installed in.
+
+    Exit status, signals and standard streams are those of COMMAND; 127 if there is no such
+    command, 126 if it cannot be executed.
+    """
+    from .run import replace_process
+
+    return replace_process(started)
 
 
 def _print(text: str) -> None:

@@ -1,10 +1,13 @@
-"""A module of a config.json whose family `model.of_config` has no formula for: built by
-transformers on the meta device, which takes no memory.
+"""A module of a config.json that `model.of_config` has no formula for: built by transformers on the
+meta device, which takes no memory.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ from nvme_offload.errors import UsageError
 
 
 def build(path: Path, family: str) -> Any:
-    """The model that *path* describes, without weights. Raises: UsageError when transformers is not
-    installed, or cannot build it.
+    """Build the model that a config.json describes, without weights.
+
+    The class is the first that "architectures" names. Without that it is the family's causal
+    language model, its sequence-to-sequence model, or else its bare model.
+
+    Raises
+    ------
+    UsageError
+        When transformers is not installed, does not have the family, or cannot build the model.
     """
     try:
         import torch
@@ -22,21 +32,43 @@ def build(path: Path, family: str) -> Any:
         raise UsageError(
             f"{path} is of the family {family!r}, whose size is not known here without transformers: pip install transformers, or give --params"
         ) from None
-    try:
-        # of this file alone: from_pretrained takes a directory, and in it "config.json"
-        described = json.loads(path.read_text(encoding="utf-8"))
-        config = transformers.CONFIG_MAPPING[family].from_dict(described)
-        decodes = any(
-            "CausalLM" in name or "LMHead" in name for name in config.architectures or ["CausalLM"]
-        )
-        kind = transformers.AutoModelForCausalLM if decodes else transformers.AutoModel
-        with torch.device("meta"):
-            return kind.from_config(config)
-    except KeyError:
+    if family not in transformers.CONFIG_MAPPING:
         raise UsageError(
             f"{path} is of the family {family!r}, which transformers {transformers.__version__} does not have; give --params"
-        ) from None
-    except (ValueError, TypeError, OSError, AttributeError) as error:
+        )
+    quiet = logging.getLogger("transformers")
+    level = quiet.level
+    quiet.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            # of this file alone: from_pretrained takes a directory, and in it "config.json"
+            described = json.loads(path.read_text(encoding="utf-8"))
+            config = transformers.CONFIG_MAPPING[family].from_dict(described)
+            return _model(transformers, config)
+    except Exception as error:  # a config's mistakes raise whatever they meet in its class
+        said = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"transformers cannot build a model from {path}: {error}; give --params"
+            f"transformers cannot build a model from {path}: {said}; give --params"
         ) from None
+    finally:
+        quiet.setLevel(level)
+
+
+def _model(transformers: Any, config: Any) -> Any:
+    for name in (config.architectures or ())[:1]:
+        module = type(config).__module__.replace(".configuration_", ".modeling_")
+        found: Any = getattr(transformers, name, None) or getattr(
+            importlib.import_module(module), name, None
+        )
+        if not hasattr(found, "_from_config"):
+            raise UsageError(f"transformers {transformers.__version__} has no {name}")
+        return found._from_config(config)
+    for auto in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSeq2SeqLM,
+        transformers.AutoModel,
+    ):
+        if type(config) in auto._model_mapping:
+            return auto.from_config(config)
+    raise UsageError(f"it has no model for {type(config).__name__}")

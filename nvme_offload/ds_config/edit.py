@@ -1,10 +1,10 @@
-"""A DeepSpeed config file, edited as text: its `aio` section is set, and every other byte stays.
+"""Sets the `aio` section of a DeepSpeed config file. Every other byte stays.
 
-DeepSpeed 0.19.8 reads the file with hjson (`DeepSpeedConfig.__init__` in
-deepspeed/runtime/config.py) and refuses duplicate keys. So a config may hold comments, trailing
-commas, keys and strings without quotes, or no outer braces, which no JSON writer would give back.
-The text is therefore read once into nodes that know their places (hjson_reader.py), and an edit
-replaces or inserts at such places only.
+DeepSpeed 0.19.8 parses the file with hjson (`DeepSpeedConfig.__init__` in
+deepspeed/runtime/config.py) and refuses duplicate keys. So a config may have comments, trailing
+commas, unquoted keys and strings, or no outer braces: no JSON writer would preserve them. The text
+is parsed into nodes with positions (hjson_reader.py), and an edit replaces or inserts text at these
+positions only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..hardware.config import AioConfig
 from ..hardware.profile import Profile, Setting
 from .hjson_reader import STOP, Member, Node, Reader
 
-# DeepSpeed's key for each of our names (deepspeed/runtime/swap_tensor/constants.py).
-# `thread_count`, which its documentation and Lightning write, is not read.
+# DeepSpeed's key -> ours (deepspeed/runtime/swap_tensor/constants.py). DeepSpeed ignores
+# `thread_count`, which its documentation and Lightning write.
 _OUR_NAMES = {
     "block_size": "block_size",
     "queue_depth": "queue_depth",
@@ -35,14 +35,13 @@ _OUR_NAMES = {
     "single_submit": "single_submit",
     "overlap_events": "overlap_events",
 }
-# A plain, a 'single' or a "double" quoted scalar; what `accelerate config` writes is of the first
-# kind.
+# A plain, 'single' or "double" quoted scalar. `accelerate config` writes the first.
 _YAML_FILE = re.compile(
     r"""^[ \t]+deepspeed_config_file:[ \t]+(?:'([^'\n]+)'|"([^"\\\n]+)"|([^\s'"#{\[&*!|>%@][^\n]*?))[ \t]*(?:[ \t]#.*)?$""",
     re.MULTILINE,
 )
 _FLAGS = ("single_submit", "overlap_events")
-# What DeepSpeed takes where the section says nothing (deepspeed/runtime/swap_tensor/constants.py).
+# DeepSpeed's defaults (deepspeed/runtime/swap_tensor/constants.py).
 DEEPSPEED_AIO: dict[str, int | bool] = {
     "block_size": 1 << 20,
     "queue_depth": 8,
@@ -55,12 +54,21 @@ _READ_BY_DEEPSPEED = (*_OUR_NAMES, "use_gds")
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What `apply` did to a file.
+    """The result of `apply`.
 
-    path: as it was given. changed: False when the file already said so and was not written.
-    settings: the keys that the `aio` section holds now. before: those of them that were there, with
-    their old values. ignored: keys of the section that DeepSpeed does not read, such as
-    `thread_count`; they were left as they are.
+    Attributes
+    ----------
+    path : Path
+        As given.
+    changed : bool
+        False when the file had these settings already and was not written.
+    settings : dict
+        The keys that were set, with their values.
+    before : dict
+        The old values of those that the section had.
+    ignored : tuple of str
+        Keys of the section that DeepSpeed does not read, such as `thread_count`. They are
+        unchanged.
     """
 
     path: Path
@@ -73,12 +81,27 @@ class Applied:
 def aio_section(
     setting: Profile | Setting | AioConfig | Mapping[str, Any],
 ) -> dict[str, int | bool]:
-    """*setting* in DeepSpeed's keys: what belongs in its `aio` section.
+    """Convert settings to DeepSpeed's keys.
 
-    Shapes: a profile gives its chosen setting; a mapping is in DeepSpeed's keys already, any number
-    of them, and is checked. Units: block_size in bytes. Raises: UsageError for a key that DeepSpeed
-    does not read or a value that it would not take. Source:
-    deepspeed/runtime/swap_tensor/aio_config.py.
+    Parameters
+    ----------
+    setting : Profile, Setting, AioConfig or Mapping
+        Of a profile the chosen setting. A mapping has any of DeepSpeed's keys already, and is
+        checked; block_size in bytes.
+
+    Returns
+    -------
+    dict
+        The contents of an `aio` section.
+
+    Raises
+    ------
+    UsageError
+        A key that DeepSpeed does not read, a value that it would refuse, or no key at all.
+
+    Notes
+    -----
+    Source: deepspeed/runtime/swap_tensor/aio_config.py.
     """
     if isinstance(setting, Profile):
         setting = setting.chosen
@@ -111,17 +134,32 @@ def aio_section(
 def zero_infinity(
     aio: Profile | Setting | AioConfig | Mapping[str, Any], nvme_path: str | Path
 ) -> str:
-    """The text of a config for ZeRO-Infinity, parameters and optimizer states on *nvme_path*: plain
-    JSON that DeepSpeed takes as it stands.
+    """Write a minimal config for ZeRO-Infinity with parameters and optimizer states on a drive.
 
-    `max_in_cpu` is 0, or DeepSpeed would keep the first billion parameters in host memory.
-    `pipeline_read` and `pipeline_write` stay off, because with them `zero_to_fp32` collates wrong
-    weights. Batch size, optimizer and learning rate (DeepSpeed's default) are there to be edited.
-    Lightning takes it too: it refuses a `gradient_accumulation_steps`, and its `test` and `predict`
-    fail without `zero_allow_untested_optimizer`.
+    Parameters
+    ----------
+    aio : Profile, Setting, AioConfig or Mapping
+        As for `aio_section`.
+    nvme_path : str or Path
+        The directory, written as given: give an absolute path.
 
-    Units: max_in_cpu and buffer_size in elements. Shapes: *nvme_path* is written as given, so give
-    an absolute one. Raises: UsageError, as `aio_section`. Source:
+    Returns
+    -------
+    str
+        JSON. Batch size, optimizer and learning rate (DeepSpeed's default) are for the user to
+        edit.
+
+    Raises
+    ------
+    UsageError
+        As `aio_section`.
+
+    Notes
+    -----
+    `max_in_cpu` (in elements) is 0: otherwise DeepSpeed keeps the first billion parameters in host
+    memory. `pipeline_read` and `pipeline_write` are off: with them `zero_to_fp32` collates wrong
+    weights. Lightning refuses `gradient_accumulation_steps`, so it is not set; Lightning's `test`
+    and `predict` need `zero_allow_untested_optimizer`. Source:
     deepspeed/runtime/zero/offload_config.py.
     """
     offload = {"device": "nvme", "nvme_path": os.fspath(nvme_path), "pin_memory": True}
@@ -146,19 +184,35 @@ def zero_infinity(
 
 
 def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[str, Any]) -> Applied:
-    """Set *settings* in the `aio` section of the DeepSpeed config *path* and leave every other byte
-    as it is.
+    """Set the `aio` section of a DeepSpeed config file.
 
-    A file that already says so is not written. Otherwise the new text is written aside in the same
-    directory, synced and renamed, so that a crash leaves the old file or the new one. Mode, owner
-    and a symlink that leads to the file are kept. Where a new file would lack something (an ACL,
-    extended attributes, a second hard link, an owner who is not this user) or cannot be renamed to
-    (a bind mount), the file is written in place, with its old text in `.NAME.before` beside it
-    until that is synced.
+    Parameters
+    ----------
+    path : str or Path
+        The config, or a symlink to it.
+    settings : Profile, Setting, AioConfig or Mapping
+        As for `aio_section`.
 
-    Raises: UsageError, with file, line and column, when *path* is no file or not one that DeepSpeed
-    would read; OSError when it cannot be written. The file is untouched then. Source: rename(2),
-    fsync(2).
+    Returns
+    -------
+    Applied
+        What was changed.
+
+    Raises
+    ------
+    UsageError
+        *path* is not a regular file, or DeepSpeed would not read it; with file, line and column.
+    OSError
+        The file cannot be written.
+
+    Notes
+    -----
+    After an error the file is unchanged. A file that has the settings already is not written.
+    Otherwise the new text is written to a temporary file, synced and renamed, which keeps mode,
+    owner and symlinks: a crash leaves the old file or the new one. The file is written in place
+    where a new file would lose something (an ACL, extended attributes, a hard link, another user's
+    ownership) or cannot be renamed (a bind mount); `.NAME.before` then has the old text until the
+    new one is synced. Source: rename(2), fsync(2).
     """
     path = Path(path)
     wanted = aio_section(settings)
@@ -179,10 +233,24 @@ def apply(path: str | Path, settings: Profile | Setting | AioConfig | Mapping[st
 
 
 def read_aio(path: str | Path) -> dict[str, Any]:
-    """The `aio` section of the config file *path* as DeepSpeed will read it; empty when there is
-    none.
+    """Read the `aio` section as DeepSpeed will.
 
-    Raises: UsageError, with file, line and column, when DeepSpeed would not read the file; OSError.
+    Parameters
+    ----------
+    path : str or Path
+        The config.
+
+    Returns
+    -------
+    dict
+        Empty without a section.
+
+    Raises
+    ------
+    UsageError
+        DeepSpeed would not read the file; with file, line and column.
+    OSError
+        The file cannot be read.
     """
     path = Path(path)
     text = _read_text(path)
@@ -191,7 +259,23 @@ def read_aio(path: str | Path) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The whole config file *path* as DeepSpeed will read it. Raises: as `read_aio`."""
+    """Read the whole config as DeepSpeed will.
+
+    Parameters
+    ----------
+    path : str or Path
+        The config.
+
+    Returns
+    -------
+    dict
+        Its values.
+
+    Raises
+    ------
+    UsageError, OSError
+        As `read_aio`.
+    """
     path = Path(path)
     text = _read_text(path)
     with _naming(path):
@@ -199,11 +283,26 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def locate(path: str | Path) -> Path:
-    """The DeepSpeed config that *path* leads to: itself, or the file that it names, where it is the
-    YAML that `accelerate config` writes.
+    """Find the DeepSpeed config that a path leads to.
 
-    Raises: UsageError when it is such a YAML and names none, or the one that it names does not
-    exist. Source: accelerate/commands/config/config_args.py and utils/dataclasses.py
+    Parameters
+    ----------
+    path : str or Path
+        A DeepSpeed config, or a YAML file of `accelerate config`.
+
+    Returns
+    -------
+    Path
+        *path*, or the file that the YAML names.
+
+    Raises
+    ------
+    UsageError
+        The YAML names no config, or the config does not exist.
+
+    Notes
+    -----
+    Source: accelerate/commands/config/config_args.py and utils/dataclasses.py
     (`deepspeed_config_file`, relative to the working directory).
     """
     path = Path(path)
@@ -231,8 +330,17 @@ def locate(path: str | Path) -> Path:
 
 
 def is_writable(path: str | Path) -> bool:
-    """Whether `apply` may replace the file: whoever made it or its directory read-only would not
-    expect it to change.
+    """Whether `apply` may replace the file: a read-only file, or one in a read-only directory, is
+    not meant to change.
+
+    Parameters
+    ----------
+    path : str or Path
+        An existing file.
+
+    Returns
+    -------
+    bool
     """
     target = Path(path).resolve()
     return (
@@ -243,24 +351,52 @@ def is_writable(path: str | Path) -> bool:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The config *text* as DeepSpeed reads it: the values that hjson gives.
+    """Parse a config as DeepSpeed does, with the rules of hjson.
 
-    Raises: UsageError with line and column when DeepSpeed would refuse it.
+    Parameters
+    ----------
+    text : str
+        The config.
+
+    Returns
+    -------
+    dict
+        Its values.
+
+    Raises
+    ------
+    UsageError
+        DeepSpeed would refuse it; with line and column.
     """
     root = Reader(text).root
     return root.value if root else {}
 
 
 def edit(text: str, aio: Mapping[str, Any]) -> str:
-    """*text* with the keys of *aio* set in its `aio` section; text that already says so comes back
-    as it is.
+    """Set keys in the `aio` section of a config.
 
-    A value is replaced where it is not written as *aio*'s would be: `"8"` and `8.0` become `8`,
-    because the latter is not an integer to a reader of plain JSON such as Hugging Face's. Missing
-    keys, or a missing section, are added last and in the file's own style.
+    Parameters
+    ----------
+    text : str
+        The config.
+    aio : Mapping
+        Values by DeepSpeed's keys.
 
-    Raises: UsageError with line and column when DeepSpeed would refuse *text*, or its `aio` is no
-    object.
+    Returns
+    -------
+    str
+        The new config; *text* itself where it has the values already.
+
+    Raises
+    ------
+    UsageError
+        DeepSpeed would refuse *text*, with line and column; or its `aio` is not an object.
+
+    Notes
+    -----
+    A value is replaced unless it is written as JSON would: `"8"` and `8.0` become `8`, because
+    plain-JSON readers such as Hugging Face's expect an integer. Missing keys, or a missing section,
+    are appended in the style of the file.
     """
     wanted = {key: json.dumps(value) for key, value in aio_section(aio).items()}
     reader = Reader(text)
@@ -275,8 +411,8 @@ def edit(text: str, aio: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Style:
-    """How an object is written: a member to a line behind *indent*, or all on one line with *gap*
-    after each comma.
+    """How an object is written: one member per line behind *indent*, or on one line with *gap*
+    after a comma.
     """
 
     lines: bool
@@ -284,7 +420,7 @@ class _Style:
     quote: str = '"'
     colon: str = ": "
     gap: str = " "
-    comma: str = ","  # between members on lines: hjson needs none
+    comma: str = ","  # between lines hjson needs no comma
 
     def member(self, key: str, value: str) -> str:
         return f"{self.quote}{key}{self.quote}{self.colon}{value}"
@@ -294,8 +430,8 @@ class _Style:
 
 
 def _edits(reader: Reader, wanted: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
-    """What to replace by what, so that the section says *wanted*, which maps keys to the text of
-    their values.
+    """The replacements that set the section to *wanted*, which maps keys to the text of their
+    values.
     """
     if reader.root is None:
         style = _Style(lines=True, indent="  ")
@@ -338,15 +474,15 @@ def _replacement(reader: Reader, node: Node, new: str) -> Iterator[tuple[int, in
     if reader.text[node.start : node.end] == new:
         return
     follower = node.end + len(reader.text[node.end :]) - len(reader.text[node.end :].lstrip(" \t"))
-    # In hjson the next key may follow a quoted value without a comma; behind a number it would be
-    # taken for the rest of a string.
+    # In hjson a quoted value needs no comma before the next key. A number does: without it the text
+    # that follows would make it a string.
     yield node.start, node.end, new if STOP.match(reader.text, follower) else f"{new},"
 
 
 def _additions(
     reader: Reader, node: Node, style: _Style, members: list[str]
 ) -> Iterator[tuple[int, int, str]]:
-    """Add *members* behind the last of the object *node*."""
+    """Append *members* to the object *node*."""
     begin = f"\n{style.indent}" if style.lines else ""
     if not node.members:
         start, end = node.inside
@@ -362,15 +498,15 @@ def _additions(
     at = last.node.end
     if last.comma is not None:
         at = last.comma + 1
-    # a comma would become part of a bare string
+    # an unquoted string would include the comma
     elif not last.node.bare and (style.comma or not style.lines):
         yield at, at, ","
-    if style.lines:  # a comment behind the last member stays with it
-        at = _end_of_remarks(reader, at)
+    if style.lines:  # a comment after the last member stays with it
+        at = _end_of_comments(reader, at)
     yield at, at, (begin or style.gap) + style.join(members) + ("" if last.comma is None else ",")
 
 
-def _end_of_remarks(reader: Reader, at: int) -> int:
+def _end_of_comments(reader: Reader, at: int) -> int:
     following = at
     while True:
         while reader.text[following : following + 1] in (" ", "\t"):
@@ -382,16 +518,14 @@ def _end_of_remarks(reader: Reader, at: int) -> int:
 
 
 def _new_section(style: _Style, outer: str, unit: str, wanted: Mapping[str, str]) -> str:
-    """The text of an `aio` object whose closing brace stands behind *outer*."""
+    """The text of an `aio` object with its closing brace behind *outer*."""
     inner = dataclasses.replace(style, indent=outer + unit)
     members = inner.join([inner.member(key, value) for key, value in wanted.items()])
     return f"{{\n{inner.indent}{members}\n{outer}}}" if style.lines else f"{{{members}}}"
 
 
 def _style_of(reader: Reader, node: Node, unit: str, parent: _Style | None) -> _Style:
-    """The style of the object *node*, read off its last member; an empty one takes after
-    *parent*.
-    """
+    """The style of the object *node*, from its last member; an empty object inherits from *parent*."""
     text, outer = reader.text, reader.indentation(node.start)
     if not node.members:
         lines = parent is None or parent.lines or "\n" in text[slice(*node.inside)]
@@ -424,7 +558,7 @@ def _style_of(reader: Reader, node: Node, unit: str, parent: _Style | None) -> _
 
 
 def _indentations(reader: Reader, node: Node) -> Iterator[str]:
-    """By how much each object in *node*, itself first, indents its members."""
+    """The indentation of the members of each object in *node*, itself first."""
     if node.members and "\n" in reader.text[node.inside[0] : node.members[0].start]:
         outer, inner = reader.indentation(node.start), reader.indentation(node.members[0].start)
         if inner.startswith(outer) and inner != outer:
@@ -439,7 +573,7 @@ def _section(reader: Reader) -> Member | None:
         if reader.root
         else None
     )
-    # null is DeepSpeed's defaults
+    # null means DeepSpeed's defaults
     if section and not (section.node.value is None or isinstance(section.node.value, dict)):
         reader.fail(
             section.node.start,
@@ -477,7 +611,7 @@ def _read_text(path: Path) -> str:
     kept = commit.kept_of(path.resolve())
     if kept.is_file() and kept.read_bytes() != data:
         raise UsageError(
-            f"an edit of {path} was cut short, and it may hold a part of it: its text from before is in {kept}; copy that back, "
+            f"an edit of {path} was interrupted, and the file may be incomplete: the old text is in {kept}; copy that back, "
             f"or remove {kept.name} if the file is right"
         )
     try:
@@ -492,10 +626,10 @@ def _read_text(path: Path) -> str:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Have the file that *path* leads to hold *data*: all of it or, after a crash, none."""
+    """Replace the contents of the file that *path* leads to, atomically."""
     target = path.resolve()
     old = target.stat()
-    if not is_writable(target):  # a rename needs no right to write the file
+    if not is_writable(target):  # a rename does not need write permission on the file
         raise PermissionError(
             errno.EACCES,
             "the config is read-only; make it writable (chmod u+w) to have its aio section set",
@@ -506,16 +640,16 @@ def _replace_file(path: Path, data: bytes) -> None:
             commit.write_file(target, data, stat.S_IMODE(old.st_mode), (old.st_uid, old.st_gid))
             return
         except OSError as error:
-            # something is mounted there; only root may give a file away
+            # EBUSY: a mount point. EPERM: only root may give a file to another owner.
             if error.errno not in (errno.EBUSY, errno.EPERM):
                 raise
     commit.overwrite_file(target, data)
 
 
 def _has_attributes(target: Path) -> bool:
-    """Whether the file has an ACL or other attributes that a new one in its place would lack."""
+    """Whether the file has an ACL or extended attributes that a new file would lack."""
     try:
-        # A new file gets the label of the security module by the same rules.
+        # SELinux labels a new file by the same rules.
         return any(name != "security.selinux" for name in os.listxattr(target))
     except OSError:
-        return False  # a filesystem without attributes
+        return False  # a filesystem without extended attributes

@@ -1,5 +1,5 @@
-"""A config's text as nodes that know their places, read by the rules of hjson 3.1.0 (decoder.py),
-as DeepSpeed reads it.
+"""Parses a config into nodes with positions, by the rules of hjson 3.1.0 (decoder.py), as DeepSpeed
+does.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from ..errors import UsageError
 
 @dataclasses.dataclass
 class Node:
-    """A value and where it stands; *bare* is a string without quotes, which only the end of its
-    line ends.
-    """
+    """A value and its position. *bare*: a string without quotes, which ends with its line."""
 
     start: int
     end: int
     value: Any
     bare: bool = False
     members: list[Member] = dataclasses.field(default_factory=list)
-    inside: tuple[int, int] = (0, 0)  # of an object: what is between its braces
+    inside: tuple[int, int] = (0, 0)  # of an object: between its braces
 
 
 @dataclasses.dataclass
 class Member:
-    """A key and its value; *comma* is where the comma behind it stands, where there is one."""
+    """A key and its value. *comma*: position of the comma after it, if there is one."""
 
     key: str
     start: int
@@ -38,7 +36,7 @@ class Member:
     comma: int | None = None
 
 
-# hjson's own NUMBER_RE; what ends a number, true, false or null; and a key without quotes.
+# hjson's NUMBER_RE; the end of a number, true, false or null; an unquoted key.
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*")
 STOP = re.compile(r"[,}\]#\n]|//|/\*|\Z")
 _BARE_KEY = re.compile(r"([^ \t\n:{}\[\],]+)([ \t\n]*)(?=:)")
@@ -61,8 +59,8 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class Reader:
-    """The nodes of a config. Places count in `text`, which is what DeepSpeed sees: no byte order
-    mark, every line end a newline.
+    """The nodes of a config. Positions refer to `text`, which is what DeepSpeed parses: without
+    byte order mark, and with every line end a newline.
     """
 
     def __init__(self, original: str) -> None:
@@ -81,7 +79,7 @@ class Reader:
             ) from None
 
     def splice(self, edits: list[tuple[int, int, str]]) -> str:
-        """The original with each (start, end, new) of *edits* done; none overlap."""
+        """The original with each (start, end, new) of *edits* applied. Edits do not overlap."""
         pieces, done = [], 0
         for start, end, new in sorted(edits, key=lambda edit: edit[0]):
             pieces += [self.original[done : self._place(start)], new]
@@ -89,13 +87,13 @@ class Reader:
         return "".join([*pieces, self.original[done:]])
 
     def fail(self, at: int, message: str) -> NoReturn:
-        """Raises: UsageError with the line and column of *at*."""
+        """Raise UsageError with the line and column of *at*."""
         raise UsageError(
             f"line {self._line(at)}, column {at - self.text.rfind(chr(10), 0, at)}: {message}"
         )
 
     def skip(self, at: int) -> int:
-        """The first place from *at* on that is neither blank nor comment."""
+        """The first position from *at* on that is neither whitespace nor comment."""
         while True:
             while self.text[at : at + 1] in (" ", "\t", "\n"):
                 at += 1
@@ -105,8 +103,8 @@ class Reader:
             at = after
 
     def after_comment(self, at: int) -> int | None:
-        """Where the comment that begins at *at* is over, its line end not included; None when none
-        begins there.
+        """The end of the comment that starts at *at*, without its line end; None when there is
+        none.
         """
         if self.text.startswith(("#", "//"), at):
             end = self.text.find("\n", at)
@@ -119,7 +117,7 @@ class Reader:
         return None
 
     def indentation(self, at: int) -> str:
-        """The blanks that begin the line of *at*."""
+        """The leading whitespace of the line of *at*."""
         line = self.text[self.text.rfind("\n", 0, at) + 1 : at]
         return line[: len(line) - len(line.lstrip(" \t"))]
 
@@ -131,7 +129,7 @@ class Reader:
 
     def _read_root(self) -> Node | None:
         start = self.skip(0)
-        # hjson reads an empty file as an empty object, unless it has a byte order mark
+        # hjson reads an empty file as {}, unless it has a byte order mark
         if start == len(self.text) and not self.mark:
             return None
         if self.text.startswith("[", start):
@@ -244,19 +242,17 @@ class Reader:
             return _ESCAPED[escape[2]]
 
         value = _ESCAPE.sub(unescape, match[1] if match[2] is None else match[2])
-        # Two escapes may make one character beyond U+FFFF; UTF-16 joins them.
+        # A surrogate pair of escapes is one character above U+FFFF; UTF-16 joins it.
         return value.encode("utf-16-le", "surrogatepass").decode(
             "utf-16-le", "surrogatepass"
         ), match.end()
 
     def _read_lines(self, start: int) -> Node:
-        """A string in triple quotes, each of its lines without as much indentation as stands before
-        the quotes.
-        """
+        """A ''' string. Each line loses the indentation that precedes the quotes."""
         close = self.text.find("'''", start + 3)
         before = self.text.rfind("\n", 0, start)
-        # hjson looks for the line's beginning from the end of the text then, and fails where no
-        # line ends at all
+        # on the first line, hjson searches for the line start from the end of the text, and fails
+        # if there is no newline
         if before < 0:
             before = self.text.rfind("\n") - len(self.text)
         if close < 0 or before < -len(self.text):
@@ -270,8 +266,8 @@ class Reader:
         return Node(start, close + 3, value.removeprefix("\n").removesuffix("\n"))
 
     def _read_bare(self, start: int) -> Node:
-        """A number, true, false or null when one is followed by what may follow it; else everything
-        to the end of the line, as a string.
+        """A number, true, false or null if a valid end follows; else the rest of the line as an
+        unquoted string.
         """
         if self.text[start] in "}],:":
             self.fail(start, f"a value should be here, not {self.text[start]!r}; add one")

@@ -1,3 +1,1 @@
-"""Files that a crash leaves as they were or as they were to be, and JSON that tells when it was
-altered.
-"""
+"""Crash-safe file updates, and JSON files with a checksum."""

@@ -1,8 +1,8 @@
-"""One commit protocol: write aside, sync, show by one rename. A crash at any point leaves the old
-file or directory, or the new one, and never a third.
+"""The commit protocol for files and directories: write a temporary one next to the target, sync it,
+rename it over the target. A crash at any point leaves the old version or the new one.
 
-What is aside has a name of its own, `.NAME.XXXXXXXX.partial`, and is locked by its writer. A
-process that is killed leaves it there without the lock; the next commit to NAME removes it.
+The temporary one is called `.NAME.XXXXXXXX.partial` and its writer holds a lock (flock(2)) on it. A
+writer that is killed leaves it without the lock; the next commit to NAME removes it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,77 @@ from pathlib import Path
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
-_unfinished: set[Path] = set()  # what this process has aside just now
-_NOT_THERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)  # a kernel or filesystem without
+_partials: set[Path] = set()  # temporary files and directories of this process
+# renameat2 is missing in this kernel or filesystem
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def write_file(
     path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
 ) -> None:
-    """Put *data* (text as UTF-8) in the place of the file *path*.
+    """Replace the contents of a file atomically.
 
-    *mode* is None for that of any new file of this process; *owner* is a user and a group. Raises:
-    OSError, and *path* is as it was. Source: rename(2), fsync(2).
+    Parameters
+    ----------
+    path : Path
+        The file; it need not exist.
+    data : str or bytes
+        Its new contents; text is encoded as UTF-8.
+    mode : int or None
+        Permissions; None takes those of any new file of this process (umask).
+    owner : (int, int), optional
+        User and group id.
+
+    Raises
+    ------
+    OSError
+        The file is unchanged.
+
+    Notes
+    -----
+    Source: rename(2), fsync(2).
     """
-    with _aside(path, 0o666 if mode is None else 0o600) as (aside, descriptor):
+    with _partial_path(path, 0o666 if mode is None else 0o600) as (partial, descriptor):
         _write_all(descriptor, data.encode("utf-8") if isinstance(data, str) else data)
         if owner is not None:
             os.fchown(descriptor, *owner)
         if mode is not None:
             os.fchmod(descriptor, mode)
         os.fsync(descriptor)
-        aside.replace(path)
+        partial.replace(path)
     sync_directory(path.parent)
 
 
 def overwrite_file(path: Path, data: bytes) -> None:
-    """Put *data* into the file *path*, which stays the same file: its ACL, its other names, what is
-    mounted on it.
+    """Replace the contents of a file in place, keeping its inode: ACL, hard links and bind mounts
+    stay.
 
-    That is no rename: so the old bytes are first kept beside it, as `kept_of(path)`, and are there
-    until the new ones are synced.
-    Raises: OSError. Source: fsync(2).
+    An in-place write is not atomic. So the old contents are saved to `kept_of(path)` first, and
+    removed after the new ones are synced.
+
+    Parameters
+    ----------
+    path : Path
+        An existing file.
+    data : bytes
+        Its new contents.
+
+    Raises
+    ------
+    OSError
+        The file may hold a part of *data*; `kept_of(path)` has the old contents.
+
+    Notes
+    -----
+    Source: fsync(2).
     """
     kept = kept_of(path)
     old = path.read_bytes()
     write_file(kept, old)
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        # A shorter text is padded first, so that no state in between ends with a piece of the old
-        # one.
+        # Shorter data are padded first: no intermediate state ends with a piece of the old
+        # contents.
         _write_all(descriptor, data + b"\n" * (len(old) - len(data)))
         os.fsync(descriptor)
         os.ftruncate(descriptor, len(data))
@@ -69,53 +102,74 @@ def overwrite_file(path: Path, data: bytes) -> None:
 
 
 def kept_of(path: Path) -> Path:
-    """Where `overwrite_file` keeps the old bytes."""
+    """The path to which `overwrite_file` saves the old contents."""
     return path.with_name(f".{path.name}.before")
 
 
 @contextlib.contextmanager
-def aside_directory(path: Path) -> Iterator[Path]:
-    """A new directory beside *path*, to be filled and shown by `show_directory`; removed if it was
-    not.
+def partial_directory(path: Path) -> Iterator[Path]:
+    """Create a temporary directory next to *path*, to be filled and then committed by
+    `publish_directory`.
 
-    Raises: OSError.
+    On exit the directory is removed if it was not committed. Raises: OSError.
     """
-    with _aside(path, None) as (aside, _):
-        yield aside
+    with _partial_path(path, None) as (partial, _):
+        yield partial
 
 
-def show_directory(aside: Path, path: Path, *, over: bool = False) -> Path | None:
-    """Rename the directory *aside*, whose contents are synced, to *path*.
+def publish_directory(partial: Path, path: Path, *, over: bool = False) -> Path | None:
+    """Rename the directory *partial*, whose contents are synced, to *path*.
 
-    With *over*, what is at *path* goes aside in the same instant; returns where it is now, for the
-    caller to remove. A filesystem that cannot exchange two names (NFS) needs two renames for that:
-    `recover_directory` undoes the first.
+    Parameters
+    ----------
+    partial : Path
+        A directory of `partial_directory`.
+    path : Path
+        The target.
+    over : bool
+        Replace an existing *path*: the two names are exchanged atomically. A filesystem that cannot
+        exchange names (NFS) needs two renames; `recover_directory` undoes the first after a crash.
 
-    Raises: FileExistsError when *path* is there and not to be replaced; OSError.
+    Returns
+    -------
+    Path or None
+        Where the replaced directory is now, for the caller to remove.
+
+    Raises
+    ------
+    FileExistsError
+        *path* exists and *over* is false.
+    OSError
+        A rename or sync failed.
+
+    Notes
+    -----
     Source: renameat2(2).
     """
-    sync_directory(aside)
+    sync_directory(partial)
     replaced: Path | None = None
     if not os.path.lexists(path):
-        aside.rename(path)  # over another that came meanwhile only if that is empty
+        partial.rename(
+            path
+        )  # rename(2) replaces a directory created meanwhile only if that is empty
     elif not over:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    elif _exchanged(aside, path):
-        replaced = aside
+    elif _exchanged(partial, path):
+        replaced = partial
     else:
         replaced = _replaced(path)
         remove(replaced)
         path.rename(replaced)
-        aside.rename(path)
+        partial.rename(path)
     sync_directory(path.parent)
     return replaced
 
 
 def recover_directory(path: Path) -> Path | None:
-    """Put back what a `show_directory` over *path* left beside it, killed between two renames.
+    """Repair what a `publish_directory` with *over* left when it was killed between its two renames.
 
-    Returns what is left of one that was killed after both, for the caller to remove. Raises:
-    OSError.
+    Returns the replaced directory where it was killed after both renames, for the caller to remove.
+    Raises: OSError.
     """
     replaced = _replaced(path)
     if not replaced.is_dir():
@@ -128,7 +182,7 @@ def recover_directory(path: Path) -> Path | None:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory *path* and those above it that are missing, to stay. Raises: OSError."""
+    """Create the directory *path* and its missing parents durably. Raises: OSError."""
     missing = [place for place in (path, *path.parents) if not place.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for place in missing:
@@ -136,9 +190,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Have every file and directory below *directory*, and itself, on the drive. Raises:
-    OSError.
-    """
+    """Sync every file and directory below *directory*, and *directory* itself. Raises: OSError."""
     for place, _, names in os.walk(directory, topdown=False):
         for name in names:
             _sync(Path(place, name), os.O_RDONLY)
@@ -146,12 +198,12 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names in *directory* on the drive. Raises: OSError."""
+    """Sync the entries of *directory*. Raises: OSError."""
     _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def remove(path: Path) -> None:
-    """Remove the file or the directory *path*, if it is there. Raises: OSError."""
+    """Remove the file or directory *path* if it exists. Raises: OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -159,16 +211,16 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished() -> None:
-    """Remove what this process has aside. For the handler of a signal that ends it,
-    wherever it is.
+    """Remove the temporary files and directories of this process. For the handler of a terminating
+    signal: it may run at any point.
     """
-    for aside in list(_unfinished):
+    for partial in list(_partials):
         with contextlib.suppress(OSError):
-            remove(aside)
+            remove(partial)
 
 
 def remove_abandoned(directory: Path, name: str) -> None:
-    """Remove what killed writers left aside in *directory* for names that match the regular
+    """Remove what killed writers left in *directory* for target names that match the regular
     expression *name*. Raises: OSError.
     """
     for left in abandoned(directory, rf"\.(?:{name})\.[0-9a-f]{{8}}\.partial"):
@@ -176,10 +228,10 @@ def remove_abandoned(directory: Path, name: str) -> None:
 
 
 def abandoned(directory: Path, name: str) -> Iterator[Path]:
-    """What is in *directory* under names that match the regular expression *name*, and locked by
-    nobody; it is locked until the next is asked for.
+    """Yield the entries of *directory* whose names match the regular expression *name* and that no
+    process has locked. Each stays locked until the next one is asked for.
 
-    Raises: OSError when it cannot be looked into.
+    Raises: OSError when *directory* cannot be listed.
     """
     for left in list(directory.iterdir()):
         if re.fullmatch(name, left.name):
@@ -193,41 +245,41 @@ def abandoned(directory: Path, name: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _aside(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
-    """A new file with *mode*, or directory (None), beside *path*, locked, and its descriptor; what
-    is there in the end is removed.
+def _partial_path(path: Path, mode: int | None) -> Iterator[tuple[Path, int]]:
+    """A new locked file with *mode*, or a directory (None), next to *path*, and its descriptor. It
+    is removed on exit if it still exists.
     """
-    # whoever may not look into the directory leaves nothing to find either
+    # without the right to list the directory there is nothing to find
     with contextlib.suppress(OSError):
         remove_abandoned(path.parent, re.escape(path.name))
     while True:
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        _unfinished.add(aside)  # before it is there: a signal may come at any time
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        _partials.add(partial)  # before it exists: a signal may arrive at any point
         try:
-            descriptor = _claimed(aside, mode)
+            descriptor = _claimed(partial, mode)
             if descriptor is None:
                 continue
             try:
-                yield aside, descriptor
+                yield partial, descriptor
             finally:
                 os.close(descriptor)
                 with contextlib.suppress(OSError):
-                    remove(aside)
+                    remove(partial)
             return
         finally:
-            _unfinished.discard(aside)
+            _partials.discard(partial)
 
 
-def _claimed(aside: Path, mode: int | None) -> int | None:
-    """The descriptor of the new *aside*, locked; None where another writer took it for an abandoned
-    one, before it was locked. Raises: OSError.
+def _claimed(partial: Path, mode: int | None) -> int | None:
+    """Create and lock *partial*; its descriptor, or None where another writer removed it as abandoned
+    before it was locked. Raises: OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     if mode is None:
-        aside.mkdir()
+        partial.mkdir()
         flags = os.O_RDONLY | os.O_DIRECTORY
     try:
-        descriptor = os.open(aside, flags | os.O_CLOEXEC, mode or 0)
+        descriptor = os.open(partial, flags | os.O_CLOEXEC, mode or 0)
     except FileNotFoundError:
         if mode is None:
             return None
@@ -240,23 +292,23 @@ def _claimed(aside: Path, mode: int | None) -> int | None:
 
 
 def lock(descriptor: int) -> None:
-    """Lock what is open as *descriptor*: whoever would remove it finds it in use, until it is
-    closed or the process ends.
+    """Lock an open file or directory until it is closed or the process ends: `remove_abandoned`
+    skips it.
     """
-    # a network filesystem without locks: there nobody removes anything
+    # a network filesystem without locks: nothing is removed there either
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the kernel exchanged the two names; False where it cannot. Raises: OSError."""
+    """Exchange two names atomically; False where this is not supported. Raises: OSError."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _NOT_THERE:
+    if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 

@@ -1,5 +1,5 @@
-"""JSON with a checksum of what it says: a file that was altered is told from one that was written
-so. Whitespace and the order of keys do not count.
+"""JSON with a checksum of its contents, to detect changes by others. Whitespace and the order of
+keys do not matter.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _KEY = "sha256"
 
 
 def dumps(data: dict[str, Any], indent: int | None = None) -> str:
-    """The text of *data* with its seal, the key "sha256"."""
+    """Serialize *data* with its checksum under the key "sha256"."""
     return json.dumps({**data, _KEY: _digest(data)}, indent=indent)
 
 
 def loads(text: str | bytes) -> dict[str, Any]:
-    """The object that *text* is, sealed or not; an empty one for other JSON. Raises: ValueError."""
+    """Parse an object, with a checksum or without; {} for other JSON. Raises: ValueError."""
     try:
         data = json.loads(text)
     except RecursionError:
@@ -26,7 +26,7 @@ def loads(text: str | bytes) -> dict[str, Any]:
 
 
 def unseal(data: dict[str, Any]) -> bool:
-    """Take the seal off *data*, which `loads` returned; whether it is that of the rest."""
+    """Remove the checksum from *data*, which `loads` returned; whether it matches the rest."""
     return bool(data.pop(_KEY, None) == _digest(data))
 
 

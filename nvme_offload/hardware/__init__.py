@@ -1,3 +1,3 @@
-"""What the machine has: drives, memory and GPUs, and what `nvme-sweep` has measured of its
-drives.
+"""The hardware: drives, memory and GPUs of this machine, and the profiles that `nvme-sweep`
+measured.
 """

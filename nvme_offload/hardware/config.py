@@ -1,8 +1,10 @@
-"""`AioConfig`: how an engine talks to a drive."""
+"""`AioConfig`: the settings of an engine."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 from typing import Any, Literal
 
@@ -14,21 +16,36 @@ MAX_THREAD_COUNT = 128
 MAX_BLOCK_SIZE = 1 << 30
 MIN_BLOCK_SIZE = 4096
 
+_log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class AioConfig:
-    """Settings of an `Engine`; validated on creation, immutable after.
+    """Settings of an `Engine`; validated on creation, immutable.
 
-    block_size: bytes handed to the kernel at a time, a multiple of 4096. queue_depth: blocks in
-    flight for one worker thread. thread_count: worker threads, each with a kernel queue of its own.
-    backend: "libaio" (Linux native AIO), "io_uring", or "posix" (pread and pwrite, one block at a
-    time for each thread; any filesystem). single_submit: hand blocks to the kernel one by one
-    rather than two by two (or, blocks below 64 KiB, all at once). overlap_events: refill the queue
-    whenever a block completes; otherwise only when it has run empty. direct: True for O_DIRECT or
-    an error, "auto" for O_DIRECT where the filesystem has it (`File.direct` tells), False for the
-    page cache.
+    Parameters
+    ----------
+    block_size : int
+        Size of one I/O to the kernel in bytes: a multiple of 4096, up to 1 GiB.
+    queue_depth : int
+        Blocks in flight per worker thread, 1 to 4096.
+    thread_count : int
+        Worker threads, each with a kernel queue of its own, 1 to 128.
+    backend : {"libaio", "io_uring", "posix"}
+        Kernel interface: Linux native AIO, io_uring, or pread and pwrite (one block at a time per
+        thread; works on any filesystem).
+    single_submit : bool
+        Submit blocks one by one instead of two per system call (blocks below 64 KiB: all per call).
+    overlap_events : bool
+        Refill the queue at every completion, instead of when it has drained.
+    direct : bool or "auto"
+        True requires O_DIRECT, "auto" uses it where the filesystem supports it (`File.direct`
+        tells), False uses the page cache.
 
-    Raises: UsageError naming the field and the values that are possible.
+    Raises
+    ------
+    UsageError
+        A value is out of range; the message names the field and its range.
     """
 
     block_size: int = 1 << 20
@@ -57,23 +74,55 @@ class AioConfig:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str], **changes: Any) -> AioConfig:
-        """The settings that `nvme-sweep` chose for the drive that *path* is on, or will be on once
-        it is made, with *changes*.
+        """Load the settings that `nvme-sweep` chose for a drive.
 
-        Raises: UnsupportedError, which says what to run, when that drive was never swept;
-        UsageError for a change that is not possible, or a profile that cannot be read; OSError when
-        *path* cannot be looked at.
+        Parameters
+        ----------
+        path : str or os.PathLike
+            A path on the drive; it need not exist yet.
+        **changes
+            Fields to override.
+
+        Returns
+        -------
+        AioConfig
+            The chosen settings with *changes*.
+
+        Raises
+        ------
+        UnsupportedError
+            The drive was never swept; the message gives the command.
+        UsageError
+            A field of *changes* is invalid, or the profile cannot be read.
+        OSError
+            *path* cannot be examined.
+
+        Notes
+        -----
+        A profile with little evidence (`profile_grade.grade`) is used with a warning, logged once.
         """
-        from . import profile_shelf  # which knows this module
+        from . import profile_grade, profile_shelf  # import this module
 
-        return dataclasses.replace(profile_shelf.find(os.fspath(path)).chosen.config(), **changes)
+        profile = profile_shelf.find(os.fspath(path))
+        found = profile_grade.grade(profile)
+        if found.name != "good":
+            _warn_of_evidence(profile.drive["path"], profile.created[:10], str(found))
+        return dataclasses.replace(profile.chosen.config(), **changes)
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that the kernel holds at once when every queue is full."""
+        """Bytes in flight with all queues full."""
         return self.block_size * self.queue_depth * self.thread_count
 
     def _require_count(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+
+
+@functools.cache
+def _warn_of_evidence(path: str, date: str, found: str) -> None:
+    _log.warning(
+        "the profile of the drive of %s, of %s, has little evidence: %s; run nvme-sweep again",
+        *(path, date, found),
+    )

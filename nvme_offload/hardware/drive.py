@@ -1,4 +1,4 @@
-"""What a path sits on: filesystem, device and disks, as the kernel tells them."""
+"""The filesystem, device and disks under a path, from procfs and sysfs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import sysfs
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
-# With or without "fuse." in front.
+# Also with the prefix "fuse.".
 _NETWORK_FILESYSTEMS = {
     *(
         "nfs",
@@ -52,18 +52,55 @@ _FS_IOC_GETFSUUID = 0x80111500
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """What a path sits on. None and "" stand for what the kernel did not tell.
+    """The filesystem, device and disks under a path. None and "" mean that the kernel does not
+    tell.
 
-    path: as given, made absolute. device: "/dev/nvme0n1p1", "/dev/mapper/data", or the source of a
-    filesystem without a block device. layers: what lies between filesystem and disks, from the top:
-    "partition", "dm-crypt", "lvm", "raid0", "loop". physical_devices: the disks below. size_bytes,
-    free_bytes: of the filesystem; free is what this user may still write. max_block_kib: the
-    largest request that the kernel does not split. pcie_link, link_bytes_per_second: as negotiated
-    now, in each direction; the sum over all disks. pcie_link_most: what drive and slot are made
-    for. rotational, scheduler, queue_requests, temperature_celsius: of the worst disk. numa_node:
-    where all disks share one. cpu_numa_nodes, gpu_numa_nodes: of the processors that this process
-    may use, and of the NVIDIA GPUs of the machine. identity: a hash of what tells this drive, with
-    its layers and filesystem, from others; the same after a reboot.
+    Attributes
+    ----------
+    path : str
+        As given, made absolute.
+    mount_point : str
+        Of the filesystem.
+    device : str
+        "/dev/nvme0n1p1", "/dev/mapper/data"; the source of a filesystem without a block device.
+    filesystem : str
+        Type, as in /proc/mounts.
+    mount_options : tuple of str
+        Of the mount and of the filesystem.
+    layers : tuple of str
+        Between filesystem and disks, from the top: "partition", "dm-crypt", "lvm", "raid0", "loop".
+    physical_devices : tuple of str
+        The disks.
+    model, firmware, transport : str
+        Of the disks.
+    rotational : bool
+        Of any disk.
+    logical_block_bytes, physical_block_bytes : int
+        Of the top device.
+    max_block_kib : int
+        Largest request that the kernel does not split, in KiB.
+    scheduler : str
+        I/O scheduler of the disks.
+    queue_requests : int
+        Requests per hardware queue; the smallest of the disks.
+    size_bytes, free_bytes : int
+        Of the filesystem; free for this user.
+    pcie_link : str
+        As negotiated now: "16.0 GT/s x4".
+    link_bytes_per_second : int
+        Payload rate of the link in each direction, summed over the disks.
+    numa_node : int
+        Of the disks, where they share one.
+    temperature_celsius : float
+        Of the hottest disk.
+    pcie_link_most : str
+        The fastest link that drive and slot support.
+    cpu_numa_nodes : tuple of int
+        Nodes of the CPUs that this process may use.
+    gpu_numa_nodes : tuple of int
+        Nodes of the machine's NVIDIA GPUs.
+    identity : str
+        A hash that identifies drive, layers and filesystem. The same after a reboot.
     """
 
     path: str
@@ -102,7 +139,7 @@ class Drive:
 
     @property
     def is_memory(self) -> bool:
-        """Whether there is no drive at all: the files live in memory."""
+        """Whether the files live in memory (tmpfs, a RAM disk)."""
         in_memory = [
             re.match(r"/dev/(ram|zram)\d", device) is not None for device in self.physical_devices
         ]
@@ -114,7 +151,7 @@ class Drive:
         return self.filesystem.removeprefix("fuse.") in _NETWORK_FILESYSTEMS
 
     def as_dict(self) -> dict[str, Any]:
-        """The plain values of a profile's `drive`, with lists as JSON has them."""
+        """The fields as JSON types: the `drive` of a profile."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(self).items()
@@ -122,17 +159,49 @@ class Drive:
 
 
 def short_name(model: str, device: str) -> str:
-    """What `Drive.name` is for a drive with that model and device."""
+    """Make a short name for directories, as `Drive.name`.
+
+    Parameters
+    ----------
+    model : str
+        Of the disk; may be empty.
+    device : str
+        Used where *model* is empty, without "/dev/".
+
+    Returns
+    -------
+    str
+        Lower-case letters, digits and hyphens, at most 48 characters; "drive" where nothing is
+        left.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", (model or device.removeprefix("/dev/")).lower()).strip("-")
     return slug[:48].strip("-") or "drive"
 
 
 def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Drive:
-    """Say what *path* sits on.
+    """Examine what a path is on.
 
-    proc, sys: where procfs and sysfs are mounted. Whatever they lack (a container, a filesystem
-    without a device) is left out of the answer. Raises: OSError when *path* itself cannot be looked
-    at. Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
+    Parameters
+    ----------
+    path : str or Path
+        An existing path.
+    proc, sys : Path
+        Mount points of procfs and sysfs. Fields that they lack (in a container, or for a filesystem
+        without a device) are None or empty.
+
+    Returns
+    -------
+    Drive
+        As of now.
+
+    Raises
+    ------
+    OSError
+        *path* cannot be examined.
+
+    Notes
+    -----
+    Source: proc_pid_mountinfo(5); the kernel's Documentation/ABI, stable/sysfs-block.
     """
     absolute = Path(path).absolute()
     space = os.statvfs(absolute)
@@ -153,11 +222,7 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
     ]
     nodes = {sysfs.number(sysfs.first(lineage, "numa_node")) for lineage in lineages}
     node = nodes.pop() if len(nodes) == 1 else None
-    rotational = [
-        flag
-        for queue in disk_queues
-        if (flag := sysfs.number(sysfs.read(queue / "rotational"))) is not None
-    ]
+    rotational = _numbers(disk_queues, "rotational")
     device = _device_name(blocks[0]) if blocks else mount.source or mount.filesystem
     return Drive(
         path=str(absolute),
@@ -173,11 +238,11 @@ def describe(path: str | Path, *, proc: Path = Path("/proc"), sys: Path = Path("
         ),
         transport=_alternatives([sysfs.first(lineage, "transport") for lineage in lineages]),
         rotational=any(rotational) if rotational else None,
-        logical_block_bytes=_largest(top_queues, "logical_block_size"),
-        physical_block_bytes=_largest(top_queues, "physical_block_size"),
-        max_block_kib=_smallest(top_queues, "max_sectors_kb"),
+        logical_block_bytes=max(_numbers(top_queues, "logical_block_size"), default=None),
+        physical_block_bytes=max(_numbers(top_queues, "physical_block_size"), default=None),
+        max_block_kib=min(_numbers(top_queues, "max_sectors_kb"), default=None),
         scheduler=_alternatives([sysfs.scheduler(queue) for queue in disk_queues]),
-        queue_requests=_smallest(disk_queues, "nr_requests"),
+        queue_requests=min(_numbers(disk_queues, "nr_requests"), default=None),
         size_bytes=space.f_blocks * space.f_frsize,
         free_bytes=space.f_bavail * space.f_frsize,
         pcie_link=_joined([link.text for link in links if link]) or None,
@@ -206,14 +271,14 @@ class _Mount(NamedTuple):
 
 
 def _mount_of(path: Path, proc: Path) -> _Mount:
-    """The mount that shows at *path*, which is absolute and without symlinks."""
+    """The mount that is visible at *path*, which is absolute and without symlinks."""
     mounts = list(_mounts(proc))
     identity = _mount_identity(path, proc)
     exact = [mount for mount in mounts if mount.identity == identity]
     around = [mount for mount in mounts if path.is_relative_to(mount.point)]
     if exact or around:
-        # Of several mounts on one point the last one listed lies on top, and max() keeps the first
-        # of equals.
+        # Of several mounts on one mount point the last listed is on top; max() returns the first of
+        # equals.
         return (
             exact[-1]
             if exact
@@ -225,7 +290,7 @@ def _mount_of(path: Path, proc: Path) -> _Mount:
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
     for line in (sysfs.read(proc / "self/mountinfo") or "").split("\n"):
-        # The optional fields between the options and the lone hyphen vary in number.
+        # A variable number of optional fields precedes the lone hyphen.
         before, hyphen, after = line.partition(" - ")
         fields, rest = before.split(" "), after.split(" ")
         if not hyphen or len(fields) < 6 or len(rest) < 3:
@@ -242,8 +307,8 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _mount_identity(path: Path, proc: Path) -> str | None:
-    """The kernel's own answer, right also where one mount hides another; None where this procfs
-    does not say.
+    """The mount id from the kernel, right also where one mount hides another; None where procfs
+    lacks it.
     """
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -263,14 +328,13 @@ def _unescape(text: str) -> str:
 
 
 def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
-    """The sysfs directories of the devices that *mount* is on: one, several for btrfs, none for a
-    filesystem without a device.
+    """The sysfs directories of the block devices of *mount*: one, several for btrfs, none without a
+    device.
     """
     block = sys / "dev/block" / mount.device_number
     if block.exists():
         return [block.resolve()]
-    # btrfs gives every subvolume an anonymous device number; what it was mounted from is the way to
-    # its disk.
+    # btrfs gives each subvolume an anonymous device number: find the disk by the mount source.
     if not mount.source.startswith("/dev/"):
         return []
     name = Path(mount.source).resolve().name
@@ -293,8 +357,8 @@ def _blocks_of(mount: _Mount, sys: Path) -> list[Path]:
 def _disks_below(
     block: Path, proc: Path, sys: Path, layers: list[str], depth: int = 0
 ) -> list[Path]:
-    """The disks under *block*, noting each layer passed. A loop device may sit on itself by way of
-    a bind mount, hence the limit on depth.
+    """The disks below *block*; appends the layers on the way. The depth is limited: with a bind
+    mount a loop device can be backed by itself.
     """
     if depth > 16:
         return []
@@ -328,11 +392,11 @@ def _device_name(block: Path) -> str:
 def _identity(
     path: Path, device: str, mount: _Mount, layers: list[str], lineages: list[list[Path]]
 ) -> str:
-    """A hash, since a serial number is nobody else's business.
+    """A hash, which keeps serial numbers private.
 
-    Disks that tell their serial number are known by it. Others, virtual disks and loop devices are
-    known by their filesystem, whose number the copies of a disk image share: there the machine
-    counts as well.
+    Disks with a serial number are identified by it. Others (virtual disks, loop devices) are
+    identified by the UUID of the filesystem and by the machine, since copies of a disk image share
+    the UUID.
     """
     serials = [sysfs.serial(lineage) for lineage in lineages]
     between = [layer for layer in dict.fromkeys(layers) if layer != "partition"]
@@ -358,14 +422,14 @@ def _filesystem_uuid(path: Path) -> str | None:
     try:
         answer = fcntl.ioctl(descriptor, _FS_IOC_GETFSUUID, bytes(17))
         return answer[1 : 1 + answer[0]].hex() or None
-    except OSError:  # an older kernel, or a filesystem without a number
+    except OSError:  # an older kernel, or a filesystem without a UUID
         return None
     finally:
         os.close(descriptor)
 
 
 def _joined(texts: list[str]) -> str:
-    """Each different text once, with its count: "2x 16.0 GT/s x4"."""
+    """The distinct texts with their counts: "2x 16.0 GT/s x4"."""
     counts = {text: texts.count(text) for text in texts if text}
     return " + ".join(text if count == 1 else f"{count}x {text}" for text, count in counts.items())
 
@@ -374,23 +438,8 @@ def _alternatives(texts: list[str | None]) -> str | None:
     return ", ".join(dict.fromkeys(text for text in texts if text)) or None
 
 
-def _largest(queues: list[Path], name: str) -> int | None:
-    return max(
-        (
-            value
-            for queue in queues
-            if (value := sysfs.number(sysfs.read(queue / name))) is not None
-        ),
-        default=None,
-    )
-
-
-def _smallest(queues: list[Path], name: str) -> int | None:
-    return min(
-        (
-            value
-            for queue in queues
-            if (value := sysfs.number(sysfs.read(queue / name))) is not None
-        ),
-        default=None,
-    )
+def _numbers(queues: list[Path], name: str) -> list[int]:
+    """The attribute *name* of the queues that have it as a number."""
+    return [
+        value for queue in queues if (value := sysfs.number(sysfs.read(queue / name))) is not None
+    ]

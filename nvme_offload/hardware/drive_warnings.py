@@ -1,8 +1,9 @@
-"""What about a drive costs speed, or makes a measurement of it mean something else."""
+"""Properties of a drive that cost speed, or that distort its measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ..units import format_bytes
 from .drive import Drive
@@ -12,10 +13,45 @@ _NEARLY_FULL = 0.10
 
 
 def warnings(drive: Drive) -> list[str]:
-    """What about *drive* costs speed or makes a measurement mean something else: a sentence on what
-    it means and one on what to do, for each.
+    """List what costs speed on *drive*, or distorts a measurement of it.
+
+    Returns
+    -------
+    list of str
+        For each a sentence on the effect and one on the cure.
     """
     return list(_warnings(drive))
+
+
+def rotational(drive: Mapping[str, Any]) -> str:
+    """What it means that the kernel calls a disk rotational.
+
+    Parameters
+    ----------
+    drive : mapping
+        As `Drive.as_dict`, or the `drive` of a profile.
+
+    Returns
+    -------
+    str
+        A clause; "" for a disk that does not rotate, or does not say.
+    """
+    if not drive.get("rotational"):
+        return ""
+    disks = [str(device).removeprefix("/dev/") for device in drive.get("physical_devices") or ()]
+    if _is_virtual(disks):
+        return (
+            "says a virtual disk, which has what its host was configured with, not what is behind it; "
+            "the kernel takes it into account for its I/O scheduler and read-ahead only"
+        )
+    return (
+        "a hard disk, or a disk that misreports itself; a hard disk is far too slow to train from"
+    )
+
+
+def _is_virtual(disks: Sequence[str]) -> bool:
+    """Whether one of *disks* rotates, or not, as its host happens to be configured."""
+    return any(disk.startswith(("vd", "xvd")) for disk in disks)
 
 
 def _warnings(drive: Drive) -> Iterator[str]:
@@ -40,8 +76,7 @@ def _warnings(drive: Drive) -> Iterator[str]:
             f"{drive.path} is in a container's overlay, whose first write to a file copies it and whose files vanish with the container. "
             "Mount a directory of the host's drive into the container, for example `docker run -v /local_nvme:/local_nvme`, and give that."
         )
-    # Virtual disks claim to rotate, or not, as their host happens to be configured.
-    if drive.rotational and not any(disk.startswith(("vd", "xvd")) for disk in disks):
+    if drive.rotational and not _is_virtual(disks):
         yield (
             f"{drive.device} says that it is a rotating disk, which is far too slow to train from. "
             "Give a directory on an NVMe drive, unless this is a virtual disk that misreports itself."

@@ -1,7 +1,14 @@
-"""What GPUs can do, by what `nvidia-smi` or a user calls them.
+"""What GPUs can do, by what nvidia-smi or a user calls them.
 
-Source: the vendors' data sheets; 16-bit matrix operations without sparsity, in bfloat16 where the
-GPU has that, and memory bandwidth.
+Source: the vendors' data sheets, as of 2026. Operations are dense 16-bit matrix operations with
+sums in fp32, in bfloat16 where the GPU has that (T4, V100 and RTX 2080 Ti have fp16 only); data
+sheets that give a figure "with sparsity" are halved.
+
+- NVIDIA: data sheets "B200 (HGX)", "GH200", "H200", "H100", "A100", "A40", "A30", "A10", "RTX A6000",
+  "RTX A5000", "RTX A4000", "RTX 6000 Ada Generation", "L40S", "L40", "L4", "T4", "V100"; H20 by its
+  product brief, A10G by AWS EC2 G5; GeForce by the architecture white papers "Blackwell RTX"
+  (50), "Ada" (40), "Ampere GA102" (30) and "Turing" (20).
+- AMD: data sheets "Instinct MI325X", "MI300X", "MI250X", "MI250", "MI210".
 """
 
 from __future__ import annotations
@@ -9,53 +16,111 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+# Bytes a second of a lane, by generation of PCIe, one way. Source: PCI-SIG, encoding included.
+LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
+# What copies from and to registered host memory reach of that: 55 GB/s of generation 5, 16 lanes.
+LINK_SHARE = 0.87
+
+_GB = 10**9
+
 
 class GpuModel(NamedTuple):
-    """Dense 16-bit operations and bytes of memory a second; memory_bytes: None where it is sold
-    with several sizes.
+    """One model of GPU.
+
+    Attributes
+    ----------
+    flops : float
+        Dense 16-bit matrix operations a second.
+    bytes_per_second : float
+        Of the GPU's own memory.
+    sizes : tuple of int
+        GB of memory (10**9 bytes), one for each size that it is sold with.
+    generation : int
+        Of its PCI Express link; 0 where it has another link.
+    lanes : int
+        Of that link.
+    bfloat16 : bool
+        Whether it computes in that.
     """
 
     flops: float
     bytes_per_second: float
-    memory_bytes: int | None
+    sizes: tuple[int, ...]
+    generation: int
+    lanes: int = 16
+    bfloat16: bool = True
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """Bytes a second that copies from or to registered host memory reach, one way."""
+        if not self.generation:  # NVLink-C2C: 450 GB/s one way
+            return 450e9 * LINK_SHARE
+        return LANE_BYTES_PER_SECOND[self.generation] * self.lanes * LINK_SHARE
+
+    def memory_bytes(self, name: str = "") -> int | None:
+        """Bytes of memory; None where several sizes are sold and *name* tells none of them."""
+        named = {int(number) for number in re.findall(r"(\d+)\s*GB", name, re.IGNORECASE)}
+        fitting = [size for size in self.sizes if size in named] or list(self.sizes)
+        return fitting[0] * _GB if len(fitting) == 1 else None
 
 
-_GB = 10**9
-_MODELS = {
-    "B200": GpuModel(2250e12, 8.0e12, 180 * _GB),
-    "GH200": GpuModel(989e12, 4.0e12, None),
-    "H200": GpuModel(989e12, 4.8e12, 141 * _GB),
-    "H100 NVL": GpuModel(835e12, 3.9e12, 94 * _GB),
-    "H100 PCIe": GpuModel(756e12, 2.0e12, 80 * _GB),
-    "H100": GpuModel(989e12, 3.35e12, 80 * _GB),
-    "H20": GpuModel(148e12, 4.0e12, 96 * _GB),
-    "A100": GpuModel(312e12, 1.9e12, None),
-    "A40": GpuModel(150e12, 0.70e12, 48 * _GB),
-    "A30": GpuModel(165e12, 0.93e12, 24 * _GB),
-    "A10G": GpuModel(70e12, 0.6e12, 24 * _GB),
-    "A10": GpuModel(125e12, 0.6e12, 24 * _GB),
-    "A6000": GpuModel(155e12, 0.77e12, 48 * _GB),
-    "RTX 6000 Ada": GpuModel(364e12, 0.96e12, 48 * _GB),
-    "L40S": GpuModel(362e12, 0.86e12, 48 * _GB),
-    "L40": GpuModel(181e12, 0.86e12, 48 * _GB),
-    "L4": GpuModel(121e12, 0.3e12, 24 * _GB),
-    "T4": GpuModel(65e12, 0.32e12, 16 * _GB),
-    "V100": GpuModel(125e12, 0.9e12, None),
-    "5090": GpuModel(210e12, 1.79e12, 32 * _GB),
-    "4090": GpuModel(165e12, 1.0e12, 24 * _GB),
-    "3090": GpuModel(71e12, 0.94e12, 24 * _GB),
-    "MI300X": GpuModel(1307e12, 5.3e12, 192 * _GB),
-    "MI250X": GpuModel(383e12, 3.2e12, 128 * _GB),
-    "MI210": GpuModel(181e12, 1.6e12, 64 * _GB),
+MODELS = {
+    "B200": GpuModel(2250e12, 8.0e12, (180,), 5),
+    "GH200": GpuModel(989e12, 4.0e12, (96, 144), 0),
+    "H200": GpuModel(989e12, 4.8e12, (141,), 5),
+    "H200 NVL": GpuModel(835e12, 4.8e12, (141,), 5),
+    "H100": GpuModel(989e12, 3.35e12, (80,), 5),
+    "H100 NVL": GpuModel(835e12, 3.9e12, (94,), 5),
+    "H100 PCIe": GpuModel(756e12, 2.0e12, (80,), 5),
+    "H20": GpuModel(148e12, 4.0e12, (96,), 5),
+    "A100": GpuModel(312e12, 1.9e12, (40, 80), 4),
+    "A40": GpuModel(150e12, 0.70e12, (48,), 4),
+    "A30": GpuModel(165e12, 0.93e12, (24,), 4),
+    "A10": GpuModel(125e12, 0.6e12, (24,), 4),
+    "A10G": GpuModel(70e12, 0.6e12, (24,), 4),
+    "A6000": GpuModel(155e12, 0.77e12, (48,), 4),
+    "A5000": GpuModel(111e12, 0.77e12, (24,), 4),
+    "A4000": GpuModel(77e12, 0.45e12, (16,), 4),
+    "RTX 6000 Ada": GpuModel(364e12, 0.96e12, (48,), 4),
+    "L40S": GpuModel(362e12, 0.86e12, (48,), 4),
+    "L40": GpuModel(181e12, 0.86e12, (48,), 4),
+    "L4": GpuModel(121e12, 0.3e12, (24,), 4),
+    "T4": GpuModel(65e12, 0.32e12, (16,), 3, bfloat16=False),
+    "V100": GpuModel(125e12, 0.9e12, (16, 32), 3, bfloat16=False),
+    "5090": GpuModel(210e12, 1.79e12, (32,), 5),
+    "5080": GpuModel(113e12, 0.96e12, (16,), 5),
+    "4090": GpuModel(165e12, 1.0e12, (24,), 4),
+    "4080": GpuModel(97e12, 0.72e12, (16,), 4),
+    "3090": GpuModel(71e12, 0.94e12, (24,), 4),
+    "3090 Ti": GpuModel(80e12, 1.0e12, (24,), 4),
+    "2080 Ti": GpuModel(54e12, 0.62e12, (11,), 3, bfloat16=False),
+    "MI325X": GpuModel(1307e12, 6.0e12, (256,), 5),
+    "MI300X": GpuModel(1307e12, 5.3e12, (192,), 5),
+    "MI250X": GpuModel(383e12, 3.2e12, (128,), 4),
+    "MI250": GpuModel(362e12, 3.2e12, (128,), 4),
+    "MI210": GpuModel(181e12, 1.6e12, (64,), 4),
 }
 
 
 def find(name: str) -> GpuModel | None:
-    """The model that is called *name*, or has its words in that; None for one that is not known.
+    """The model that *name* says, as nvidia-smi or a user does.
 
-    The longest wins: an L40S is no L40, and an H100 PCIe is not the one with the fastest memory.
+    Parameters
+    ----------
+    name : str
+        Such as "H100", "NVIDIA A100-SXM4-80GB" or "GeForce RTX 4090". Words are compared whole, and
+        the longest known name in it wins, so that an L40S is not taken for an L40, nor that for an L4.
+
+    Returns
+    -------
+    GpuModel or None
+        None for a GPU that the table lacks, and for GPUs of laptops, which are slower than those of
+        the same name.
     """
-    for known in sorted(_MODELS, key=len, reverse=True):
-        if re.search(rf"(?<![a-z0-9]){known}(?![a-z0-9])", name, re.IGNORECASE):
-            return _MODELS[known]
+    if re.search(r"laptop|mobile|max-q", name, re.IGNORECASE):
+        return None
+    words = re.sub(r"[\s_-]+", " ", name)
+    for known in sorted(MODELS, key=len, reverse=True):
+        if re.search(rf"(?<![a-z0-9]){known}(?![a-z0-9])", words, re.IGNORECASE):
+            return MODELS[known]
     return None

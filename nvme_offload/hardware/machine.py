@@ -1,6 +1,4 @@
-"""What a machine has that training needs, beside drives: host memory and its speed, and GPUs.
-Nothing here needs torch or CUDA.
-"""
+"""Host memory and its speed, and GPUs. Needs neither torch nor CUDA."""
 
 from __future__ import annotations
 
@@ -16,18 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# of all threads together: half a GiB stays in the caches of a large processor, and copies seem
-# twice as fast
+from .gpu_models import LANE_BYTES_PER_SECOND, LINK_SHARE
+
+# over all threads: half a GiB stays in the caches of a large CPU, and copies seem twice as fast
 _PROBE_BYTES = 2 << 30
-# by generation of PCIe
-_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
-# of that which copies reach from registered memory: 55 GB/s at generation 5, x16
-_LINK_SHARE = 0.87
 
 
 class Gpu(NamedTuple):
-    """One GPU; *link_bytes_per_second* of copies from and to registered host memory, None where the
-    driver does not tell the link.
+    """One GPU.
+
+    Attributes
+    ----------
+    name : str
+        From the driver.
+    memory_bytes : int
+        Device memory.
+    link_bytes_per_second : float or None
+        Copy speed from and to pinned host memory, estimated from the PCIe link; None if unknown.
     """
 
     name: str
@@ -36,8 +39,12 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that a training would use, as nvidia-smi tells; [] without it, though `gpu_count`
-    may know of some.
+    """List the GPUs that a training would use, from nvidia-smi.
+
+    Returns
+    -------
+    list of Gpu
+        Empty without nvidia-smi, even where `gpu_count` finds some.
     """
     command = [
         "nvidia-smi",
@@ -45,7 +52,7 @@ def gpus() -> list[Gpu]:
         "--format=csv,noheader,nounits",
     ]
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -55,31 +62,50 @@ def gpus() -> list[Gpu]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return parse_gpus(told)[: gpu_count()]
+    return parse_gpus(output)[: gpu_count()]
 
 
-def parse_gpus(told: str) -> list[Gpu]:
-    """The GPUs in nvidia-smi's answer: name, MiB, PCIe generation, lanes. What is no number there
-    ("[N/A]") is not known.
+def parse_gpus(output: str) -> list[Gpu]:
+    """Parse nvidia-smi's output: name, MiB, PCIe generation, lanes.
+
+    Parameters
+    ----------
+    output : str
+        CSV. A field that is not a number ("[N/A]") is unknown.
+
+    Returns
+    -------
+    list of Gpu
+        One per line.
     """
     found = []
-    for line in told.splitlines():
+    for line in output.splitlines():
         name, *numbers = (field.strip() for field in line.rsplit(",", 3))
         if len(numbers) == 3 and numbers[0].isdecimal():
             memory, generation, lanes = (
                 int(number) if number.isdecimal() else 0 for number in numbers
             )
-            link = _LANE_BYTES_PER_SECOND.get(generation, 0) * lanes * _LINK_SHARE
+            link = LANE_BYTES_PER_SECOND.get(generation, 0) * lanes * LINK_SHARE
             found.append(Gpu(name, memory << 20, link or None))
     return found
 
 
 def gpu_count(root: Path = Path("/")) -> int:
-    """The GPUs that a training would use here: those of the NVIDIA driver, or those of them that
-    CUDA_VISIBLE_DEVICES names.
+    """Count the GPUs that a training would use: those of the NVIDIA driver, or of these the ones in
+    CUDA_VISIBLE_DEVICES.
+
+    Parameters
+    ----------
+    root : Path
+        Of the filesystem.
+
+    Returns
+    -------
+    int
+        0 without the driver.
     """
-    # A container may see the driver's entries of all the host's GPUs; a host may lack the devices
-    # until something uses them.
+    # procfs in a container may list all GPUs of the host; on a host the device nodes may not exist
+    # until first use.
     found = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
     present = min(filter(None, (len(list(paths)) for paths in found)), default=0)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -91,17 +117,29 @@ def gpu_count(root: Path = Path("/")) -> int:
 
 
 def physical_bytes() -> int:
-    """Bytes of memory that this machine has, whoever has them."""
+    """Memory of this machine in bytes, used or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that processes can still take: what the kernel says of the machine, or of a
-    control group around this process where that is less.
+    """Memory that processes can still allocate: MemAvailable, or less where a control group limits
+    it.
 
-    Files that a group has in the page cache and has not used lately count as free, as the kernel
-    gives them up first. Source: proc(5) for MemAvailable; memory.max, memory.current and
-    memory.stat of cgroup v2, and their names in v1.
+    Parameters
+    ----------
+    root : Path
+        Of the filesystem.
+
+    Returns
+    -------
+    int
+        Bytes, 0 or more.
+
+    Notes
+    -----
+    Inactive page cache of a group counts as available: the kernel reclaims it first. Source:
+    proc(5) for MemAvailable; memory.max, memory.current and memory.stat of cgroup v2, and their
+    names in v1.
     """
     fields = dict(
         line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -111,13 +149,13 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Bytes left below the memory limit of each control group that this process is in, the
-    outermost that can be seen here last.
+    """Bytes left below the memory limit of each control group of this process, the outermost
+    visible last.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             number, controllers, inside = line.split(":", 2)
-            if number == "0":  # v2, alone or beside v1
+            if number == "0":  # v2, alone or in hybrid mode
                 top, names = (
                     root / "sys/fs/cgroup",
                     ("memory.max", "memory.current", "inactive_file"),
@@ -130,10 +168,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             else:
                 continue
             group = Path(inside.strip("/"))
-            # In a container the path may be the host's, of which there is only the group that is
-            # mounted as the top.
+            # In a container the path may be the host's, of which only the mounted group is visible,
+            # as the top.
             for around in (group, *group.parents):
-                # ValueError: "max", no limit
+                # ValueError: "max" is no limit
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     limit, used = (
                         int((top / around / name).read_text(encoding="ascii")) for name in names[:2]
@@ -148,11 +186,23 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
-    """How fast the processors that this process may use stream through host memory: bytes read and
-    written a second, by large copies of all at once.
+    """Measure the memory bandwidth of large copies on all CPUs that this process may use.
 
-    Takes 2 GiB for the time, or a quarter of the memory available, and a little longer than
-    *seconds*, since every page must be there first.
+    Parameters
+    ----------
+    seconds : float
+        Length of the measurement; the call takes a little longer, to fault the pages in.
+    threads : int, optional
+        One per usable CPU unless given.
+
+    Returns
+    -------
+    float
+        Bytes read and written per second, over all threads.
+
+    Notes
+    -----
+    Allocates 2 GiB, or a quarter of the available memory.
     """
     count = threads or len(os.sched_getaffinity(0))
     size = max(min(_PROBE_BYTES, available_bytes() // 4) // count // 2, 1 << 20)
@@ -165,11 +215,11 @@ def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> f
             ready.wait()
             began = now = time.perf_counter()
             copies = 0
-            while now - began < seconds:  # memmove lets go of the interpreter's lock
+            while now - began < seconds:  # memmove releases the GIL
                 ctypes.memmove(start + size, start, size)
                 copies, now = copies + 1, time.perf_counter()
             moved[index] = copies * 2 * size / (now - began)
-            del place  # or the memory could not be closed
+            del place  # the export would keep mmap from closing
 
     workers = [threading.Thread(target=copy, args=[index]) for index in range(count)]
     for worker in workers:

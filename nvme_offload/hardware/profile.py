@@ -12,14 +12,22 @@ from ..errors import UsageError
 from ..files import sealed
 from .config import AioConfig
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PHASES = ("read", "write", "mixed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The part of an `AioConfig` that a sweep chooses; as hashable as it is small, so that trials
-    group by it.
+    """The part of an `AioConfig` that a sweep chooses. Hashable, so that trials group by it.
+
+    Attributes
+    ----------
+    block_size, queue_depth, thread_count : int
+        As of `AioConfig`.
+    single_submit, overlap_events : bool
+        As of `AioConfig`.
+    backend : str
+        As of `AioConfig`.
     """
 
     block_size: int
@@ -35,7 +43,23 @@ class Setting:
         return self.block_size * self.queue_depth * self.thread_count
 
     def config(self, **others: Any) -> AioConfig:
-        """The `AioConfig` with this setting and *others*. Raises: UsageError."""
+        """Make the `AioConfig` with this setting.
+
+        Parameters
+        ----------
+        **others
+            The other fields of the `AioConfig`.
+
+        Returns
+        -------
+        AioConfig
+            The setting with *others*.
+
+        Raises
+        ------
+        UsageError
+            A value is out of range.
+        """
         return AioConfig(**dataclasses.asdict(self), **others)
 
 
@@ -46,15 +70,39 @@ DEEPSPEED_DEFAULTS = Setting(block_size=1 << 20, queue_depth=8, thread_count=1)
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One timed run of one setting in one phase.
+    """One timed run of one setting in one phase. GB is 10**9 bytes.
 
-    bytes, seconds, gb_per_s: what moved in the timed window, both directions together; GB is 10**9
-    bytes. read_gb_per_s, write_gb_per_s: the same by direction. stage: the round of the search,
-    such as "screen" or "final"; control: whether this was the control setting, run to see the drive
-    drift. relative: gb_per_s over the control's at the same time and phase (1.0 is DeepSpeed's
-    defaults). started_seconds: since the sweep began. samples: (seconds since the window began,
-    bytes so far) pairs for the throughput over time. flaw: why the trial does not count, "drifted"
-    (the drive jumped around it) or "impossible" (a cache answered); "" when it does.
+    Attributes
+    ----------
+    phase : str
+        "read", "write" or "mixed".
+    block_size, queue_depth, thread_count : int
+        Of the setting.
+    single_submit, overlap_events : bool
+        Of the setting.
+    backend : str
+        Of the setting.
+    bytes : int
+        Moved in the timed window, both directions together.
+    seconds : float
+        Length of the window.
+    gb_per_s : float
+        Speed in the window, both directions together.
+    read_gb_per_s, write_gb_per_s : float
+        The same by direction.
+    stage : str
+        The round of the search, such as "screen" or "final".
+    control : bool
+        Whether this was the control setting, run to see the drive drift.
+    relative : float
+        *gb_per_s* over the control's at the same time and phase: 1.0 is DeepSpeed's defaults.
+    started_seconds : float
+        Since the sweep began.
+    samples : tuple of (float, int)
+        (seconds since the window began, bytes so far) pairs, for the throughput over time.
+    flaw : str
+        Why the trial does not count: "drifted" (the drive jumped around it) or "impossible" (a
+        cache answered). "" when it counts.
     """
 
     phase: str
@@ -86,11 +134,28 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A setting with what it reached: the median of its trials, and the middle 90 % of the ratio to
-    the control.
+    """A setting with what it reached in the finals.
 
-    relative_low and relative_high bound relative; gb_per_s is the median as measured, drift and
-    all.
+    Attributes
+    ----------
+    block_size, queue_depth, thread_count : int
+        Of the setting.
+    single_submit, overlap_events : bool
+        Of the setting.
+    backend : str
+        Of the setting.
+    gb_per_s : float
+        The median speed of the control in the finals times *relative*.
+    relative : float
+        Ratio of the setting's speed to the control's.
+    relative_low, relative_high : float
+        The middle 90 % of *relative*.
+
+    Notes
+    -----
+    *gb_per_s* gives all settings at the same level of a drive that drifts: the quotient of two
+    speeds is that of their ratios. Profiles of schema 3 and older have the median of the setting's
+    own trials there.
     """
 
     block_size: int
@@ -114,11 +179,26 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
-    """How long requests of one block took, from submitting to done, while the queues of *setting*
-    were kept full under *phase*.
+    """How long requests of one block took, from submitting to done, while the queues were full.
 
-    blocks: how many were timed, by all ranks; the rest in milliseconds. One thread looks for
-    finished requests every 0.1 ms.
+    Attributes
+    ----------
+    phase : str
+        The load: "read", "write" or "mixed".
+    setting : Setting
+        Whose queues were kept full.
+    blocks : int
+        How many were timed, by all ranks.
+    p50_ms, p95_ms, p99_ms : float
+        Percentiles, in milliseconds.
+    max_ms : float
+        Of the slowest block, in milliseconds.
+    p999_ms : float or None
+        The 99.9th percentile, in milliseconds; None where fewer than 1000 blocks were timed.
+
+    Notes
+    -----
+    One thread looks for finished requests every 0.1 ms.
     """
 
     phase: str
@@ -128,16 +208,29 @@ class Latency:
     p95_ms: float
     p99_ms: float
     max_ms: float
+    p999_ms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
     """What something else reached with the chosen setting, interleaved with the engine.
 
-    name: "fio", or the other backend ("io_uring", "libaio"); version: of what is not ours.
-    gb_per_s: the median; chosen_gb_per_s: of the engine's runs between. relative: the median ratio
-    of the first to the second, relative_low and relative_high its middle 90 %, or all where there
-    are few.
+    Attributes
+    ----------
+    name : str
+        "fio", or the other backend ("io_uring", "libaio").
+    version : str
+        Of what is not ours.
+    phase : str
+        "read", "write" or "mixed".
+    gb_per_s : float
+        Median of its runs.
+    chosen_gb_per_s : float
+        Median of the engine's runs between.
+    relative : float
+        Median ratio of its runs to the engine's.
+    relative_low, relative_high : float
+        The middle 90 % of the ratios; all of them where there are fewer than 20.
     """
 
     name: str
@@ -154,10 +247,23 @@ class Beside:
 class Sustained:
     """Writing on and on with the chosen setting, to find where a drive's cache ends.
 
-    bytes, seconds: what was written, over one file again and again. samples: (seconds, bytes so
-    far) pairs. first_gb_per_s: of the first round; steady_gb_per_s: of the last five rounds.
-    steady: whether those were steady (SNIA: a range of at most 20 % of the mean, a slope of at most
-    10 %). cache_ends_bytes: after how many bytes the speed fell for good; None when it did not.
+    Attributes
+    ----------
+    bytes : int
+        Written, over one file again and again.
+    seconds : float
+        Time that this took.
+    samples : tuple of (float, int)
+        (seconds, bytes so far) pairs, one per round.
+    first_gb_per_s : float
+        Median of the rounds before the speed fell; of the first five where it did not fall.
+    steady_gb_per_s : float
+        Mean of the last five rounds.
+    steady : bool
+        Whether the last five rounds were steady (SNIA: a range of at most 20 % of the mean, a slope
+        of at most 10 %).
+    cache_ends_bytes : int or None
+        Bytes after which the speed fell for good; None where it did not.
     """
 
     bytes: int
@@ -171,11 +277,23 @@ class Sustained:
 
 @dataclasses.dataclass(frozen=True)
 class StripePath:
-    """One of several paths: its speeds by phase, *alone* and while all were used at once
-    (*together*), in GB/s, each at its own setting.
+    """One of several paths, with its speeds at its own setting.
 
-    weight: the share of the bytes that belongs on it, so that all are done at the same time; the
-    weights of all paths make 1.
+    Attributes
+    ----------
+    path : str
+        The directory.
+    device, model : str
+        Of its drive.
+    setting : Setting
+        The one that was chosen for it.
+    alone : dict of str to float
+        GB/s by phase while only this path was used.
+    together : dict of str to float
+        GB/s by phase while all paths were used at once.
+    weight : float
+        Share of the bytes that belongs on it, so that all paths are done at the same time. The
+        weights of all paths sum to 1.
     """
 
     path: str
@@ -191,9 +309,24 @@ class StripePath:
 class Health:
     """What a drive says of itself; of several disks the worst. None for what it did not say.
 
-    source: who asked, "nvme-cli", "smartctl" or "sysfs". wear: the share of its rated life that is
-    used, 1.0 at its end; written_bytes: in its life. throttled_seconds: in its life, above a
-    temperature at which it slows itself down. critical: what it warns of, in its own words.
+    Attributes
+    ----------
+    source : str
+        What was asked: "SMART log" (the kernel), "nvme-cli", "smartctl" or "sysfs".
+    temperature_celsius : float or None
+        Now.
+    wear : float or None
+        Share of its rated life that is used, 1.0 at its end.
+    written_bytes : int or None
+        In its life.
+    throttled_seconds : int or None
+        In its life, above a temperature at which it slows itself down.
+    critical : str
+        What it warns of, in words; "" where it warns of nothing.
+    limit_celsius : float or None
+        Temperature from which on it warns.
+    highest_celsius : float or None
+        The highest temperature seen during the sweep.
     """
 
     source: str
@@ -202,20 +335,61 @@ class Health:
     written_bytes: int | None = None
     throttled_seconds: int | None = None
     critical: str = ""
+    limit_celsius: float | None = None
+    highest_celsius: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """Everything that a sweep learned of a drive.
 
-    drive, workload, engine: plain values as JSON holds them; `drive["path"]`, `["model"]`,
-    `["filesystem"]` and `["device"]` are always there, each a string; `engine["name"]` is "native"
-    or "deepspeed". best: by phase. chosen: the one setting for all of training. performance: the
-    chosen setting by phase, as `Best`. reasons: sentences that say why chosen was chosen. steady:
-    whether the drive held its speed while it was judged. warnings: sentences. The rest is there
-    where it was measured: latencies of the finalists and the control; beside: others at the chosen
-    setting; sustained; stripe: all paths of a sweep of several, this one among them; health_before,
-    health_after.
+    Attributes
+    ----------
+    tool_version : str
+        Of this package.
+    created : str
+        When the sweep began: date, time and offset from UTC, as ISO 8601.
+    command : str
+        The command line of the sweep.
+    drive : dict
+        Plain values as JSON holds them, from `Drive.as_dict`. "path", "model", "filesystem" and
+        "device" are always there, each a string.
+    workload : dict
+        What was moved. Plain values as JSON holds them.
+    engine : dict
+        What moved it. Plain values as JSON holds them; "name" is "native" or "deepspeed".
+    trials : tuple of Trial
+        Every run.
+    best : dict of str to Best
+        By phase.
+    chosen : Setting
+        The one setting for all of training.
+    performance : dict of str to Best
+        The chosen setting by phase.
+    reasons : tuple of str
+        Sentences that say why *chosen* was chosen.
+    steady : bool
+        Whether the drive held its speed while it was judged.
+    warnings : tuple of str
+        Sentences.
+    latencies : tuple of Latency
+        Of the chosen setting, the fastest and the control.
+    beside : tuple of Beside
+        Others at the chosen setting.
+    sustained : Sustained or None
+        Where it was measured.
+    stripe : tuple of StripePath
+        All paths of a sweep of several, this one among them.
+    health_before, health_after : Health or None
+        Before and after the sweep, where the drive told.
+    finals : dict of str to tuple of Best
+        By phase, every setting that *best* and *chosen* were taken from.
+    schema_version : int
+        Of the file format.
+
+    Notes
+    -----
+    *latencies*, *beside*, *stripe* and *finals* are empty where nothing was measured.
     """
 
     tool_version: str
@@ -237,20 +411,62 @@ class Profile:
     stripe: tuple[StripePath, ...] = ()
     health_before: Health | None = None
     health_after: Health | None = None
+    finals: dict[str, tuple[Best, ...]] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """The text of `profile.json`: UTF-8, two spaces of indentation, a newline at the end;
-        "sha256" is of the rest.
+        """Make the text of `profile.json`.
+
+        Returns
+        -------
+        str
+            JSON with two spaces of indentation and a newline at the end; UTF-8 in a file.
+
+        Notes
+        -----
+        "sha256" is of the rest. "grade" says what `profile_grade.grade` finds; it is for other
+        programs, and found anew from the trials when the profile is read.
         """
-        return sealed.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        from .profile_grade import grade  # which knows this module
+
+        found = {"grade": dataclasses.asdict(grade(self))}
+        return sealed.dumps({**dataclasses.asdict(self), **found}, indent=2) + "\n"
+
+    def beside_gb_per_s(self, other: Beside) -> float:
+        """Speed of something else, comparable to the chosen setting's.
+
+        Parameters
+        ----------
+        other : Beside
+            One of *beside*.
+
+        Returns
+        -------
+        float
+            GB/s at the level of *performance*: the quotient of the two is their measured ratio.
+        """
+        return self.performance[other.phase].gb_per_s * other.relative
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Read what `to_json` wrote; *source* names it in messages.
+        """Read what `to_json` wrote.
 
-        Raises: UsageError when it is not a profile, was altered, or is of a schema that this
-        version does not know.
+        Parameters
+        ----------
+        text : str
+            The JSON.
+        source : str
+            What to call it in messages.
+
+        Returns
+        -------
+        Profile
+            As it was written; of an older schema converted to this one.
+
+        Raises
+        ------
+        UsageError
+            *text* is not a profile, was altered, or is of a schema that this version does not know.
         """
         try:
             data = sealed.loads(text)
@@ -261,7 +477,7 @@ class Profile:
             raise UsageError(
                 f"{source} has schema version {version!r}; this version of nvme_offload reads {SCHEMA_VERSION}; run nvme-sweep again"
             )
-        if version == SCHEMA_VERSION and not sealed.unseal(data):
+        if version >= _SEALED_SINCE and not sealed.unseal(data):
             raise UsageError(
                 f"{source} is not as it was written, but damaged or edited; run nvme-sweep again"
             )
@@ -272,8 +488,24 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file. Raises: OSError when it cannot be read; UsageError when it is not a
-        profile.
+        """Read a profile file.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+
+        Returns
+        -------
+        Profile
+            As of `from_json`.
+
+        Raises
+        ------
+        OSError
+            The file cannot be read.
+        UsageError
+            It is not a profile: see `from_json`.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
 
@@ -282,10 +514,24 @@ _T = TypeVar("_T")
 
 
 def require_schema(value: _T) -> _T:
-    """*value*, a dataclass, of which every field has the type that it says, down to the last, and
-    no number is infinite.
+    """Check that every field of a dataclass has its declared type, at every depth.
 
-    A whole number is 0 or more. Raises: TypeError, which names the field.
+    A whole number must be 0 or more, any other finite.
+
+    Parameters
+    ----------
+    value : dataclass
+        An instance.
+
+    Returns
+    -------
+    dataclass
+        *value*.
+
+    Raises
+    ------
+    TypeError
+        A field is wrong; the message names it.
     """
     _require(type(value), value, "")
     return value
@@ -327,8 +573,9 @@ def _require_instance(kind: Any, value: Any, place: str) -> None:
 
 
 # the first filed trials that do not count under a stage with the name of the flaw; the third has a
-# checksum
-_READABLE = (1, 2, SCHEMA_VERSION)
+# checksum; the fourth has all finalists, and speeds at one level (see `Best`)
+_READABLE = (1, 2, 3, SCHEMA_VERSION)
+_SEALED_SINCE = 3
 _FLAWS = ("drifted", "impossible")
 
 
@@ -342,6 +589,11 @@ def _decoded(data: dict[str, Any]) -> dict[str, Any]:
             for trial in data["trials"]
         ]
     data["schema_version"] = SCHEMA_VERSION
+    data.pop("grade", None)
+    data["finals"] = {
+        phase: tuple(Best(**each) for each in data["finals"][phase])
+        for phase in data.get("finals", ())
+    }
     data["trials"] = tuple(
         Trial(**{**trial, "samples": _pairs(trial["samples"])}) for trial in data["trials"]
     )

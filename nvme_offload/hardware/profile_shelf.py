@@ -1,9 +1,12 @@
 """Where the profiles of this user's drives are kept: one for each drive, found again by any path on
-it.
+it, and the earlier ones as its history.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import datetime
 import os
 import re
 import shlex
@@ -13,20 +16,51 @@ from ..errors import UnsupportedError, UsageError
 from ..files import commit
 from .drive import describe
 from .profile import Profile
+from .profile_grade import grade
+
+MOST_HISTORY = 32  # profiles of one drive; beyond, the oldest of the least evidence goes
 
 
 def directory() -> Path:
-    """The directory of the profiles, which need not be there.
+    """The directory of the profiles.
 
-    Raises: UnsupportedError when this user has no home directory and XDG_CONFIG_HOME does not name
-    another place. Source: the XDG Base Directory Specification, which has relative paths ignored.
+    Returns
+    -------
+    Path
+        It may not exist.
+
+    Raises
+    ------
+    UnsupportedError
+        This user has no home directory, and XDG_CONFIG_HOME does not name another place.
+
+    Notes
+    -----
+    Source: the XDG Base Directory Specification, which has relative paths ignored.
     """
     return user_directory("XDG_CONFIG_HOME", ".config") / "profiles"
 
 
 def user_directory(variable: str, default: str) -> Path:
-    """This package's directory below what *variable* names, or else below *default* in the home
-    directory. Raises: UnsupportedError.
+    """This package's directory among this user's files of one kind.
+
+    Parameters
+    ----------
+    variable : str
+        Environment variable with the directory of that kind, such as "XDG_CONFIG_HOME". A relative
+        path in it is ignored.
+    default : str
+        That directory, relative to the home directory, where *variable* does not name it.
+
+    Returns
+    -------
+    Path
+        The directory "nvme-offload" below it; it may not exist.
+
+    Raises
+    ------
+    UnsupportedError
+        This user has no home directory, and *variable* does not name another place.
     """
     named = os.environ.get(variable, "")
     if Path(named).is_absolute():
@@ -43,11 +77,29 @@ def user_directory(variable: str, default: str) -> Path:
 
 
 def keep(profile: Profile) -> Path:
-    """Put *profile* in the place of its drive's earlier one; returns the file.
+    """Keep a profile, in place of the earlier one of its drive.
 
     The profile of another engine than this package's has a place of its own, since `find` must not
-    take it. Raises: UsageError when it does not say which drive it is of; UnsupportedError as
-    `directory`; OSError when it cannot be written.
+    take it.
+
+    Parameters
+    ----------
+    profile : Profile
+        Of any grade.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    UsageError
+        *profile* does not say which drive it is of.
+    UnsupportedError
+        As `directory`.
+    OSError
+        The file cannot be written.
     """
     path = directory() / _name(_identity(profile), profile.engine.get("name"))
     commit.make_directory(path.parent)
@@ -55,12 +107,120 @@ def keep(profile: Profile) -> Path:
     return path
 
 
-def find(path: str | Path) -> Profile:
-    """The profile of the drive that *path* is on, or will be on once it is made, of this package's
-    engine.
+def better(profile: Profile) -> Profile | None:
+    """The profile that *profile* must not replace without being told to.
 
-    Raises: UnsupportedError, which says what to run, when there is none; UsageError when the one
-    there is cannot be read; OSError when *path* cannot be looked at.
+    Parameters
+    ----------
+    profile : Profile
+        A new one.
+
+    Returns
+    -------
+    Profile or None
+        The one that is kept for its drive and engine, where it has a better grade; None where there
+        is none, or it cannot be read.
+
+    Raises
+    ------
+    UsageError, UnsupportedError
+        As `keep`.
+    """
+    place = directory() / _name(_identity(profile), profile.engine.get("name"))
+    with contextlib.suppress(OSError, UsageError):
+        kept = Profile.load(place)
+        if grade(kept).level > grade(profile).level:
+            return kept
+    return None
+
+
+def remember(profile: Profile) -> Path:
+    """Add *profile* to its drive's history.
+
+    Parameters
+    ----------
+    profile : Profile
+        Of any grade; kept without the samples of its trials.
+
+    Returns
+    -------
+    Path
+        The file. Of more than `MOST_HISTORY` the oldest of those with the lowest grade is removed.
+
+    Raises
+    ------
+    UsageError, UnsupportedError, OSError
+        As `keep`.
+    """
+    place = _history_of(_identity(profile), profile.engine.get("name"))
+    commit.make_directory(place)
+    bare = dataclasses.replace(
+        profile,
+        trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
+        sustained=profile.sustained and dataclasses.replace(profile.sustained, samples=()),
+    )
+    name = re.sub(r"[^0-9A-Za-z]+", "-", profile.created)
+    path = place / f"{name}.json"
+    number = 1
+    while path.exists():  # of the same second
+        number += 1
+        path = place / f"{name}-{number}.json"
+    commit.write_file(path, bare.to_json())
+    kept = _readable(place)
+    while len(kept) > MOST_HISTORY:
+        oldest = min(kept, key=lambda one: (grade(kept[one]).level, _moment(kept[one]), one))
+        oldest.unlink(missing_ok=True)
+        del kept[oldest]
+    return path
+
+
+def history(path: str | Path, engine: str = "native") -> list[Profile]:
+    """What sweeps found of a drive, sweep by sweep.
+
+    Parameters
+    ----------
+    path : str or Path
+        Any path on the drive.
+    engine : str
+        "native" or "deepspeed".
+
+    Returns
+    -------
+    list of Profile
+        The oldest first, without the samples of their trials; what cannot be read is left out.
+
+    Raises
+    ------
+    UnsupportedError
+        As `directory`.
+    OSError
+        *path* cannot be looked at.
+    """
+    found = _readable(_history_of(describe(_nearest(path)).identity, engine))
+    return sorted(found.values(), key=_moment)
+
+
+def find(path: str | Path) -> Profile:
+    """Find the profile of a drive, measured with this package's engine.
+
+    Parameters
+    ----------
+    path : str or Path
+        A path on the drive; it need not exist yet.
+
+    Returns
+    -------
+    Profile
+        The one that `keep` put there last.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no profile, which the message says how to make, or as `directory`.
+    UsageError
+        The profile is damaged, or of a schema that this version does not know.
+    OSError
+        *path* cannot be looked at, or the profile not be read.
     """
     drive = describe(_nearest(path))
     kept = directory() / _name(drive.identity)
@@ -79,8 +239,27 @@ def find(path: str | Path) -> Profile:
 
 
 def swept_elsewhere(path: str | Path) -> Profile | None:
-    """A profile of what *path* was on when it was swept, where that is another drive now, of which
-    there is none: a drive that is not mounted, or a new one.
+    """Find the profile of a drive that a path was on when it was swept, and is not on now.
+
+    The drive is not mounted, or a new one is in its place.
+
+    Parameters
+    ----------
+    path : str or Path
+        It need not exist yet.
+
+    Returns
+    -------
+    Profile or None
+        None where the drive that *path* is on now has a profile, or nothing that *path* is in was
+        swept. Profiles that cannot be read are skipped.
+
+    Raises
+    ------
+    UnsupportedError
+        As `directory`.
+    OSError
+        *path* cannot be looked at.
     """
     drive = describe(_nearest(path))
     if (directory() / _name(drive.identity)).exists():
@@ -117,3 +296,24 @@ def _identity(profile: Profile) -> str:
 
 def _name(identity: str, engine: object = "native") -> str:
     return f"{identity}.json" if engine == "native" else f"{identity}-{engine}.json"
+
+
+def _history_of(identity: str, engine: object = "native") -> Path:
+    return directory().parent / "history" / _name(identity, engine).removesuffix(".json")
+
+
+def _moment(profile: Profile) -> float:
+    """When it was made, in seconds; 0 where it does not say."""
+    try:
+        return datetime.datetime.fromisoformat(profile.created).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _readable(place: Path) -> dict[Path, Profile]:
+    """The profiles in the directory *place*, which need not be there, by file."""
+    found = {}
+    for file in sorted(place.glob("*.json")):
+        with contextlib.suppress(OSError, UsageError):
+            found[file] = Profile.load(file)
+    return found

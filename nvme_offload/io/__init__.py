@@ -1,3 +1,1 @@
-"""Moving bytes: the asynchronous engine, and the pinned memory that it reads into and
-writes from.
-"""
+"""The asynchronous I/O engine and the pinned memory pool."""

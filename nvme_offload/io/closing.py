@@ -1,4 +1,4 @@
-"""`Closing`: what has a `close` as a context manager."""
+"""`Closing`: a `close` method as a context manager."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _log = logging.getLogger(__name__)
-_Self = TypeVar("_Self", bound="Closing")  # typing.Self is of Python 3.11
+_Self = TypeVar("_Self", bound="Closing")  # typing.Self needs Python 3.11
 
 
 class Closing:
-    """The end of a `with` block closes it. An error of that is raised, unless the block ends with
-    another exception: then it is logged.
+    """Base class of objects that the end of a `with` block closes.
+
+    An error of `close` is raised, unless the block ends with another exception: then it is logged.
     """
 
     def close(self) -> None:
-        """Give back what it has; a second call does nothing."""
+        """Release the resources. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self: _Self) -> _Self:
@@ -37,4 +38,6 @@ class Closing:
         except OffloadError as failure:
             if error is None:
                 raise
-            _log.error("beside the exception that ends the with block: %s", failure)
+            _log.error(
+                "close() failed too, after the exception that ended the with block: %s", failure
+            )

@@ -1,4 +1,4 @@
-"""The engine: moves tensors and buffers between memory and files, asynchronously."""
+"""The engine: asynchronous transfers between memory and files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 from .. import _aio
-from .._aio import Memory as Memory  # for the pool: this module alone knows the extension
+from .._aio import Memory as Memory  # for the pool: only this module uses the extension
 from ..errors import OffloadError, UsageError, time_limit, whole_number
 from ..hardware.config import AioConfig
 from .closing import Closing
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-    # a contiguous tensor on the CPU, or whatever has the buffer protocol
+    # a contiguous CPU tensor, or an object with the buffer protocol
     Buffer = torch.Tensor | numpy.ndarray[Any, Any] | ReadableBuffer
 
 StrPath = Union[str, "os.PathLike[str]"]
@@ -33,33 +33,54 @@ _DIRECT = {True: _aio.Direct.REQUIRED, "auto": _aio.Direct.AUTOMATIC, False: _ai
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Memory that a drive likes: zeroed, aligned to pages, on huge pages where the kernel grants
-    them.
+    """Allocate memory that suits direct I/O: zeroed, page-aligned, on huge pages where the kernel
+    grants them.
 
-    Shapes: one dimension of *nbytes* unsigned bytes; `numpy.frombuffer` and `torch.frombuffer` make
-    arrays of it. Lifetime: freed when the last view, array or request on it is gone. Raises:
-    MemoryError; UsageError when *nbytes* is negative. Source: mmap(2), madvise(2) for
-    MADV_HUGEPAGE.
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+
+    Returns
+    -------
+    memoryview
+        One dimension of *nbytes* unsigned bytes; `numpy.frombuffer` and `torch.frombuffer` make
+        arrays of it. The memory is freed with the last view, array or request on it.
+
+    Raises
+    ------
+    MemoryError
+        The memory cannot be mapped.
+    UsageError
+        *nbytes* is negative or not a whole number.
+
+    Notes
+    -----
+    Source: mmap(2), madvise(2) for MADV_HUGEPAGE.
     """
     return memoryview(_aio.Memory(whole_number("nbytes", nbytes)))
 
 
 def release_buffers() -> None:
-    """Let go of the memory of finished requests, on every engine of this process.
+    """Release the buffers of finished requests, on every engine of this process.
 
-    Engines do that by themselves at each call on them or on a ticket; who waits for memory
-    meanwhile, as the pool does, calls this.
+    Every call on an engine or a ticket does that for its own engine. The pool calls this while it
+    waits for memory.
     """
     for engine in list(_open_engines):
         engine._core.release_buffers()
 
 
 class File(Closing):
-    """A file opened once and used by many requests; made by `Engine.open` and
-    `Engine.open_anonymous`.
+    """An open file, shared by many requests; made by `Engine.open` and `Engine.open_anonymous`.
 
-    Lifetime: `close` refuses further requests; those under way finish, and the descriptor closes
-    after the last of them.
+    After `close` further requests are refused; those in flight finish, and the descriptor is closed
+    with the last of them. Usable as a context manager.
+
+    Parameters
+    ----------
+    opened : _aio.File
+        The open file of the C++ core.
     """
 
     def __init__(self, opened: _aio.File) -> None:
@@ -68,42 +89,51 @@ class File(Closing):
 
     @property
     def path(self) -> str:
-        """The path as it was given."""
+        """The path as given to `Engine.open`."""
         return self._path
 
     @property
     def size(self) -> int:
-        """Bytes, as the kernel says now."""
+        """Size in bytes, from the kernel. Raises `IOFailure`, and `UsageError` after `close`."""
         return self._live().size
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache."""
+        """Whether transfers use O_DIRECT, bypassing the page cache."""
         return self._live().direct
 
     @property
     def memory_alignment(self) -> int:
-        """Bytes that a buffer's address should be a multiple of, to be moved without a copy; 1
-        where O_DIRECT is not used.
+        """Alignment of buffer addresses, in bytes, for transfers without a bounce buffer; 1 without
+        O_DIRECT.
         """
         return self._live().memory_alignment
 
     @property
     def offset_alignment(self) -> int:
-        """Bytes that offsets and sizes should be multiples of, to bypass the page cache whole; 1
-        where O_DIRECT is not used.
+        """Alignment of offsets and sizes, in bytes, for transfers that bypass the page cache
+        entirely; 1 without O_DIRECT.
         """
         return self._live().offset_alignment
 
     def sync(self) -> None:
-        """Return when everything written by finished requests would survive a loss of power.
+        """Make everything that finished requests wrote durable.
 
-        Raises: IOFailure. Source: fdatasync(2).
+        Raises
+        ------
+        IOFailure
+            The kernel reports a write error.
+        UsageError
+            The file is closed.
+
+        Notes
+        -----
+        Source: fdatasync(2).
         """
         self._live().sync()
 
     def close(self) -> None:
-        """Refuse further requests; a second call does nothing."""
+        """Refuse further requests. A second call does nothing."""
         self._opened = None
 
     def __repr__(self) -> str:
@@ -116,10 +146,15 @@ class File(Closing):
 
 
 class Ticket:
-    """The caller's handle on one read or write.
+    """A handle on one read or write; made by `Engine.read` and `Engine.write`.
 
-    Lifetime: the request does not need it: dropping a ticket neither cancels the transfer nor frees
-    its buffer early.
+    The request does not depend on it: dropping a ticket neither cancels the transfer nor releases
+    its buffer.
+
+    Parameters
+    ----------
+    request : _aio.Request
+        The request of the C++ core.
     """
 
     __slots__ = ("_request",)
@@ -129,58 +164,112 @@ class Ticket:
 
     @property
     def nbytes(self) -> int:
-        """The bytes asked for."""
+        """Size of the request in bytes."""
         return self._request.nbytes
 
     @property
     def checksum(self) -> int | None:
-        """The 64-bit checksum of the bytes moved, once a request that was to sum them is finished
-        well; else None.
+        """The 64-bit checksum of the bytes moved; None unless the request asked for one and has
+        succeeded.
 
-        It depends on the bytes and on the offset's remainder by 4096, and not on the engine's
-        settings. Source: XXH3.
+        It depends on the bytes and on the offset modulo 4096, not on the engine's settings. Source:
+        XXH3.
         """
         return self._request.checksum
 
     def done(self) -> bool:
-        """Whether the request is finished, well or not; never blocks."""
+        """Whether the request has finished, successfully or not. Never blocks."""
         return self._request.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the bytes asked for once every one of them has been moved; a second call answers
-        the same.
+        """Wait until every byte has been moved. A second call returns or raises the same.
 
-        Units: *timeout* in seconds, None for as long as it takes. Raises: IOFailure, NoSpaceError
-        or TruncatedError when the transfer failed; CancelledError when it never started;
-        WaitTimeout when it is not finished in time, which leaves it going on and able to be waited
-        for; UsageError in a process forked since.
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits without a limit.
+
+        Returns
+        -------
+        int
+            Size of the request in bytes.
+
+        Raises
+        ------
+        IOFailure, NoSpaceError
+            The kernel or the drive failed the transfer.
+        TruncatedError
+            The file ended before the requested bytes.
+        CorruptionError
+            The checksum differs.
+        BufferChangedError
+            The memory of the tensor was replaced meanwhile.
+        CancelledError
+            The request never started.
+        WaitTimeout
+            *timeout* passed. The request continues, and can be waited for again.
+        UsageError
+            The process was forked since the request was made, or *timeout* is not a number.
         """
         return self._request.wait(time_limit(timeout))
 
     def cancel(self) -> bool:
-        """End the request before it starts, and with it those that are to follow it: they fail with
-        CancelledError, which `Engine.close` is silent of.
+        """Cancel the request before it starts.
 
-        Returns whether it was ended so; False where it is finished, or where the drive was asked
-        for some of it already: then it goes on. Raises: UsageError in a process forked since.
+        It and the requests that wait for it (*after*) fail with `CancelledError`, which
+        `Engine.close` does not report.
+
+        Returns
+        -------
+        bool
+            False where the request has finished, or a part of it has been submitted to the drive:
+            it then continues.
+
+        Raises
+        ------
+        UsageError
+            The process was forked since the request was made.
         """
         return _aio.cancel([self._request])
 
 
 def cancel_all(tickets: Sequence[Ticket]) -> bool:
-    """Cancel all of *tickets*, which are of one engine, or none where one of them has started: see
-    `Ticket.cancel`.
+    """Cancel several requests before they start, or none of them: see `Ticket.cancel`.
+
+    Parameters
+    ----------
+    tickets : sequence of Ticket
+        Of one engine.
+
+    Returns
+    -------
+    bool
+        False where one of the requests has finished or started, and where *tickets* is empty.
+
+    Raises
+    ------
+    UsageError
+        The tickets are of several engines, or the process was forked since a request was made.
     """
     return _aio.cancel([ticket._request for ticket in tickets])
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectionStats:
-    """What went one way since the engine was made.
+    """Counters of one direction, since the engine was made.
 
-    requests: submitted. bytes: moved, counted block by block. in_flight: requests started and not
-    yet finished. retries: transfers that had to be handed to the kernel again (short, interrupted,
-    refused for the moment). busy_seconds: during which at least one request was in flight.
+    Attributes
+    ----------
+    requests : int
+        Requests submitted.
+    bytes : int
+        Bytes moved, counted block by block.
+    in_flight : int
+        Requests started and not finished.
+    retries : int
+        Transfers resubmitted to the kernel after a short transfer, EINTR or EAGAIN.
+    busy_seconds : float
+        Time with at least one request in flight.
     """
 
     requests: int
@@ -192,8 +281,19 @@ class DirectionStats:
 
 @dataclasses.dataclass(frozen=True)
 class PendingRequest:
-    """An unfinished request: *offset* and *nbytes* in bytes, *age_seconds* since it was submitted,
-    or since the last that it follows ended.
+    """An unfinished request.
+
+    Attributes
+    ----------
+    operation : str
+        "read" or "write".
+    path : str
+        The file.
+    offset, nbytes : int
+        Range in the file, in bytes.
+    age_seconds : float
+        Time since it started: since it was submitted, or since the last request that it waited for
+        (*after*) finished.
     """
 
     operation: str
@@ -205,9 +305,16 @@ class PendingRequest:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counters by direction; registered_bytes of memory that the kernel has pinned for good
-    (`Engine.register`); and the unfinished request that was started first: an age of seconds is a
-    drive that is stuck.
+    """Counters of an engine.
+
+    Attributes
+    ----------
+    read, write : DirectionStats
+        By direction.
+    registered_bytes : int
+        Memory that the kernel has pinned (`Engine.register`), in bytes.
+    oldest : PendingRequest or None
+        The unfinished request that started first. An age of several seconds means a stalled drive.
     """
 
     read: DirectionStats
@@ -217,18 +324,35 @@ class EngineStats:
 
 
 class Engine(Closing):
-    """Worker threads that move requests block by block between memory and files.
+    """Worker threads that move requests between memory and files, block by block.
 
-    Requests are independent: they finish in any order, and one that reads bytes which another still
-    writes gets either. A request that is to start after others names their tickets (*after*): the
-    engine's threads start it when all of them ended well, and end it with CancelledError as soon as
-    one failed. All methods may be called from any thread. A process forked while an engine is live
-    can go on without it, and makes its own if it needs one.
+    Requests are independent: they finish in any order, and a read that overlaps an unfinished write
+    returns old or new bytes. To order them, pass the tickets of earlier requests as *after*: the
+    engine's threads start the request when all of them have succeeded, and fail it with
+    `CancelledError` when one fails.
 
-    Lifetime: `close`, or the end of a `with` block, waits for every request. An engine that is
-    dropped or still open when the interpreter ends is closed likewise; a failure that nobody waited
-    for is then a line on standard error, and the process ends with status 1 rather than 0. Raises:
-    UnsupportedError when the kernel lacks the backend or has no room for its queues.
+    All methods are thread-safe. A forked child cannot use the engine, and makes its own.
+
+    Parameters
+    ----------
+    config : AioConfig, optional
+        Settings; the defaults of `AioConfig` unless given.
+
+    Attributes
+    ----------
+    config : AioConfig
+        The settings in use.
+
+    Raises
+    ------
+    UnsupportedError
+        The kernel lacks the backend, or has no resources for its queues.
+
+    Notes
+    -----
+    `close`, or the end of a `with` block, waits for every request. An engine that is dropped, or
+    still open when the interpreter exits, is closed the same way; a failure that nobody waited for
+    is then printed to standard error, and the process exits with status 1 instead of 0.
     """
 
     def __init__(
@@ -254,12 +378,34 @@ class Engine(Closing):
     def open(self, path: StrPath, mode: str = "r", size: int | None = None) -> File:
         """Open a file for many requests.
 
-        *mode* is "r", "w" or "rw". For writing, a missing file is created with mode 0600, an
-        existing one keeps its contents, and a symbolic link is refused in the path's last place.
-        *size* (bytes) allocates that much on the drive now, which makes writes faster and a full
-        drive known early. Raises: IOFailure, with the errno, when the file cannot be opened;
-        NoSpaceError when *size* does not fit; UsageError for what is neither a file nor a block
-        device; UnsupportedError when the filesystem has no O_DIRECT and the configuration wants it.
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file. For writing, a missing file is created with mode 0600, an existing one keeps
+            its contents, and a symbolic link as last component is refused.
+        mode : {"r", "w", "rw"}
+            Access.
+        size : int, optional
+            Bytes to preallocate. Writes are faster then, and a full drive is reported here.
+
+        Returns
+        -------
+        File
+            To be closed by the caller.
+
+        Raises
+        ------
+        IOFailure
+            The file cannot be opened; with the errno.
+        NoSpaceError
+            *size* does not fit on the drive.
+        UsageError
+            The path is neither a regular file nor a block device.
+        UnsupportedError
+            The filesystem has no O_DIRECT and the configuration requires it.
+
+        Notes
+        -----
         Source: open(2), statx(2) for the alignment, fallocate(2).
         """
         if mode not in _ACCESS:
@@ -277,14 +423,31 @@ class Engine(Closing):
         )
 
     def open_anonymous(self, directory: StrPath, size: int = 0, *, padded: bool = False) -> File:
-        """Open a file without a name on the drive of *directory*, for reading and writing, with
-        *size* bytes allocated.
+        """Open an unnamed temporary file for reading and writing.
 
-        With *padded* a write that begins at a multiple of 4096 bytes may fill the file with zeros
-        from its end up to the next multiple, so that all of it goes direct.
+        Parameters
+        ----------
+        directory : str or os.PathLike
+            A directory on the drive.
+        size : int
+            Bytes to preallocate.
+        padded : bool
+            Allow a write that starts at a multiple of 4096 bytes to fill the file with zeros from
+            its end to the next multiple: the whole write then uses O_DIRECT.
 
-        Lifetime: its space is free again when the file is closed or the process ends, also after
-        kill -9. Raises: as `open`. Source: open(2) for O_TMPFILE.
+        Returns
+        -------
+        File
+            Its space is freed when it is closed or the process ends, also after kill -9.
+
+        Raises
+        ------
+        IOFailure, NoSpaceError, UnsupportedError
+            As `open`.
+
+        Notes
+        -----
+        Source: open(2) for O_TMPFILE.
         """
         self._core.require_live()
         return File(
@@ -302,24 +465,48 @@ class Engine(Closing):
         checksum: bool | int | Ticket = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start reading into *buffer*, from *offset* bytes into *file*, as many bytes as it holds;
-        once all of *after* ended well.
+        """Start reading from a file into a buffer.
 
-        *checksum* is True to sum the bytes on their way (`Ticket.checksum`), or the sum that they
-        must have, or the ticket of the write, with a checksum, whose bytes they must be; the read
-        follows that one, too.
+        Parameters
+        ----------
+        buffer : torch.Tensor or buffer
+            A contiguous CPU tensor, or a contiguous writable object with the buffer protocol. As
+            many bytes are read as it holds. Its memory is held until the request finishes; do not
+            use its contents before.
+        file : File or path
+            The source; a path is opened for this request alone.
+        offset : int
+            Offset in the file, in bytes.
+        checksum : bool, int or Ticket
+            True computes the checksum of the bytes read (`Ticket.checksum`). A number is the
+            checksum that they must have. The ticket of a write with a checksum means the bytes of
+            that write; the read then starts after it.
+        after : iterable of Ticket
+            Requests of this engine that must succeed before this one starts.
 
-        Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is
-        contiguous and writable. Lifetime: the buffer's memory is held until the request is
-        finished; do not use its contents before. Of a tensor that is the memory which its storage
-        has now: torch refuses to resize or free it meanwhile (RuntimeError), and after
-        `share_memory_` the read ends with BufferChangedError. A tensor that is pointed elsewhere
-        (`set_`, `data =`) leaves the bytes in the memory that it had. A torch without
-        `UntypedStorage._swap_data_ptr_` refuses nothing: there a change is only seen at the end,
-        and told. Raises: UsageError at once; IOFailure at once when a path cannot be opened;
-        UnsupportedError for a checksum in a build without; from `Ticket.wait` IOFailure,
-        TruncatedError where the file ends too early, CorruptionError where the checksum differs,
-        CancelledError, BufferChangedError. Source: io_submit(2).
+        Returns
+        -------
+        Ticket
+            `Ticket.wait` raises `IOFailure`, `TruncatedError`, `CorruptionError`, `CancelledError`
+            or `BufferChangedError`.
+
+        Raises
+        ------
+        UsageError
+            An argument is invalid, or the engine or the file is closed.
+        IOFailure
+            The path cannot be opened.
+        UnsupportedError
+            This build has no checksums.
+
+        Notes
+        -----
+        The held memory is the one that the tensor's storage has at the call. While the request is
+        in flight, torch refuses to resize or free the storage (RuntimeError), and after
+        `share_memory_` the read ends with `BufferChangedError`. A tensor that is given another
+        storage (`set_`, `data =`) does not see the bytes. A torch without
+        `UntypedStorage._swap_data_ptr_` cannot refuse: a change is detected at the end, and
+        reported. Source: io_submit(2).
         """
         return self._submit(False, buffer, file, offset, checksum, after)
 
@@ -332,31 +519,63 @@ class Engine(Closing):
         checksum: bool = False,
         after: Iterable[Ticket] = (),
     ) -> Ticket:
-        """Start writing *buffer* to *file*, from *offset* bytes into it, once all of *after* ended
-        well; other bytes of the file stay as they are.
+        """Start writing a buffer to a file. Other bytes of the file are unchanged.
 
-        *checksum* sums the bytes on their way: see `Ticket.checksum`.
+        Parameters
+        ----------
+        buffer : torch.Tensor or buffer
+            A contiguous CPU tensor, or a contiguous object with the buffer protocol. Its memory is
+            held until the request finishes, as by `read`; do not change its contents before.
+        file : File or path
+            The target; a path is opened for this request alone, and created where it is missing.
+        offset : int
+            Offset in the file, in bytes.
+        checksum : bool
+            Compute the checksum of the bytes written (`Ticket.checksum`).
+        after : iterable of Ticket
+            Requests of this engine that must succeed before this one starts.
 
-        Shapes: *buffer* is a contiguous tensor on the CPU, or has the buffer protocol and is
-        contiguous. Lifetime: the buffer's memory is held until the request is finished, as by
-        `read`; do not change its contents before. Where the tensor has other memory by then, what
-        was written is what the memory held. Finished means that every reader sees the bytes; that
-        they survive a loss of power takes `File.sync`. Raises: as `read`; from `Ticket.wait` also
-        NoSpaceError. Source: io_submit(2).
+        Returns
+        -------
+        Ticket
+            `Ticket.wait` raises as for `read`, and `NoSpaceError`. After it, every reader sees the
+            bytes; they are durable after `File.sync`.
+
+        Raises
+        ------
+        UsageError, IOFailure, UnsupportedError
+            As `read`.
+
+        Notes
+        -----
+        Where the storage of the tensor is given other memory meanwhile, the bytes written are those
+        of the memory that it had at the call. Source: io_submit(2).
         """
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 
     def register(self, buffer: WriteableBuffer) -> None:
-        """Let the kernel pin *buffer* once rather than at every transfer to and from it; only
-        io_uring can, other backends take no notice.
+        """Let the kernel pin a buffer once instead of at every transfer.
 
-        Lifetime: the memory is held until the engine is closed. How much the kernel took (it counts
-        against RLIMIT_MEMLOCK) is in `EngineStats.registered_bytes`. Raises: UsageError. Source:
-        io_uring_register(2).
+        Only io_uring supports this; with other backends the call does nothing.
+
+        Parameters
+        ----------
+        buffer : torch.Tensor or writable buffer
+            Its memory is held until the engine is closed.
+
+        Raises
+        ------
+        UsageError
+            The buffer is not contiguous or not writable, or the engine is closed.
+
+        Notes
+        -----
+        Pinned bytes count against RLIMIT_MEMLOCK. `EngineStats.registered_bytes` says how many the
+        kernel accepted. Source: io_uring_register(2).
         """
         if self.config.backend != "io_uring":
             return
-        torch = sys.modules.get("torch")  # there where there is a tensor
+        torch = sys.modules.get("torch")  # imported already where there is a tensor
         if torch is not None and isinstance(buffer, torch.Tensor):
             _require_plain(buffer, torch.strided)
             self._core.register_at(buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage())
@@ -364,8 +583,17 @@ class Engine(Closing):
             self._core.register(buffer)
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was made; cheap enough to poll. Raises: UsageError when the
-        engine is closed.
+        """Counters since the engine was made. Cheap enough to poll.
+
+        Returns
+        -------
+        EngineStats
+            A snapshot.
+
+        Raises
+        ------
+        UsageError
+            The engine is closed.
         """
         read, write, registered_bytes, oldest = self._core.stats()
         return EngineStats(
@@ -376,16 +604,19 @@ class Engine(Closing):
         )
 
     def close(self) -> None:
-        """Wait for every request and end the threads; a second call does nothing, nor does one in a
-        forked child.
+        """Wait for every request and stop the threads. A second call does nothing, nor does one in
+        a forked child.
 
-        Raises: the first error of a request that nobody waited for.
+        Raises
+        ------
+        IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
+            The first failure of a request that nobody waited for.
         """
         _open_engines.discard(self)
         self._core.close()
 
     def __del__(self) -> None:
-        core = getattr(self, "_core", None)  # absent where __init__ raised
+        core = getattr(self, "_core", None)  # unset where __init__ raised
         if core is not None and not core.closed and os.getpid() == self._process_id:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
             _close_at_last(self)
@@ -403,13 +634,13 @@ class Engine(Closing):
         after: Iterable[Ticket],
     ) -> Ticket:
         offset = whole_number("offset", offset)
-        torch = sys.modules.get("torch")  # there where there is a tensor
+        torch = sys.modules.get("torch")  # imported already where there is a tensor
         if torch is not None and isinstance(buffer, torch.Tensor):
             _require_plain(buffer, torch.strided)
             nbytes = buffer.nbytes
             opened = file if isinstance(file, File) else self._open_for(write, file, offset, nbytes)
-            # The storage and its memory are kept, since the tensor itself can be pointed elsewhere
-            # (`tensor.data = ...`).
+            # Hold the storage rather than the tensor, which can be given another one (`tensor.data
+            # = ...`).
             return self._submit_at(
                 write,
                 buffer.data_ptr(),
@@ -443,8 +674,8 @@ class Engine(Closing):
         checksum: bool | int | Ticket,
         after: list[_aio.Request],
     ) -> Ticket:
-        """`read` or `write` of memory that was looked at before: it stays at *address* as long as
-        *owner* does.
+        """`read` or `write` of memory that was checked before: it is valid at *address* while
+        *owner* lives.
         """
         sums = checksum._request if isinstance(checksum, Ticket) else checksum
         return Ticket(
@@ -452,7 +683,8 @@ class Engine(Closing):
         )
 
     def _open_for(self, write: bool, path: StrPath, offset: int, nbytes: int) -> File:
-        whole_number("the end of the range", offset + nbytes)  # what is refused has created no file
+        # checked first: a refused request creates no file
+        whole_number("the end of the range", offset + nbytes)
         return self.open(path, "w" if write else "r")
 
 
@@ -464,9 +696,7 @@ def _path(path: StrPath) -> bytes:
 
 
 def _require_plain(tensor: torch.Tensor, strided: torch.layout) -> None:
-    """Raises: UsageError where the bytes at *tensor*'s address are not its elements, one after the
-    other.
-    """
+    """Check that the bytes at *tensor*'s address are its elements in order. Raises: UsageError."""
     if not tensor.is_cpu:
         raise UsageError(f"the tensor is on {tensor.device}: copy it to the CPU first")
     if tensor.layout is not strided or not tensor.is_contiguous():
@@ -483,22 +713,33 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def close_at_exit(opened: weakref.WeakSet[Any]) -> None:
-    """Close what is in *opened* when the interpreter ends: after the finalizers of what uses it,
-    and before that of earlier calls.
+    """Close objects that are still open when the interpreter exits.
+
+    They are closed after the finalizers of their users, and before the members of earlier calls.
+
+    Parameters
+    ----------
+    opened : weakref.WeakSet
+        Objects with a method `close`. The set is read at exit, so members may come and go until
+        then.
+
+    Notes
+    -----
+    An `OffloadError` of `close` is printed to standard error, and the process exits with status 1.
     """
 
     def close() -> None:
         for one in list(opened):
             _close_at_last(one)
 
-    # Finalizers run in the reverse order of their making, which `atexit` would cut across: torch
-    # has registered theirs there already.
+    # weakref finalizers run in reverse order of creation, all from one atexit handler. An atexit
+    # handler of our own would run before all of them: torch has created finalizers already.
     weakref.finalize(opened, close)
 
 
 def _close_at_last(opened: Any) -> None:
-    """Close what nobody closed; a failure cannot be raised to anyone any more, so it is told, and
-    the process' status says so.
+    """Close what nobody closed. There is nobody to raise a failure to: print it, and make the
+    process exit with status 1.
     """
     try:
         opened.close()
@@ -512,5 +753,5 @@ def _close_at_last(opened: Any) -> None:
         _aio.fail_at_exit()
 
 
-# so that every transfer is finished before the interpreter takes its memory away
+# every transfer must finish before the interpreter frees its memory
 close_at_exit(_open_engines)

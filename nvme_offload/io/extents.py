@@ -1,4 +1,4 @@
-"""`Extents`: which bytes of a range are taken and which are free."""
+"""`Extents`: a best-fit allocator for a range of bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from ..errors import UsageError
 
 
 class Extents:
-    """Places in a range of *nbytes*, each a whole number of granules that starts on a granule: best
-    fit, and neighbouring holes are one.
+    """Best-fit allocation of extents in a range of bytes; adjacent free extents are merged.
 
-    Best fit, because the tensors of a model come in a few sizes, over and over: a hole that one has
-    left is taken by the next of its kind. Not for several threads at once.
+    Extents start at a multiple of the granule and are whole granules. Best fit suits the tensors of
+    a model: they have a few sizes, and a freed extent is reused by the next tensor of its size. Not
+    thread-safe.
 
-    Units: bytes. Raises: UsageError when *nbytes* is not a multiple of *granule*.
+    Parameters
+    ----------
+    nbytes : int
+        Size of the range in bytes, a multiple of *granule*.
+    granule : int
+        Allocation unit in bytes.
+
+    Raises
+    ------
+    UsageError
+        *nbytes* is not a multiple of *granule*, or *granule* is below 1.
     """
 
     def __init__(self, nbytes: int, granule: int = 4096) -> None:
@@ -25,38 +35,38 @@ class Extents:
         self._nbytes = 0
         self._used: dict[int, int] = {}  # offset -> bytes
         self._used_bytes = 0
-        # Every hole in both lists, so that its neighbours and the best fit are a bisection each.
+        # Each free extent is in both lists: neighbours and best fit are a bisection each.
         self._by_offset: list[tuple[int, int]] = []  # (offset, bytes)
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset)
         self.grow(nbytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole range."""
+        """Size of the range in bytes."""
         return self._nbytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken, in whole granules."""
+        """Allocated bytes, in whole granules."""
         return self._used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes free, in however many holes."""
+        """Free bytes, over all free extents."""
         return self._nbytes - self._used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """Bytes of the largest hole: the most that `allocate` can give now."""
+        """Size of the largest free extent in bytes: the most that `allocate` can return now."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def rounded(self, nbytes: int) -> int:
-        """*nbytes* rounded up to whole granules: what `allocate` takes for them."""
+        """*nbytes* rounded up to whole granules."""
         return -(-nbytes // self._granule) * self._granule
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take *nbytes*, rounded up, from the smallest hole that has them, the first of equals;
-        return their offset, or None when no hole has.
+        """Allocate *nbytes*, rounded up, from the smallest free extent that is large enough (of
+        equals the first); return its offset, or None where there is none.
 
         Raises: UsageError when *nbytes* is below 1.
         """
@@ -66,16 +76,16 @@ class Extents:
         place = bisect_left(self._by_size, (size, 0))
         if place == len(self._by_size):
             return None
-        hole, offset = self._by_size[place]
-        self._remove_hole(offset, hole)
-        if hole > size:
-            self._insert_hole(offset + size, hole - size)
+        free_size, offset = self._by_size[place]
+        self._remove_free(offset, free_size)
+        if free_size > size:
+            self._insert_free(offset + size, free_size - size)
         self._used[offset] = size
         self._used_bytes += size
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back what `allocate` returned *offset* for. Raises: UsageError when nothing is taken
+        """Free the extent that `allocate` returned at *offset*. Raises: UsageError when none starts
         there, as after an earlier free.
         """
         size = self._used.pop(offset, None)
@@ -84,11 +94,11 @@ class Extents:
                 f"no extent starts at {offset}: it was freed before, or never allocated"
             )
         self._used_bytes -= size
-        self._add_hole(offset, size)
+        self._add_free(offset, size)
 
     def grow(self, nbytes: int) -> None:
-        """Make the range *nbytes* long in all; what is new is free. Raises: UsageError when that is
-        less than it has, or not whole granules.
+        """Extend the range to *nbytes* in all; the new bytes are free. Raises: UsageError when that
+        is less than now, or not whole granules.
         """
         nbytes = operator.index(nbytes)
         if nbytes < self._nbytes or nbytes % self._granule:
@@ -97,10 +107,10 @@ class Extents:
             )
         added = nbytes - self._nbytes
         if added:
-            self._add_hole(self._nbytes, added)
+            self._add_free(self._nbytes, added)
             self._nbytes = nbytes
 
-    def _add_hole(self, offset: int, size: int) -> None:
+    def _add_free(self, offset: int, size: int) -> None:
         place = bisect_left(self._by_offset, (offset, 0))
         before, after = (
             self._by_offset[max(place - 1, 0) : place],
@@ -108,15 +118,15 @@ class Extents:
         )
         for neighbour_offset, neighbour in before + after:
             if neighbour_offset + neighbour == offset or neighbour_offset == offset + size:
-                self._remove_hole(neighbour_offset, neighbour)
+                self._remove_free(neighbour_offset, neighbour)
                 offset = min(offset, neighbour_offset)
                 size += neighbour
-        self._insert_hole(offset, size)
+        self._insert_free(offset, size)
 
-    def _insert_hole(self, offset: int, size: int) -> None:
+    def _insert_free(self, offset: int, size: int) -> None:
         insort(self._by_offset, (offset, size))
         insort(self._by_size, (size, offset))
 
-    def _remove_hole(self, offset: int, size: int) -> None:
+    def _remove_free(self, offset: int, size: int) -> None:
         del self._by_offset[bisect_left(self._by_offset, (offset, size))]
         del self._by_size[bisect_left(self._by_size, (size, offset))]

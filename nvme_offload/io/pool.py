@@ -29,38 +29,38 @@ if TYPE_CHECKING:
 
 _GRANULE_BYTES = 4096
 _CUDA_HOST_REGISTER_DEFAULT = 0
-# how often who waits for room looks for tensors that only a finished request still holds
-_ENGINE_POLL_SECONDS = 0.01
+# poll interval of a waiter, for tensors that only a finished request still holds
+_POLL_SECONDS = 0.01
 
 _log = logging.getLogger(__name__)
 
 
 class _Arena(Memory):
-    """The memory of a pool. Every tensor on it holds it, so that it goes after the last of them,
-    and is unregistered before it goes.
+    """The memory of a pool. Every tensor on it references it, so it is unregistered and unmapped
+    after the last of them.
     """
 
-    _unregister: Callable[[int], object] | None = None  # also where __init__ raised
+    _unregister: Callable[[int], object] | None = None  # defined also where __init__ raised
 
     def __init__(self, nbytes: int, reserve: int) -> None:
         super().__init__(nbytes, in_child=False, reserve=reserve)
         self._process_id = os.getpid()
 
     def register_with_cuda(self, nbytes: int) -> str | None:
-        """Let the GPU copy to and from this memory by itself; returns why that could not be, None
-        when it is so. Source: cudaHostRegister.
+        """Register the memory with CUDA, for direct copies from and to the GPU. Returns why that
+        failed, or None. Source: cudaHostRegister.
         """
         import torch
 
-        cuda: Any = torch.cuda  # untyped there
+        cuda: Any = torch.cuda  # untyped in torch
         try:
             cudart = cuda.cudart()
-            if self._unregister is not None:  # as less than it is now
-                cuda.synchronize()  # with what is copied meanwhile
+            if self._unregister is not None:  # registered with the size before it grew
+                cuda.synchronize()  # copies in flight use it
                 self._unregister(self.address)
                 self._unregister = None
             result = cudart.cudaHostRegister(self.address, nbytes, _CUDA_HOST_REGISTER_DEFAULT)
-        # CUDA cannot start: a driver that is too old, a child forked from a process that uses it
+        # CUDA cannot start: the driver is too old, or a parent process that used it forked this one
         except RuntimeError as error:
             return str(error)
         if int(result) != 0:
@@ -70,8 +70,8 @@ class _Arena(Memory):
         return None
 
     def __del__(self) -> None:
-        # At the end of the process the driver does it, and may be gone already; a forked child has
-        # neither the memory nor the driver.
+        # At process exit the driver does this itself and may be unloaded already. A forked child
+        # has neither the mapping nor the driver.
         if (
             self._unregister is not None
             and os.getpid() == self._process_id
@@ -81,25 +81,46 @@ class _Arena(Memory):
 
 
 class PinnedPool(Closing):
-    """A budget of pinned host memory that tensors of every size share.
+    """A fixed budget of pinned host memory, shared by tensors of any size.
 
-    One arena of *nbytes*, rounded up to 4 KiB and no further, on huge pages where the kernel grants
-    them; `grow` can make it as large as *reserve*, which takes addresses and no memory. Where there
-    is a GPU it is registered with CUDA on the current device, so choose that first
-    (`torch.cuda.set_device`); otherwise it is locked in memory as far as the limit allows, so that
-    it is never swapped out. *pin* says how much of that must be: "auto" takes what there is
-    (`pinned` and `pinned_bytes` tell, and a GPU that refuses is warned of), True wants the whole
-    arena pinned, False pins nothing.
+    The budget is one arena on huge pages where the kernel grants them. With a GPU it is registered
+    with CUDA on the current device, so call `torch.cuda.set_device` first. Otherwise it is locked
+    in memory (mlock) as far as RLIMIT_MEMLOCK allows, so that it is not swapped out. All methods
+    are thread-safe.
 
-    All methods may be called from any thread. The arena does not exist in forked children, such as
-    the workers of a DataLoader, which would otherwise be given copies of all of it: a tensor of the
-    pool must not be touched there.
+    Parameters
+    ----------
+    nbytes : int
+        Size of the arena in bytes, rounded up to 4 KiB.
+    pin : bool or "auto"
+        "auto" pins what the machine allows, and warns when a GPU refuses. True requires all of it
+        to be pinned. False pins nothing.
+    reserve : int
+        Bytes of address space to reserve for `grow`. They take no memory until then.
 
-    Attributes: *nbytes* of the arena; *pinned*, which is "cuda", "mlock" or "none", and
-    *pinned_bytes* of the arena that are. Lifetime: the memory is given back after `close`, or when
-    the pool is dropped, once its last tensor is gone. Raises: UsageError; MemoryError;
-    UnsupportedError when pin=True and not all can be pinned. Source: mlock(2), madvise(2) for
-    MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
+    Attributes
+    ----------
+    nbytes : int
+        Size of the arena in bytes.
+    pinned : {"cuda", "mlock", "none"}
+        How the arena is pinned.
+    pinned_bytes : int
+        How much of the arena is pinned, in bytes.
+
+    Raises
+    ------
+    UsageError
+        An argument is invalid.
+    MemoryError
+        The memory cannot be mapped.
+    UnsupportedError
+        *pin* is True and not all of the arena can be pinned.
+
+    Notes
+    -----
+    The memory is freed after `close`, or after the pool is dropped, with its last tensor. It is not
+    mapped in forked children, such as the workers of a DataLoader: a tensor of the pool must not be
+    used there. Source: mlock(2), madvise(2) for MADV_HUGEPAGE and MADV_DONTFORK, cudaHostRegister.
     """
 
     def __init__(
@@ -120,51 +141,66 @@ class PinnedPool(Closing):
         self._process_id = os.getpid()
         self._extents = Extents(self.nbytes, _GRANULE_BYTES)
         self._peak_bytes = 0
-        # The end of a tensor is told in whatever thread drops it, also by the garbage collector in
-        # the middle of any line here: it may take no lock, and what is safe then is to put the
-        # offset on this queue. None wakes the waiter whose turn it is.
+        # A tensor is finalized in any thread, also by the garbage collector in the middle of any
+        # line here. The finalizer must not take a lock, so it only puts the offset on this queue.
+        # None wakes the first waiter.
         self._freed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # for all that follows and the extents
-        # in order of arrival; set for the first, whose turn it is
+        self._lock = threading.Lock()  # guards the extents and all attributes below
+        # in order of arrival; the event of the first is set: it is its turn
         self._waiters: deque[threading.Event] = deque()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tensors alive, each rounded up to 4 KiB. Raises: UsageError in a process
+        """Bytes of the live tensors, each rounded up to 4 KiB. Raises `UsageError` in a process
         forked since.
         """
         self._check_process()
         with self._lock:
-            self._take_back()
+            self._process_freed()
             if self._waiters:
-                self._freed.put(None)  # the news taken here were for the first of them
+                self._freed.put(None)  # this call may have taken the wake-up of the first waiter
             return self._extents.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that `used_bytes` has been."""
+        """The maximum of `used_bytes` so far."""
         return self._peak_bytes
 
     @property
     def memory(self) -> memoryview:
-        """All bytes of the arena, for `Engine.register`. Lifetime: it holds the memory as a tensor
-        does. Raises: UsageError when closed.
+        """The whole arena, for `Engine.register`. It holds the memory as a tensor does. Raises
+        `UsageError` when the pool is closed.
         """
         return memoryview(self._live())
 
     def empty(self, numel: int, dtype: torch.dtype, timeout: float | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor of *numel* elements, once there is room for it.
+        """Allocate an uninitialised tensor, waiting until there is space for it.
 
-        Who waits is served in order of arrival, so that small tensors do not keep a large one
-        waiting for ever.
+        Waiters are served in order of arrival, so that small tensors do not starve a large one.
 
-        Shapes: one dimension; it starts on a page. Units: *timeout* in seconds, None for as long as
-        it takes. Lifetime: the room is free again when the tensor and every view of it are gone. A
-        copy to or from a GPU that is under way does not hold them: drop a tensor after
-        `torch.cuda.Stream.synchronize`, not before. A request of an engine does hold them, until it
-        is finished. Raises: WaitTimeout; UsageError when the tensor would not fit in the whole
-        pool, when *dtype* is quantized (its scale lies outside of the memory), when the pool is
-        closed, and in a process forked since the pool was made.
+        Parameters
+        ----------
+        numel : int
+            Number of elements.
+        dtype : torch.dtype
+            Not a quantized one: its scale is kept outside of the memory.
+        timeout : float, optional
+            Seconds; None waits without a limit.
+
+        Returns
+        -------
+        torch.Tensor
+            One dimension, page-aligned. Its memory is free again when it and every view of it are
+            gone. A GPU copy in flight does not hold it: drop the tensor after
+            `torch.cuda.Stream.synchronize`. A request of an engine holds it until it finishes.
+
+        Raises
+        ------
+        WaitTimeout
+            *timeout* passed.
+        UsageError
+            The tensor is larger than the pool, *dtype* is quantized, the pool is closed, or the
+            process was forked since the pool was made.
         """
         import torch
 
@@ -182,19 +218,30 @@ class PinnedPool(Closing):
                 f"make it at least PinnedPool({needed})"
             )
         offset = self._allocate(nbytes, timeout)
-        # The storage of a tensor made from an array holds that very array until it goes itself.
-        # as long as it is now: it may have grown meanwhile
+        # The storage of a tensor made from an array references that array, so the finalizer runs
+        # with the last view. The length is that of now: the arena may have grown.
         array = np.frombuffer(memoryview(arena), np.uint8, nbytes, offset)
         weakref.finalize(array, self._freed.put, offset).atexit = False
         return torch.from_numpy(array).view(dtype)
 
     def grow(self, nbytes: int) -> None:
-        """Have *nbytes* in all, rounded up to 4 KiB; where there are as many, do nothing. What was
-        handed out stays where it is.
+        """Grow the arena to *nbytes* in all, rounded up to 4 KiB; do nothing where it has as many.
+        Allocated tensors stay where they are. An arena that is registered with CUDA is registered
+        anew, which waits for the GPU.
 
-        Where the arena is registered with CUDA this waits for the GPU. Raises: UsageError above
-        what was reserved, or when closed; MemoryError; UnsupportedError when pin=True and not all
-        can be pinned.
+        Parameters
+        ----------
+        nbytes : int
+            The new size in bytes.
+
+        Raises
+        ------
+        UsageError
+            *nbytes* is above what was reserved, or the pool is closed.
+        MemoryError
+            The memory cannot be mapped.
+        UnsupportedError
+            *pin* is True and not all of the arena can be pinned.
         """
         count = -(-whole_number("nbytes", nbytes) // _GRANULE_BYTES) * _GRANULE_BYTES
         with self._lock:
@@ -208,11 +255,11 @@ class PinnedPool(Closing):
             arena.grow(count)
             self.nbytes = count
             self._extents.grow(count)
-            self._freed.put(None)  # who waits may have room now
+            self._freed.put(None)  # there may be space for a waiter now
             self._pin(arena)
 
     def close(self) -> None:
-        """Hand out no more tensors, and end the waits for one with a UsageError; a second call does
+        """Refuse further tensors, and end waits for one with a `UsageError`. A second call does
         nothing.
         """
         self._arena = None
@@ -282,43 +329,42 @@ class PinnedPool(Closing):
             while turn.wait(_left(deadline)):
                 with self._lock:
                     self._live()
-                    self._take_back()
+                    self._process_freed()
                     offset = self._extents.allocate(nbytes)
                     if offset is not None:
                         self._peak_bytes = max(self._peak_bytes, self._extents.used_bytes)
                         return offset
-                # Until there is something to take back; taking it is for whoever has the lock.
-                self._freed.put(self._news(deadline))
+                # Wait without the lock for a freed offset, then put it back: it is processed under
+                # the lock.
+                self._freed.put(self._next_freed(deadline))
         except queue.Empty:
             pass
         finally:
             with self._lock:
-                if turn in self._waiters:  # not so when Ctrl-C came first
+                if turn in self._waiters:  # not there when Ctrl-C arrived before the append
                     self._waiters.remove(turn)
                 if self._waiters:
                     self._waiters[0].set()
         raise WaitTimeout(
-            f"no room for {format_bytes(nbytes)} within {timeout} s: {format_bytes(self.used_bytes)} of {format_bytes(self.nbytes)} are in use, "
-            f"and the largest hole has {format_bytes(self._extents.largest_free_bytes)}"
+            f"no space for {format_bytes(nbytes)} within {timeout} s: {format_bytes(self.used_bytes)} of {format_bytes(self.nbytes)} are in use, "
+            f"and the largest free extent has {format_bytes(self._extents.largest_free_bytes)}"
         )
 
-    def _news(self, deadline: float | None) -> int | None:
-        """Wait until something is freed. Raises: queue.Empty at the deadline."""
+    def _next_freed(self, deadline: float | None) -> int | None:
+        """Wait until a tensor is freed; its offset. Raises: queue.Empty at the deadline."""
         while True:
             release_buffers()
             left = _left(deadline)
             try:
                 return self._freed.get(
-                    timeout=_ENGINE_POLL_SECONDS
-                    if left is None
-                    else min(left, _ENGINE_POLL_SECONDS)
+                    timeout=_POLL_SECONDS if left is None else min(left, _POLL_SECONDS)
                 )
             except queue.Empty:
-                if left is not None and left <= _ENGINE_POLL_SECONDS:
+                if left is not None and left <= _POLL_SECONDS:
                     raise
 
-    def _take_back(self) -> None:
-        """Free what the tensors that are gone had."""
+    def _process_freed(self) -> None:
+        """Free the extents of finalized tensors. Needs the lock."""
         with contextlib.suppress(queue.Empty):
             while True:
                 offset = self._freed.get_nowait()
@@ -339,8 +385,8 @@ class PinnedPool(Closing):
 
 
 def _clear_cuda_error() -> None:
-    """Take CUDA's last error, which torch would otherwise raise after the next kernel that the
-    caller starts. Source: cudaGetLastError.
+    """Clear CUDA's last error, which torch would raise after the caller's next kernel. Source:
+    cudaGetLastError.
     """
     import torch
 

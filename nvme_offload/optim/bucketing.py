@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 class Bucketing:
     """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*,
     with options; *prefix* is of the buckets' names. *declared*: it is the user's word that every
-    element is updated by itself.
+    element is updated by itself. *gradients*: those of a bucket are a value, too.
 
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
     """
@@ -41,6 +41,7 @@ class Bucketing:
         prefix: str,
         *,
         declared: bool,
+        gradients: bool,
     ) -> None:
         self._name = name
         self._make = make
@@ -48,6 +49,7 @@ class Bucketing:
         self._budget = budget
         self._prefix = prefix
         self._declared = declared
+        self._gradients = gradients
         self._found: dict[Any, Traits] = {}
         self._told: set[str] = set()
         # of all parameters, where they cannot be updated apart
@@ -97,7 +99,9 @@ class Bucketing:
         return weights, buckets
 
     def required_bytes(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes of the values of *buckets*, for which the budget is divided."""
+        """Bytes of the values of *buckets*, of states and gradients, for which the budget is
+        divided.
+        """
         layouts = [
             self._format.layout(bucket.numel, bucket.traits.states, bucket.dtype, self._name)
             for bucket in buckets
@@ -113,10 +117,11 @@ class Bucketing:
             for bucket in buckets
             if bucket.device.type == "cpu"
         ]
+        # of the two values of a bucket one at a time is in use
+        gradients = [bucket.gradient_bytes if self._gradients else 0 for bucket in buckets]
+        most = [*map(self._wide_bytes, buckets), *gradients]
         try:
-            return self._budget.divide(
-                values, beside, max((self._wide_bytes(bucket) for bucket in buckets), default=0)
-            )
+            return self._budget.divide(values, beside, max(most, default=0)) + sum(gradients)
         except UsageError as error:
             if self._together is None:
                 raise
@@ -191,6 +196,8 @@ class Bucketing:
                     "use an optimizer that treats every element by itself, such as AdamW"
                 )
             value_bytes = self._format.element_bytes(found.states, dtype, self._name) + found.rest
+            if self._gradients:
+                value_bytes = max(value_bytes, dtype.itemsize)
             most = most_elements(
                 self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype)
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..optimizer_states import BLOCK, Layout
+from ..optimizer_states import BLOCK, Layout, block_names
 from ..optimizer_states.traits import UNIT, Traits
 from ..optimizer_states.tree import Key, is_for_each
 
@@ -139,7 +139,8 @@ class Fragment:
     it. *leaves* are those of its tensors that travel, which are empty but while the bucket is
     bound: *keys* says of which of the bucket's states this fragment has a part, and with which
     strides, and *rest* where the others are. *strides*: of the shadow. *stepped*: it has had a
-    gradient, so that its master is its own.
+    gradient, so that its master is its own. *summed*: its part of a gradient that was in host
+    memory, for the update.
     """
 
     weight: Weight
@@ -157,6 +158,7 @@ class Fragment:
     strides: tuple[int, ...] = ()
     stepped: bool = False
     changes: int = 0
+    summed: torch.Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -226,7 +228,7 @@ class Fragment:
         """
         if (gradient := self.weight.gradient) is None:
             return None
-        part = self.of(local(gradient))
+        part = self.of(local(gradient)) if self.summed is None else self.summed
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
             return part.to(self.shadow.dtype)
         return self.within(widened).copy_(part)
@@ -295,6 +297,11 @@ class Bucket:
         """Elements of all fragments, and of the gaps between them."""
         return self.fragments[-1].place + self.fragments[-1].numel if self.fragments else 0
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients of all fragments, with the gaps."""
+        return self.numel * self.dtype.itemsize
+
     def with_gaps(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """*flats*, one of each fragment, with what is between them."""
         filled: list[torch.Tensor] = []
@@ -322,13 +329,12 @@ class Bucket:
         # there, so that nothing is copied to a GPU, which would wait for it
         made_on = self.device if device is None else device
         names = [
-            torch.arange(
-                first, first - (-fragment.numel // BLOCK), dtype=torch.int64, device=made_on
+            block_names(
+                (fragment.weight.number << 40) * BLOCK + fragment.weight.offset + fragment.start,
+                fragment.numel,
+                made_on,
             )
             for fragment in self.fragments
-            for first in [
-                (fragment.weight.number << 40) + (fragment.weight.offset + fragment.start) // BLOCK
-            ]
         ]
         return torch.cat(names)
 

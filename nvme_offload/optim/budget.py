@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..optimizer_states.traits import UNIT
 from ..units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _IN_MEMORY = 16
 _LARGEST_BYTES = 128 << 20  # more at a time gains nothing, and takes several times as much of a GPU
 _LEAST_ELEMENTS = 4096
-_UNIT = 1024
 _PAGE = 4096
 _BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the buckets
 
@@ -43,7 +43,7 @@ def most_elements(cap_bytes: int, value_bytes: float, beside: int) -> int:
     each.
     """
     wanted = min(_LARGEST_BYTES, cap_bytes // _IN_MEMORY) / max(value_bytes, beside / 2, 1.0)
-    return max(int(wanted) // _UNIT * _UNIT, _LEAST_ELEMENTS)
+    return max(int(wanted) // UNIT * UNIT, _LEAST_ELEMENTS)
 
 
 class Budget:

@@ -25,11 +25,13 @@ from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
 from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
+from .accumulation import GradientSums
 from .awaited import can_be_awaited
 from .backward import BackwardUpdates, await_copy, clear_spent
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
+from .host_gradient import HostGradient
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import ShownState, StateOnDrive
 from .stats import UpdateClock, UpdateStats
@@ -38,63 +40,87 @@ from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
+_UNTIGHT = 8  # values that may be in use together: of buckets on their way to a GPU and back
 
 
 class NVMeOptimizer(torch.optim.Optimizer):
-    """*optimizer_class* over *params*, with its states, and the fp32 master weights of 16-bit
-    parameters, on the drives of *paths*.
+    """Any torch optimizer, with its states, and the fp32 masters of 16-bit parameters, on drives.
 
-    *kwargs* are the optimizer's own. A step streams them: drive, pinned memory, the device of the
-    parameters, and back. What fits *host_memory*, a cap in bytes ("8GB", or "auto" for a share of
-    what is available), never touches the drive. *aio* are the engine's settings; without it what
-    `nvme-sweep` chose for the first of *paths*.
+    It is used as any `torch.optim.Optimizer`: schedulers, hooks, parameter groups, closures,
+    GradScaler, DDP, FSDP2 and tensor parallelism. A step streams the states of a few parameters at
+    a time: drive, pinned memory, device of the parameters, and back. Methods and attributes that
+    *optimizer_class* has beyond those of every optimizer, such as `train` and `eval`, are
+    available.
 
-    *state_format*: "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32
-    copies where parameters have 16 bits; "split" is lossless too and moves 10 bytes for each
-    bfloat16 parameter and direction instead of 12; "compact" keeps states in 8 bits, and moves 4.
+    Parameters
+    ----------
+    params : iterable
+        Parameters, named parameters, or parameter groups, as of every optimizer. Dense, of one
+        floating-point dtype each; bfloat16 and float16 get fp32 masters.
+    optimizer_class : callable
+        Makes the optimizer whose states are offloaded. It must step by dense gradients alone.
+        torch's own classes are known. Any other is tried when the optimizer is made, and a line of
+        the log says what was found. One whose parameters cannot be updated apart from each other,
+        such as Prodigy, needs *host_memory* for all of its states.
+    paths : path or sequence of paths
+        Existing directories on the drives, over which states are striped.
+    host_memory : int or str
+        Pinned memory in bytes, or as text such as "8GB"; "auto" takes a share of what is available.
+        States that fit in it never touch the drive. The bits do not depend on it.
+    state_format : {"exact", "split", "compact", "compact24"}
+        "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies of 16-bit
+        parameters, and moves 12 bytes for each Adam parameter and direction. "split" moves 10 where
+        parameters are bfloat16, and is lossless too. "compact" keeps moments in 8 bits and moves 4;
+        "compact24" rounds masters to 24 bits as well and moves 3.
+    step_in_backward : bool or "local"
+        Update parameters during `backward`, as soon as their gradients are complete, and let the
+        gradients go; `step` does the rest. It excludes what reads gradients in between: clipping by
+        a norm, GradScaler, DDP. To accumulate, run all but the last `backward` under `no_sync`.
+        With several processes it takes DTensors (FSDP2, tensor parallelism); "local" takes any
+        parameter, and asserts that nothing but autograd and FSDP2 works on gradients.
+    overlap_step : bool
+        `step` returns at once, and a thread makes its updates under what comes next, as a rule the
+        forward pass, in the order in which it uses parameters. The bits are the same: the first use
+        of a parameter waits for its update, and so do `state`, `state_dict`, `stats` and every
+        method but `zero_grad`. See `synchronize` for what cannot wait by itself.
+    accumulate : {None, "host"}
+        "host" moves each gradient to host memory as soon as `backward` has made it, and adds to it
+        there in the next `backward`. Gradients share *host_memory* with the states, and go to the
+        drive where they do not fit; the bits are those of accumulation in `.grad`, which has a
+        placeholder. `step` uses the gradients up: call `zero_grad` before the next `backward`. Not
+        together with *step_in_backward*, *overlap_step*, or DTensors.
+    elementwise : bool
+        Assert that every element is updated by itself, where the trial cannot see it.
+    masters : bool
+        Whether 16-bit parameters have fp32 masters. Without them the parameters are updated
+        directly, bit for bit as by *optimizer_class* in memory, with states of 16 bits.
+    aio : AioConfig, optional
+        Settings of the engine; by default what `nvme-sweep` chose for the first of *paths*.
+    **kwargs
+        Of *optimizer_class*, such as ``lr``.
 
-    *masters*: 16-bit parameters have fp32 masters. Without, they are updated themselves, bit for
-    bit as by *optimizer_class* in memory, whose states have 16 bits then, too.
+    Raises
+    ------
+    UsageError
+        An argument is wrong, a directory does not exist, or *host_memory* is too small.
+    UnsupportedError
+        The optimizer or a parameter is of a kind that cannot be offloaded; the message says which.
+    NoSpaceError
+        The drives have no room for the states.
 
-    *step_in_backward* updates parameters during backward(), as soon as their gradients are
-    complete, and lets the gradients go; `step` does the rest, and raises what went wrong. It
-    excludes all that looks at gradients in between: clipping by a norm, GradScaler, DDP. To
-    accumulate, run all but the last backward() under `no_sync`. With several processes it takes the
-    DTensors of FSDP2 and of tensor parallelism; "local" takes all parameters, and is the caller's
-    word that nothing but autograd and FSDP2 works on gradients, as where layers are sharded by
-    hand.
+    Notes
+    -----
+    Memory and space on the drives are given back by `close`, at the end of a ``with``, or when the
+    optimizer is garbage.
 
-    *overlap_step*: `step` returns at once, and its updates run in a thread of their own under what
-    comes next, as a rule the next forward pass, in the order of its needs. The bits are the same:
-    the first use of a parameter waits for its update, and so do `state`, `state_dict`, `stats` and
-    all else that is asked of the optimizer, but for `zero_grad()` and `param_groups`. See
-    `synchronize` for what cannot wait by itself. An error of the drive is raised by the first use,
-    or by the next `step`. With `step_in_backward`, updates begin under the backward pass.
+    `state` has small values as they are, and placeholders for the rest. Reading a placeholder
+    brings a copy; writing to it, replacing it or taking it out takes effect at once or before the
+    next step. Changing a 16-bit parameter in place between steps changes its master, too.
 
-    Parameters are updated in buckets, and large ones in parts, where that gives the same bits.
-    torch's own classes are known; any other is tried when the optimizer is made, and a line of the
-    log says what was found. One whose parameters cannot be updated apart, such as Prodigy, has all
-    of its states in *host_memory* together. *elementwise* is the caller's word that every element
-    is updated by itself, where the trial cannot see it.
-
-    Methods and attributes that *optimizer_class* has beyond those of every optimizer, such as
-    `train` and `eval`, are reached here.
-
-    In all else it is used as any optimizer: schedulers, hooks, `add_param_group`, closures,
-    GradScaler, DDP, FSDP2 and tensor parallelism. `state` has what is small, and placeholders for
-    the rest: reading one brings a copy, and writing to one, replacing it, or taking it out is done
-    there and then or before the next step. `state_dict` has everything, mapped from a file, in the
-    format of the plain optimizer, beside which 16-bit parameters have a "master". Whoever changes a
-    16-bit parameter in place between steps changes its master, too.
-
-    A step that raises an error of the drive has updated some parameters and not others: calling
-    `step` again, with the same gradients, goes on with those others, and updates none twice;
-    `zero_grad` gives the rest of that step up. After an error in the midst of an update, or with
-    the process gone, go back to a checkpoint; a step after it is refused.
-
-    Lifetime: the memory and the room on the drive are given back by `close`, at the end of a
-    `with`, or when the optimizer is garbage. Raises: UsageError; UnsupportedError for optimizers
-    that do not step by dense gradients alone; NoSpaceError; as `Tier`.
+    After a step that raised an error of the drive, some parameters are updated and others are not.
+    Calling `step` again with the same gradients goes on with the others, and updates none twice;
+    `zero_grad` gives up the rest of that step. After an error in the middle of an update, load a
+    checkpoint; until then a step is refused.
     """
 
     def __init__(
@@ -107,6 +133,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         state_format: Literal["exact", "split", "compact", "compact24"] = "exact",
         step_in_backward: bool | Literal["local"] = False,
         overlap_step: bool = False,
+        accumulate: Literal["host"] | None = None,
         elementwise: bool = False,
         masters: bool = True,
         aio: AioConfig | None = None,
@@ -115,6 +142,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if step_in_backward not in (False, True, "local"):
             raise UsageError(
                 f'step_in_backward must be False, True or "local", not {step_in_backward!r}'
+            )
+        if accumulate not in (None, "host"):
+            raise UsageError(f'accumulate must be None or "host", not {accumulate!r}')
+        if accumulate is not None and (step_in_backward or overlap_step):
+            raise UsageError(
+                'accumulate="host" needs step_in_backward=False and overlap_step=False: the one leaves no gradients to accumulate, and the other keeps '
+                "those of a whole step where the parameters are"
             )
         given = materialised(params)
         self._format = dataclasses.replace(format_called(state_format), keeps_masters=bool(masters))
@@ -128,6 +162,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if step_in_backward
             else None
         )
+        self._sums: GradientSums | None = None
         self._overlap = bool(overlap_step)
         self._queue: UpdateQueue | None = None
         self._open_step: Step | None = None  # some of whose updates are queued
@@ -179,7 +214,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._budget,
                 f"optimizer{next(_serial)}",
                 declared=elementwise,
+                gradients=accumulate is not None,
             )
+            if accumulate is not None:
+                self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
             if self._overlap:
                 self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
@@ -194,12 +232,28 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. Raises: UsageError; the drive's errors, after which it may be
-        called again: see the class.
+        """Update the parameters by their gradients.
 
         With `overlap_step` it queues the updates, after those of the step before. Where these have
-        failed, it raises their error; called again it tries them again, and makes a step of its own
+        failed, it raises their error. Called again it tries them again, and makes a step of its own
         only where there are other gradients.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss again, with gradients, before the update.
+
+        Returns
+        -------
+        object
+            What *closure* returned; None without one.
+
+        Raises
+        ------
+        UsageError
+            The optimizer is closed, or parameters and states are no longer of one step.
+        OffloadError
+            The drive failed. `step` may be called again: see the class.
         """
         tried_again = self._queue is not None and self._queue.told
         if self._queue is not None:
@@ -221,12 +275,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 return loss
             self._end_queueing()
             with self._clock.running():
-                self._tier.swapper.prefetch(bucket.name for bucket in due)
+                self._drain()
+                self._tier.swapper.prefetch(
+                    [bucket.name for bucket in due] if self._sums is None else self._sums.names(due)
+                )
                 try:
                     for bucket in due:
                         self._update_now(bucket)
                 finally:
-                    self._updater.drain()
+                    self._drain()
                 self._end_step()
             self._last = self._clock.end_step(self._steps)
         return loss
@@ -235,11 +292,15 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """With `overlap_step`: return when all updates are made; on a GPU, when what is done next
         on the current stream comes after them. Otherwise, and where none is to come, do nothing.
 
-        Call it before what cannot wait by itself uses parameters, their gradients, or states: other
-        tensors that share their memory and were made before the step, C++ extensions and functions
-        of TorchScript that are given a parameter, `torch.as_tensor(parameter)` and the like, and
-        CUDA graphs. Raises: the drive's errors, after which it may be called again: it goes on with
-        what is left.
+        Call it before parameters, their gradients or states are used by what cannot wait by itself:
+        other tensors that share their memory and were made before the step, C++ extensions and
+        functions of TorchScript that are given a parameter, `torch.as_tensor(parameter)` and the
+        like, and CUDA graphs.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed. It may be called again, and goes on with what is left.
         """
         queue: UpdateQueue | None = self.__dict__.get("_queue")
         if queue is None:
@@ -253,8 +314,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._changed_groups(sorted({key for _, key, _, _ in late}))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`; what an unfinished step has not updated yet stays
+        """As `torch.optim.Optimizer.zero_grad`. What an unfinished step has not updated yet stays
         as it is.
+
+        Parameters
+        ----------
+        set_to_none : bool
+            Drop gradients, or fill them with zeros.
         """
         if self._updated:
             if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
@@ -265,10 +331,25 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 )
             self._end_step()
         super().zero_grad(set_to_none)
+        if self._sums is not None:
+            self._sums.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.add_param_group`. Raises: UsageError; NoSpaceError;
-        UnsupportedError; and nothing is changed.
+        """As `torch.optim.Optimizer.add_param_group`. Where it raises, nothing is changed.
+
+        Parameters
+        ----------
+        param_group : dict
+            "params", and options that differ from the defaults.
+
+        Raises
+        ------
+        UsageError
+            A parameter is in another group already, or *host_memory* is too small for it.
+        UnsupportedError
+            A parameter is of a kind that cannot be offloaded.
+        NoSpaceError
+            The drives have no room for its states.
         """
         if not self._ready:
             super().add_param_group(param_group)
@@ -289,11 +370,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, on the CPU and mapped from a file: memory is taken as it is
-        read, and can be taken back.
+        """States and options in the format of the plain optimizer, which can load them.
 
-        "nvme_offload" beside "state" and "param_groups" says how the states are kept, which loading
-        it anywhere does not depend on. Raises: NoSpaceError; UsageError.
+        States of 16-bit parameters have a "master" in addition. "nvme_offload" beside "state" and
+        "param_groups" says how states are kept; loading does not depend on it.
+
+        Returns
+        -------
+        dict
+            Tensors are on the CPU, mapped from a file on the first drive: memory is used as they
+            are read, and the kernel can take it back.
+
+        Raises
+        ------
+        UsageError
+            The optimizer is closed, or in the middle of a step.
+        NoSpaceError
+            The first drive has no room for the file.
         """
         self.synchronize()
         self._check_usable()
@@ -302,7 +395,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if weight.fragments:
                 _check_unchanged(weight)
         with self._lock:
-            self._updater.drain()
+            self._drain()
             small = self._state
 
             def show(_: torch.optim.Optimizer) -> None:
@@ -332,12 +425,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this or the plain optimizer saved, one bucket at a time; the masters of 16-bit
-        parameters without a "master" are made from them.
+        """Load what this or the plain optimizer saved, one bucket at a time.
 
-        Load the model's weights, too: they are not made from the masters. Raises: UsageError or
-        ValueError when it is of other parameters, and nothing is changed; as `step`, after which it
-        is to be loaded again.
+        Load the model's weights, too: they are not made from the masters. Masters of 16-bit
+        parameters without a "master" are made from the weights.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            As `state_dict` returns it.
+
+        Raises
+        ------
+        UsageError, ValueError
+            It is of other parameters. Nothing is changed.
+        OffloadError
+            The drive failed. Load it again before the next step.
         """
         self._give_up_what_fails()
         loaded: dict[Weight, dict[str, Any]] = {}
@@ -387,15 +490,37 @@ class NVMeOptimizer(torch.optim.Optimizer):
     # Beyond it.
 
     def stats(self) -> UpdateStats:
-        """Of the last step. With `overlap_step` it waits for the updates. Raises: UsageError when
-        there was none; as `synchronize`.
+        """What the last step moved and waited for. With `overlap_step` it waits for the updates.
+
+        Returns
+        -------
+        UpdateStats
+
+        Raises
+        ------
+        UsageError
+            There was no step yet.
+        OffloadError
+            As `synchronize`.
         """
         self.synchronize()
         if self._last is None:
             raise UsageError("this optimizer has made no step yet")
-        if self._queue is None:
+        return self._with_waits(self._last)
+
+    @property
+    def last_stats(self) -> UpdateStats | None:
+        """Of the last step whose updates are all made; None before the first. It never waits, also
+        with `overlap_step`: for progress bars and loggers.
+        """
+        if self._last is None or (self._queue is not None and self._queue.has_jobs):
             return self._last
-        return dataclasses.replace(self._last, update_wait_seconds=self._queue.waited_seconds)
+        return self._with_waits(self._last)
+
+    def _with_waits(self, stats: UpdateStats) -> UpdateStats:
+        if self._queue is None:
+            return stats
+        return dataclasses.replace(stats, update_wait_seconds=self._queue.waited_seconds)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -410,6 +535,33 @@ class NVMeOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self._backward.accumulating = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, for all gradients of the optimizer's parameters.
+
+        Gradients in host memory are brought up one by one for their norms, and scaled when they are
+        used.
+
+        Parameters
+        ----------
+        max_norm : float
+            Norm that the gradients have at most afterwards.
+        norm_type : float
+            Of the norm; ``inf`` for the largest element.
+        error_if_nonfinite : bool
+            Raise RuntimeError where the norm is infinite or not a number.
+
+        Returns
+        -------
+        torch.Tensor
+            The norm before, of one element.
+        """
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(
+            [weight.parameter for weight in self._weights], max_norm, norm_type, error_if_nonfinite
+        )
+        return norm
 
     def close(self) -> None:
         """Give back memory and room on the drives; a second call does nothing. Nothing but the
@@ -430,7 +582,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         hook.remove()
                     if self._backward is not None:
                         self._backward.close()
-                    self._updater.drain()
+                    self._drain()
+                    if self._sums is not None:
+                        self._sums.close(self._weights)
                     self._tier.close()
 
     def __enter__(self) -> NVMeOptimizer:
@@ -497,6 +651,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._lock:
             self._check_usable()
             self._check_parameters()
+            self._drain()
             self._take_up_states()
             if self._updated:
                 raise UsageError(
@@ -521,10 +676,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         self._updater.fail(bucket)
                         self._options.forget()
                         raise
-                    for index, options in left.items():
-                        self._options.left(index, options)
+                    self._options.left(left)
                     self._show(bucket)
-            self._updater.drain()
+            self._drain()
             self._options.end(self.param_groups)
             return self._agreed(f"{name}()", results or [None])
 
@@ -551,6 +705,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._overlap:
                 for parameter in group["params"]:
                     _check_class(parameter)
+            if self._sums is not None:
+                for parameter in group["params"]:
+                    self._sums.check(parameter)
             made = self._bucketing.admit(
                 index,
                 group["params"],
@@ -569,6 +726,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.require_memory(nbytes)
         self._tier.require_space(nbytes)
         self._tier.require(nbytes)
+        self._drain()
         with torch.no_grad():
             for bucket in trained:
                 if bucket.traits.eager:
@@ -576,24 +734,38 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         bucket, self._updater.open(bucket), self._options_of(bucket)
                     )
                     self._show(bucket)
-        self._updater.drain()
+        self._drain()
         self._options.forget()
         self._weights += weights
         self._buckets += buckets
         if self._backward is not None:
             self._backward.watch(weights)
+        if self._sums is not None:
+            self._sums.watch(weights)
+            largest = max(
+                (max(one.room_bytes, one.gradient_bytes) for one in self._buckets), default=0
+            )
+            self._sums.tight = self._budget.values_bytes < _UNTIGHT * largest
+
+    def _drain(self) -> None:
+        """Return when nothing of the tier is in use."""
+        self._updater.drain()
+        if self._sums is not None:
+            self._sums.settle()
 
     def _options_of(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         return {index: self._options.of(index, self.param_groups[index]) for index in bucket.groups}
 
     def _update_now(self, bucket: Bucket) -> None:
-        for index, options in self._update(bucket, self._options_of(bucket), self._steps).items():
-            self._options.left(index, options)
+        self._options.left(self._update(bucket, self._options_of(bucket), self._steps))
         self._updated.add(bucket)
 
     def _update(self, bucket: Bucket, options: Options, seed: int) -> Options:
         """Update the parameters of *bucket*; what the inner optimizer has made of the *options*."""
-        memory = self._updater.open(bucket)  # what this raises leaves everything as it was
+        # what these raise leaves everything as it was
+        if self._sums is not None:
+            self._sums.take(bucket)
+        memory = self._updater.open(bucket)
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
@@ -604,6 +776,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
             self._updater.fail(bucket)
             raise
+        if self._sums is not None:
+            self._sums.done(bucket)
         self._show(bucket)
         return left
 
@@ -619,6 +793,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _forget_step(self) -> None:
         for weight in self._weights:
             clear_spent(weight.parameter)
+        if self._sums is not None:
+            self._sums.spend(list(self._updated))
         self._updated.clear()
         self._options.forget()
         self._open_step = None
@@ -679,11 +855,31 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     )
 
     def read_state(self, weight: Weight, key: Key) -> torch.Tensor:
-        """A copy of a state on the drive: for what `state` has in its place."""
+        """A copy of a state on the drive, for the placeholder that `state` has of it.
+
+        Parameters
+        ----------
+        weight : Weight
+            Whose state.
+        key : Key
+            Where `state` has it.
+
+        Returns
+        -------
+        torch.Tensor
+            On the device of the parameter.
+
+        Raises
+        ------
+        UsageError
+            There is no such state any more.
+        OffloadError
+            The drive failed.
+        """
         self.synchronize()
         with self._lock:
             self._check_usable()
-            self._updater.drain()
+            self._drain()
             form = saved.forms(weight.fragments[0]).get(key)
             if form is None:
                 raise UsageError(f"the parameter has no state {key!r} any more")
@@ -697,7 +893,22 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return whole.to(weight.fragments[0].bucket.device)
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
-        """Put a state on the drive: for what `state` has in its place."""
+        """Put a state on the drive, for the placeholder that `state` has of it.
+
+        Parameters
+        ----------
+        weight : Weight
+            Whose state.
+        key : Key
+            Where `state` has it.
+        values : torch.Tensor
+            What it is to be.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed.
+        """
         self.synchronize()
         with self._lock:
             self._take_up_states()
@@ -706,7 +917,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
 
     def _restore(self, given: Mapping[Weight, dict[str, Any]]) -> None:
-        self._updater.drain()
+        self._drain()
         self._broken = "states were being loaded"
         for weight in given:
             self._state.pop(weight.parameter, None)
@@ -823,8 +1034,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """Have what is queued of this step made, whose others are made here and now."""
         self.synchronize()
         if self._open_step is not None:
-            for index, options in self._open_step.left.items():
-                self._options.left(index, options)
+            self._options.left(self._open_step.left)
             self._open_step = None
 
     def _end_queued(self, step: Step) -> None:
@@ -848,7 +1058,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._open_step, self._backward_begins = None, True
 
     def run_job(self, job: Job) -> None:
-        """What the thread of the queue calls. Nobody else uses the swapper until then."""
+        """Make a queued update, in the thread of the queue. Nobody else uses the swapper until it
+        is made.
+
+        Parameters
+        ----------
+        job : Job
+            Whose updates come next. Without a bucket, it ends a step.
+
+        Raises
+        ------
+        OffloadError
+            The drive failed. The job can be run again.
+        """
         step = job.step
         if step.hints:
             self._tier.swapper.prefetch(step.hints)
@@ -946,6 +1168,8 @@ def _check_class(parameter: torch.Tensor) -> None:
 
 def _check_gradient(weight: Weight) -> None:
     gradient = weight.parameter.grad
+    if isinstance(gradient, HostGradient):
+        gradient.held.check()
     if gradient is not None and gradient.layout is not torch.strided:
         raise UnsupportedError(
             "a gradient is sparse, which NVMeOptimizer does not take: make the embedding with sparse=False"

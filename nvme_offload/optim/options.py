@@ -42,9 +42,9 @@ class StepOptions:
             )
         return dict(self._before[index])
 
-    def left(self, index: int, options: Mapping[str, Any]) -> None:
-        """A bucket of the group of *index* has been updated, and left these *options*."""
-        self._after[index] = options
+    def left(self, options: Mapping[int, Mapping[str, Any]]) -> None:
+        """A bucket has been updated, and left these *options* of groups, by index."""
+        self._after.update(options)
 
     def end(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """The step is over: let *groups* have what has changed, the names of which are returned."""

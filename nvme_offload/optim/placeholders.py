@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -18,6 +18,8 @@ from .buckets import local
 
 if TYPE_CHECKING:
     from .buckets import Weight
+
+Kind = TypeVar("Kind")
 
 _MOVE = torch.ops.aten._to_copy.default
 
@@ -137,7 +139,7 @@ class StateOnDrive(torch.Tensor):
                 loaded[id(one)] = one, *one.load()
             return loaded[id(one)][2]
 
-        changed = _written(function, args, kwargs)
+        changed = written(StateOnDrive, function, args, kwargs)
         if any(one.updates is not None for one in changed):
             raise UsageError(
                 f"{function} would change a copy of a state that is still on the drive: clone() it, and put that into state"
@@ -248,15 +250,15 @@ def is_on_drive(value: Any) -> bool:
     return torch.is_tensor(value) and isinstance(local(value), StateOnDrive)
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[StateOnDrive]:
-    """Of the arguments those that *function* changes."""
-    found: list[StateOnDrive] = []
+def written(kind: type[Kind], function: Any, args: Any, kwargs: Any) -> list[Kind]:
+    """Of the arguments of this *kind* those that *function* changes."""
+    found: list[Kind] = []
     for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [
                 one
                 for one in (value if isinstance(value, list | tuple) else [value])
-                if isinstance(one, StateOnDrive)
+                if isinstance(one, kind)
             ]
     return found

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..errors import OutOfHostMemoryError
+from ..swap.device_copies import CopyStreams
 from ..swap.tier import Tier
 
 _PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
@@ -51,8 +52,7 @@ class HostStager:
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
         self._held = None
-        if name in self._tier.swapper:
-            self._tier.swapper.discard(name)
+        self._tier.forget([name])
         memory = self._tier.swapper.create(name, nbytes)
         self._held = name
         return memory
@@ -84,8 +84,7 @@ class _Place:
 
 
 class DeviceStager:
-    """For parameters on a GPU: copies to it and from it on streams of their own, while the stream
-    that is current computes.
+    """For parameters on a GPU: copies to it and from it run while the current stream computes.
 
     A value stays in use until its copy to the host is done, so that the swapper writes nothing that
     is not there yet.
@@ -94,40 +93,36 @@ class DeviceStager:
     def __init__(self, tier: Tier, device: torch.device) -> None:
         self._tier = tier
         self._device = device
-        cuda: Any = torch.cuda  # untyped there
-        self._inward, self._outward = (cuda.Stream(device) for _ in range(2))
+        self._copies = CopyStreams()
         self._places = deque(_Place() for _ in range(_PLACES))
         self._returns: deque[_Return] = deque()
-        # what the caller has: its name, and its memory on the host
-        self._held: tuple[str, torch.Tensor] | None = None
+        # what the caller has: its name, its memory on the host, and the end of the copy from there
+        self._held: tuple[str, torch.Tensor, Any] | None = None
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
         self._release(at_most=_PLACES - 1)
         host = self._obtain(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
-        place = self._places[0]
-        if place.free is not None:
-            self._inward.wait_event(place.free)
-        with torch.cuda.stream(self._inward):
-            memory.copy_(host[:nbytes], non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._inward)
-        self._held = name, host
+        filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
+        torch.cuda.current_stream(self._device).wait_event(filled)
+        self._held = name, host, filled
         return memory
 
     def renew(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
         if self._held is not None:
-            self._inward.synchronize()  # which may still read it
+            filled = self._held[2]
+            if filled is not None:
+                filled.synchronize()  # the copy reads what is discarded
             self._held = None
-        if name in self._tier.swapper:
-            self._tier.swapper.discard(name)
+        self._tier.forget([name])
         self._release(at_most=_PLACES - 1)
         host = self._obtain(lambda: self._tier.swapper.create(name, nbytes))
         memory = self._place(nbytes)
         if self._places[0].free is not None:
             torch.cuda.current_stream(self._device).wait_event(self._places[0].free)
-        self._held = name, host
+        self._held = name, host, None
         return memory
 
     def give_back(self, *, changed: bool) -> None:
@@ -135,12 +130,10 @@ class DeviceStager:
         place = self._places[0]
         if self._held is None or place.memory is None:
             return
-        (name, host), self._held = self._held, None
-        self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._outward):
-            if changed:
-                host.copy_(place.memory[: host.numel()], non_blocking=True)
-            place.free = self._outward.record_event()
+        (name, host, _), self._held = self._held, None
+        place.free = torch.cuda.current_stream(self._device).record_event()
+        if changed:
+            place.free = self._copies.start(host, place.memory[: host.numel()], after=place.free)
         self._returns.append(_Return(name, changed, place.free))
         self._places.rotate(-1)
         self._release(at_most=_PLACES)

@@ -13,11 +13,16 @@ from ..swap.tier import Tier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateStats(DriveUse):
-    """One step of an `NVMeOptimizer`, as `DriveUse` has it.
+    """One step of an `NVMeOptimizer`, as `DriveUse` has it. What moved is counted from the end of
+    the step before.
 
-    seconds: in `step` and, with step_in_backward, in the updates before it; with overlap_step, that
-    the updates took, under whatever else ran. What moved is counted from the end of the step
-    before. update_wait_seconds: with overlap_step, that the program waited for the updates.
+    Attributes
+    ----------
+    seconds : float
+        Time in `step` and, with `step_in_backward`, in the updates before it. With `overlap_step`,
+        time that the updates took, under whatever else ran.
+    update_wait_seconds : float
+        With `overlap_step`, time that the program waited for the updates.
     """
 
     update_wait_seconds: float = 0.0

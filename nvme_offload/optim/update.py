@@ -20,13 +20,15 @@ from ..optimizer_states import (
     Layout,
     StateFormat,
     far_blocks,
+    least_eps,
     looks_at,
+    put_in_place,
     round_near,
     wide_enough,
     widened,
 )
 from ..optimizer_states.traits import raw_step
-from ..optimizer_states.tree import Key, travelling
+from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .buckets import Bucket, Fragment
@@ -104,7 +106,7 @@ class Updater:
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
         inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the
             # bucket's value now; later of what it computes with.
@@ -125,7 +127,7 @@ class Updater:
         parameters and states; as `step`.
         """
         inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
@@ -135,12 +137,12 @@ class Updater:
         then.
         """
         self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
-        self._give_back(bucket, changed=True)
+        self._stager(bucket).give_back(changed=True)
 
     def fail(self, bucket: Bucket) -> None:
         """Give an opened bucket back after an error, as it was in memory."""
         self._unbind(bucket)
-        self._give_back(bucket, changed=bucket.device.type == "cpu")
+        self._stager(bucket).give_back(changed=bucket.device.type == "cpu")
 
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
@@ -162,8 +164,7 @@ class Updater:
             master, states = self._format.unpack(layout, memory, working, scratch)
             yield _finder(master, states, memory[layout.nbytes :])
         finally:
-            if bucket.nbytes:
-                self._host.give_back(changed=False)
+            self._host.give_back(changed=False)
             self._trim(at_most=self.slack_bytes)
 
     def store(
@@ -214,8 +215,7 @@ class Updater:
             self._format.pack(layout, memory, working, master, states, 0, names)
             return True
         finally:
-            if bucket.nbytes:
-                self._host.give_back(changed=True)
+            self._host.give_back(changed=True)
 
     # Inside.
 
@@ -228,10 +228,6 @@ class Updater:
                 else DeviceStager(self._tier, bucket.device)
             )
         return stager
-
-    def _give_back(self, bucket: Bucket, *, changed: bool) -> None:
-        if bucket.nbytes:
-            self._stager(bucket).give_back(changed=changed)
 
     def _bound(
         self,
@@ -290,14 +286,7 @@ class Updater:
         self._far = None
         if self._format.wide and self._widened_when != when:
             return False
-        self._far = far_blocks(
-            layout,
-            states,
-            min(
-                (eps for group in groups if isinstance(eps := group.get("eps"), int | float)),
-                default=0.0,
-            ),
-        )
+        self._far = far_blocks(layout, states, least_eps(groups))
         if self._far is None or self._format.wide:
             return False
         self._format, self._widened_when = widened(self._format, self._name), when
@@ -408,39 +397,27 @@ class Updater:
             slot.exponents is not None for slot in layout.states.values()
         )
         if {**kept, **found} != kept or rest_bytes > bucket.rest_bytes or too_few:
-            bucket.layout, bucket.rest_bytes = (
-                self._format.layout(bucket.numel, {**kept, **found}, bucket.dtype, self._name),
-                rest_bytes,
+            layout = bucket.layout = self._format.layout(
+                bucket.numel, {**kept, **found}, bucket.dtype, self._name
             )
+            bucket.rest_bytes = rest_bytes
             for fragment in bucket.fragments:
                 for leaf in fragment.leaves.values():
                     leaf.data = leaf.clone()
             copied = None if master is None else master.clone()
             memory = self._renewed(bucket, self._stager(bucket))
-            master, states = self._format.unpack(bucket.layout, memory, working)
+            master, states = self._format.unpack(layout, memory, working)
             if master is not None and copied is not None:
                 master.copy_(copied)
-        find = _finder(
-            master, states, memory[bucket.layout.nbytes :] if bucket.layout is not None else memory
+        find = _finder(master, states, memory[layout.nbytes :])
+        put_in_place(
+            [
+                (find(fragment, key), leaf)
+                for fragment in bucket.fragments
+                for key, leaf in fragment.leaves.items()
+            ],
+            [memory, *states.values()],
         )
-        moved = [
-            (place, leaf)
-            for fragment in bucket.fragments
-            for key, leaf in fragment.leaves.items()
-            if (place := find(fragment, key)).data_ptr() != leaf.data_ptr()
-        ]
-        own = (
-            {one.untyped_storage().data_ptr() for one in (memory, *states.values())}
-            if moved
-            else set()
-        )
-        # What has changed places with another is where the other is to be.
-        copies = [
-            (place, leaf.clone() if leaf.untyped_storage().data_ptr() in own else leaf)
-            for place, leaf in moved
-        ]
-        for place, leaf in copies:
-            place.copy_(leaf)
         return memory, master, states
 
     def _renewed(self, bucket: Bucket, stager: Stager) -> torch.Tensor:
@@ -466,12 +443,8 @@ class Updater:
     @staticmethod
     def _unbind(bucket: Bucket) -> None:
         for fragment in bucket.fragments:
-            for leaf in fragment.leaves.values():
-                leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             fragment.shadow.grad = None
-            fragment.shadow.data = torch.empty(
-                0, dtype=fragment.shadow.dtype, device=fragment.shadow.device
-            )
+            drop_memory([*fragment.leaves.values(), fragment.shadow])
 
 
 def _nothing(bucket: Bucket) -> torch.Tensor:

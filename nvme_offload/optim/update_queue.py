@@ -85,6 +85,12 @@ class UpdateQueue:
         """Whether a caller was told of an error, and nobody has waited since."""
         return self._failed and self._error is None
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job is being made or will be."""
+        with self.lock:
+            return not self._is_done()
+
     # For who has updates to make.
 
     def add(self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]) -> None:

@@ -1,23 +1,20 @@
-"""How a bucket of parameters' optimizer states lies on the drive: `"exact"`, `"split"` and
-`"compact"`. Computes on tensors, moves nothing.
+"""How the optimizer states of a bucket of parameters are packed on the drive: `FORMATS`. Computes
+on tensors, moves nothing.
 """
 
 from __future__ import annotations
 
-from .eight_bit import BLOCK
+from .eight_bit import BLOCK, block_names
 from .formats import (
     FORMATS,
     Layout,
     Slot,
     StateFormat,
     StateSlot,
-    far_blocks,
-    looks_at,
-    round_near,
+    put_in_place,
     state_format,
-    wide_enough,
-    widened,
 )
+from .widening import far_blocks, least_eps, looks_at, round_near, wide_enough, widened
 
 __all__ = [
     "BLOCK",
@@ -26,8 +23,11 @@ __all__ = [
     "Slot",
     "StateFormat",
     "StateSlot",
+    "block_names",
     "far_blocks",
+    "least_eps",
     "looks_at",
+    "put_in_place",
     "round_near",
     "state_format",
     "wide_enough",

@@ -1,35 +1,34 @@
-"""States of an optimizer in 8 bits: small floats with 3 bits of mantissa and an exponent shared by
-a block, rounded stochastically.
+"""Optimizer states in 8 bits: floats with 3 bits of mantissa and a shared exponent for each block,
+rounded stochastically.
 
-A code is cut out of the IEEE half: value = code << 7 read as float16, times the block's power of
-two.
+A code is cut out of an IEEE half: value = (code << 7 read as float16) * the block's power of two.
 
-- States without a sign (the second moment) have 5 bits of exponent and 3 of mantissa: 30 octaves
-  from the block's largest value down. Less than that, but not zero, is kept as the least: a second
-  moment must not vanish, for the step is divided by its root. So weights whose gradients are 30,000
-  times smaller than others in their block take smaller steps than they would. Only zero is zero.
-- States with a sign (the first moment) have 4 bits of exponent: 14 octaves, and below them even
-  steps, 2**-17 of the largest value's octave, down to zero.
+- Unsigned states (the second moment) have 5 exponent and 3 mantissa bits: 30 octaves down from the
+  block's maximum. A smaller nonzero value gets the least code: a second moment must not become
+  zero, because the step is divided by its root. So a weight whose gradients are 30,000 times
+  smaller than others in its block takes smaller steps than it should. Only zero becomes zero.
+- Signed states (the first moment) have 4 exponent bits: 14 octaves, and below them uniform steps of
+  2**-17 of the maximum's octave, down to zero.
 
-The largest value's octave and not the value is the scale, so that the values that have a code are
-the same whatever the scale is: what was rounded once is not rounded again when the block's maximum
-moves, nor when states are saved in fp32 and loaded.
+The scale is the octave of the maximum, not the maximum: the values that have a code do not depend
+on the scale. So a value that was rounded once is not rounded again when the block's maximum
+changes, nor when states are saved in fp32 and loaded.
 
-It also bounds the step. In Adam, |exp_avg| <= 7.3 sqrt(exp_avg_sq) with the usual betas, whatever
-the gradients. Both have the same blocks, and the least step of the first is no more than that times
-the root of the least of the second: one rounding makes no step larger than this bound and a fifth.
+This also bounds the update. In Adam with the usual betas, |exp_avg| <= 7.3 sqrt(exp_avg_sq)
+whatever the gradients are. Both states have the same blocks, and the least step of the first is at
+most that bound times the root of the least code of the second: one rounding exceeds the bound by at
+most a fifth.
 
-Rounding is stochastic and unbiased: up with the probability of the share of the step between two
-codes. To the nearest would not do: with beta2 = 0.999 a second moment moves by a thousandth a step,
-and codes are an eighth to a sixteenth apart, so it would never move at all. Random numbers are a
-small table that is multiplied and shifted by a hash of the seed and of what the block is called:
-the same seed and name give the same codes, wherever the block lies and on every device.
+Rounding is stochastic and unbiased. Rounding to nearest would not work: with beta2 = 0.999 a second
+moment changes by a thousandth in a step, and codes are a sixteenth to an eighth apart, so it would
+never change. The random numbers are a small table, multiplied and shifted by a hash of the seed and
+the block's name: equal seeds and names give equal codes, wherever the block is and on every device.
 
-A block that holds an infinity or a NaN, or a magnitude of 1.6e38 or more, comes back as NaN, all of
-it: a fault must not become a number.
+A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout: an
+overflow must not become a number.
 
-On the CPU the extension does all this in one pass over memory (aio/codec.h); elsewhere torch's
-operations do it, to the same bits.
+On the CPU the extension does all of this in one pass over memory (aio/codec.h); on other devices
+torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from .split import CHUNK
 if TYPE_CHECKING:
     import torch
 
-# the values of codes do not depend on it, so errors neither: over real gradients 64 and 4096 gave
-# the same
+# Does not change the values of codes, so not the errors: over real gradients 64 and 4096 gave the
+# same.
 BLOCK = 256
 
 _SIGNED = {
@@ -60,27 +59,38 @@ _SIGNED = {
 }
 
 _MANTISSA_BITS = 3
-_DROPPED = 23 - _MANTISSA_BITS  # bits of fp32's mantissa that go
+_DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
 _STEP = 1 << _DROPPED
 _LEAST_NORMAL = 2.0**-14  # of float16
-_CODE_ZERO = (127 - 15) << 23  # what an fp32 pattern is less, once it is cut to a code
-# where the block's largest value is put among float16's, by signed
+_CODE_ZERO = (127 - 15) << 23  # the difference of the exponents' biases, as fp32 bits
+# The float16 exponent that the block's maximum is scaled to, by signed.
 _TOP_OCTAVE = {True: 0, False: 15}
-_LEAST_EXPONENT = 32  # of a block, so that neither its scale nor its values are fp32's denormals
+_LEAST_EXPONENT = 32  # of a block: keeps its scale and its values out of fp32's subnormals
 _NOT_FINITE = 255
 _INFINITY = 0x7F800000
 
 
 def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
-    """Whether values of the state *key* have signs. Raises: UnsupportedError for a state that
-    nobody has thought about.
+    """Whether values of the state *key* have signs.
+
+    Raises: UnsupportedError for a state that is not in the table.
     """
     if key not in _SIGNED:
         raise UnsupportedError(
-            f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so not how it may be rounded; '
+            f'state_format="{state_format}" does not know the state {key!r} of {optimizer}, so it does not know how to round it; '
             f'it knows {", ".join(sorted(_SIGNED))}: use state_format="split" or "exact"'
         )
     return _SIGNED[key]
+
+
+def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Names of the blocks of *numel* elements from element *start* of what is trained, for `encode`:
+    by position, so that they do not depend on buckets or sub-groups.
+    """
+    import torch
+
+    first = start // BLOCK
+    return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
 
 
 def encode(
@@ -92,11 +102,10 @@ def encode(
     seed: tuple[int, ...],
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Round *values* into *codes*, with an exponent for every block; *blocks* are their names, by
-    which they are rounded, else their numbers.
+    """Round *values* into *codes*, with an exponent for each block.
 
-    Shapes: flat, contiguous; float32, uint8 of the same size, uint8 for each `BLOCK` begun, and
-    int64 names.
+    *blocks* names the blocks for the rounding; they are numbered without. Shapes: flat, contiguous;
+    float32; uint8 of the same size; uint8, one for each `BLOCK` begun; int64 names.
     """
     import torch
 
@@ -124,9 +133,9 @@ def round_to_16(
     seed: tuple[int, ...],
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """Round *values* into *codes*, bfloat16, stochastically as `encode` does.
+    """Round *values* to bfloat16 *codes*, stochastically as `encode` does.
 
-    Shapes: flat, contiguous; float32 and bfloat16 of the same size, int64 names of blocks.
+    Shapes: flat, contiguous; float32; bfloat16 of the same size; int64 names of blocks.
     """
     import torch
 
@@ -140,7 +149,7 @@ def round_to_16(
         drawn = _randoms(
             random[: -(-count // BLOCK) * BLOCK], factors[first_block:], summands[first_block:]
         )[:count].bitwise_and_(0xFFFF)
-        drawn.mul_(part.isfinite())  # a fault must stay one
+        drawn.mul_(part.isfinite())  # infinities and NaN keep their bits
         codes[start : start + count].view(torch.int16).copy_(
             drawn.add_(part.view(torch.int32)).bitwise_right_shift_(16)
         )
@@ -149,7 +158,7 @@ def round_to_16(
 def round_to_24(
     values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
 ) -> None:
-    """Round *values*, in place, to the upper 24 bits of fp32, stochastically as `encode` does.
+    """Round *values* in place to the upper 24 bits of fp32, stochastically as `encode` does.
 
     Shapes: flat, contiguous, float32; int64 names of blocks.
     """
@@ -166,7 +175,7 @@ def round_to_24(
 def round_to_24_by_torch(
     values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
 ) -> None:
-    """`round_to_24` on any device."""
+    """`round_to_24`, on any device."""
     import torch
 
     factors, summands = _keys(values.numel(), seed, values.device, blocks)
@@ -183,14 +192,14 @@ def round_to_24_by_torch(
         drawn.bitwise_right_shift_(24).bitwise_and_(0xFF)
         drawn.mul_(part.isfinite())
         bits = part.view(torch.int32)
-        bits.bitwise_or_(part.isnan() * 0x400000)  # a NaN stays one without its lowest bits
+        bits.bitwise_or_(part.isnan() * 0x400000)  # quiet: not an infinity without low bits
         bits.add_(drawn).bitwise_and_(~0xFF)
 
 
 def decode(
     codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
 ) -> None:
-    """The *values* of *codes*. Shapes: as in `encode`."""
+    """Write the values of *codes* into *values*. Shapes: as for `encode`."""
     import torch
 
     if values.is_cpu:
@@ -215,7 +224,7 @@ def encode_by_torch(
     seed: tuple[int, ...],
     blocks: torch.Tensor | None = None,
 ) -> None:
-    """`encode` on any device."""
+    """`encode`, on any device."""
     import torch
 
     device = values.device
@@ -241,8 +250,8 @@ def encode_by_torch(
             out=a.view(-1, BLOCK),
         )
         if signed:
-            # Above the least normal the logarithm's steps, below it even ones: whichever is more.
-            # They meet there.
+            # The distance of codes doubles with the exponent above the least normal, and is uniform
+            # below: the larger of the two holds. They meet there.
             torch.add(a.abs_(), _LEAST_NORMAL, out=b)
             torch.maximum(bits, random.sub_(1 << 23), out=bits)
         else:
@@ -259,14 +268,14 @@ def encode_by_torch(
             torch.full_like(exponent, _DROPPED).masked_fill_(exponent == _NOT_FINITE, 31)[:, None]
         )
         if not signed:
-            bits.clamp_(min=0)  # zero, which is far below every code
+            bits.clamp_(min=0)  # zero is far below every code
         codes[start : start + count].copy_(bits[:count])
 
 
 def decode_by_torch(
     codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
 ) -> None:
-    """`decode` on any device."""
+    """`decode`, on any device."""
     import torch
 
     fields = exponents.to(torch.int32)
@@ -280,7 +289,7 @@ def decode_by_torch(
             codes[start : start + CHUNK].view(torch.int8 if signed else torch.uint8)
         ).bitwise_left_shift_(7)
         if signed:
-            half.bitwise_and_(~0x4000)  # what the sign left there as it was shifted
+            half.bitwise_and_(~0x4000)  # the sign's copy, from widening int8
         part.copy_(half.view(torch.float16))
         scale = scales[start // BLOCK : -(-(start + part.numel()) // BLOCK)]
         whole = part.numel() // BLOCK * BLOCK
@@ -290,23 +299,23 @@ def decode_by_torch(
 
 
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
-    """fp32's exponent field of each block's largest magnitude once it is rounded up, as int32;
-    `_NOT_FINITE` where values are not what they should be.
+    """The fp32 exponent field of each block's largest magnitude, rounded up, as int32;
+    `_NOT_FINITE` for a block that is not finite, or is unsigned and has a negative value.
     """
     import torch
 
-    # NaN where there is any; five times as fast as aminmax
+    # Propagates NaN, and is five times as fast as aminmax.
     least, most = blocks.amin(dim=1), blocks.amax(dim=1)
     most = torch.maximum(most, -least) if signed else most.masked_fill_(least < 0, torch.nan)
-    # or rounding would take a NaN out of the range of int32
+    # Otherwise the rounding below would overflow int32 for a NaN.
     magnitude = (most.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)
     exponent = magnitude.add_(_STEP - 1).bitwise_right_shift_(23).clamp_(min=_LEAST_EXPONENT)
     return exponent.masked_fill_(exponent >= 254, _NOT_FINITE)
 
 
 def _randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:
-    """For every element of *out*, which are whole blocks, one of all numbers of 32 bits. The
-    others: of `_keys`.
+    """Fill *out*, int32 of whole blocks, with random bits. *factors* and *summands* are from
+    `_keys`.
     """
     import torch
 
@@ -333,14 +342,13 @@ def _table(device: torch.device) -> torch.Tensor:
 def _keys(
     count: int, seed: tuple[int, ...], device: torch.device, blocks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the random table is multiplied by and what is added to it for each block of *count*
-    values: a hash of *seed* and the block's name.
+    """The factor and the summand for the random table of each block of *count* values: a hash of
+    *seed* and the block's name.
     """
     import torch
 
     if blocks is None:
-        blocks = torch.arange(-(-count // BLOCK), dtype=torch.int64, device=device)
-
+        blocks = block_names(0, count, device)
     state = 0
     for part in seed:
         state = _mixed(state ^ (part % (1 << 64)))
@@ -351,7 +359,7 @@ def _keys(
 
 
 def _mixed(number: int) -> int:
-    """A hash of 64 bits to as many, one to one."""
+    """A bijective hash of 64 bits."""
     number = (number + _GOLDEN) % (1 << 64)
     for multiplier in _MULTIPLIERS:
         number = ((number ^ (number >> 29)) * multiplier) % (1 << 64)
@@ -362,6 +370,6 @@ def _as_signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-# Odd, about half of the bits set, without a pattern.
+# Odd, with about half of the bits set and no pattern.
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 _MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)

@@ -1,5 +1,5 @@
-"""`StateFormat`: the fp32 master and the optimizer's states of one bucket of parameters as one flat
-buffer of bytes, and back.
+"""`StateFormat`: packs the fp32 master and the optimizer states of one bucket of parameters into a
+flat buffer of bytes, and unpacks them.
 
 Bytes for each parameter of a 16-bit model with Adam's two moments, read and written once a step:
 
@@ -9,48 +9,39 @@ Bytes for each parameter of a 16-bit model with Adam's two moments, read and wri
 | compact   | 2      | 1 + 1/256      | 4 + 2/256              |
 | compact24 | 1      | 1 + 1/256      | 3 + 2/256              |
 
-Where the working weight has 32 bits it is its own master and none lies on the drive: 8, 8, 2 +
-2/256 and 2 + 2/256. Every slot begins at a multiple of 64 bytes, which adds at most 63 bytes.
+A 32-bit working weight is its own master, and the drive holds none: 8, 8, 2 + 2/256 and 2 + 2/256.
+Every slot starts at a multiple of 64 bytes, which adds at most 63 bytes to each.
 
-"exact" gives everything back bit for bit, and working weights as `Tensor.copy_` rounds them.
-"split" gives everything back bit for bit too, with working weights rounded half away from zero (see
-`split.py`), which differ from "exact"'s in ties, one master in 65536. "compact" keeps states in 8
-bits (see `eight_bit.py`). "compact24" also rounds the master stochastically to 24 bits, of which
-the bfloat16 weight has the upper 16: a master then moves in steps of 2**-16 of itself.
+"exact" restores everything bit for bit, and rounds working weights as `Tensor.copy_` does. "split"
+also restores everything bit for bit; its working weights are rounded half away from zero
+(`split.py`), so they differ from "exact"'s in ties: one master in 65536. "compact" keeps states in
+8 bits (`eight_bit.py`), or in 16 where 8 are too few (`widening.py`). "compact24" also rounds the
+master stochastically to 24 bits, of which the bfloat16 weight has the upper 16: a master then
+changes in steps of 2**-16 of itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, UsageError
 from .eight_bit import BLOCK, decode, encode, is_signed, round_to_16, round_to_24
-from .split import CHUNK, join, split
+from .split import join, split
 
 if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-_MANY = 1 << 20  # parameters beside which alignment is nothing
-_MASTER_INDEX = -1  # of the master, where states are counted from 0, in what rounding draws on
-_SLOWEST = 0.96  # of momenta in 8 bits: reports/compact-quality-cpu.md
-_LEAST_EPS = 1e-12  # likewise
-_LOOK_EVERY = 64  # steps, and at the powers of two, at how far states are apart
-_REACH = 2.0**-30  # from a block's largest value without a sign to the least code
-# a first moment is less than such a part of what it is divided by: steps are less than that part of
-# the learning rate
-_MOVED = 64.0
-
-_log = logging.getLogger(__name__)
+_MANY = 1 << 20  # parameters, beside which alignment does not count
+_MASTER_INDEX = -1  # in the rounding seed; states are numbered from 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place in a bucket's buffer, in bytes."""
+    """A range of a bucket's buffer, in bytes."""
 
     offset: int
     nbytes: int
@@ -62,10 +53,20 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """Where one state of the optimizer lies. exponents and signed: where it is kept in 8 bits, each
-    block's exponent and whether values have signs.
+    """The place of one optimizer state.
 
-    halved: it is kept in 16 bits.
+    Attributes
+    ----------
+    dtype
+        Of the state, as the optimizer has it.
+    values
+        Its values, or their codes.
+    exponents
+        Of a state in 8 bits: one byte for each block.
+    signed
+        Of a rounded state: whether its values have signs.
+    halved
+        Whether it is kept in 16 bits.
     """
 
     dtype: torch.dtype
@@ -82,8 +83,21 @@ class StateSlot:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a bucket's buffer holds where; from `StateFormat.layout`. nbytes: of the buffer. master:
-    None where the working weight is its own master.
+    """What a bucket's buffer holds, and where. `StateFormat.layout` makes it.
+
+    Attributes
+    ----------
+    numel
+        Parameters of the bucket.
+    working_dtype
+        Of the working weights.
+    master
+        The fp32 masters, or what the working weights lack of them; None where the working weight
+        is its own master.
+    states
+        The optimizer states, by key.
+    nbytes
+        Of the buffer.
     """
 
     numel: int
@@ -95,11 +109,22 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StateFormat:
-    """One of `FORMATS`. master_bytes: of a 16-bit weight's fp32 master that the drive has: 4, or
-    those that the weight lacks, 2, or 1 where the master is rounded to 24 bits. eight_bit: states
-    in 8 bits, or where they are *wide* in 16.
+    """How master weights and optimizer states are packed: one of `FORMATS`, or made from one by
+    `dataclasses.replace`. It computes on tensors and moves nothing to a drive.
 
-    keeps_masters: 16-bit weights have fp32 masters; without, they are updated themselves.
+    Attributes
+    ----------
+    name
+        "exact", "split", "compact" or "compact24".
+    master_bytes
+        Packed bytes of a 16-bit weight's fp32 master: 4, or those that the weight lacks: 2, or 1
+        where the master is rounded to 24 bits.
+    eight_bit
+        States are packed in 8 bits; in 16 if also *wide*.
+    keeps_masters
+        16-bit weights have fp32 masters. Without, the weights themselves are updated.
+    wide
+        See `widening`.
     """
 
     name: str
@@ -109,7 +134,7 @@ class StateFormat:
     wide: bool = False
 
     def update_dtype(self, working_dtype: torch.dtype) -> torch.dtype:
-        """What weights of *working_dtype* are updated in."""
+        """The dtype in which weights of *working_dtype* are updated."""
         import torch
 
         return (
@@ -118,14 +143,12 @@ class StateFormat:
 
     @property
     def splits_master(self) -> bool:
-        """Whether the drive has of a master only what the working weight lacks."""
+        """Whether only what the working weight lacks of its master is packed."""
         return self.master_bytes < 4
 
     @property
     def in_place(self) -> bool:
-        """Whether `unpack` gives views of the buffer, so that what changes them has changed the
-        buffer.
-        """
+        """Whether `unpack` returns views of the buffer only: a change to them changes the buffer."""
         return not self.splits_master
 
     @property
@@ -142,12 +165,24 @@ class StateFormat:
         working_dtype: torch.dtype,
         optimizer: str = "the optimizer",
     ) -> Layout:
-        """Plan the buffer of a bucket of *numel* parameters of *working_dtype* with these states of
-        one value each for a parameter, by key.
+        """Plan the buffer of a bucket.
 
-        optimizer: its name, for messages. Scalars and whatever else is not one value a parameter
-        stay with the caller. Raises: UnsupportedError where this format cannot keep such weights or
-        states.
+        Parameters
+        ----------
+        numel
+            Parameters of the bucket.
+        states
+            The dtype of each elementwise state, by key. Scalars and other states stay with the
+            caller.
+        working_dtype
+            Of the working weights.
+        optimizer
+            Its name, for messages.
+
+        Raises
+        ------
+        UnsupportedError
+            This format cannot hold such weights or states.
         """
         import torch
 
@@ -188,13 +223,13 @@ class StateFormat:
         working_dtype: torch.dtype,
         optimizer: str = "the optimizer",
     ) -> float:
-        """Bytes of the buffer for each parameter, where there are many. Parameters and Raises: as
-        of `layout`.
+        """Bytes of the buffer for each parameter of a large bucket. Parameters and Raises: see
+        `layout`.
         """
         return self.layout(_MANY, states, working_dtype, optimizer).nbytes / _MANY
 
     def unpacked_elements(self, layout: Layout) -> int:
-        """The float32 elements of memory that `unpack` needs beside the buffer."""
+        """The float32 elements of memory that `unpack` needs besides the buffer."""
         parts = sum(slot.rounded for slot in layout.states.values()) + (
             self.splits_master and layout.master is not None
         )
@@ -207,18 +242,43 @@ class StateFormat:
         working: Sequence[torch.Tensor],
         memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """The fp32 master and the states, by key, from *buffer*: flat tensors of the bucket's
-        numel, on *buffer*'s device.
+        """The fp32 master and the states in *buffer*.
 
-        The master is None where the working weight is its own. With "exact" all of them are views
-        of *buffer*; with "split" the states are, and the master is new memory; with "compact" all
-        are new. A buffer of zeros means states of zero, and (but for "exact") the working weights
-        as masters. Shapes: *buffer* flat, uint8, at least layout.nbytes; *working* the bucket's
-        weights as `pack` left them, contiguous, in order, on that device. memory: flat, contiguous,
-        float32, at least `unpacked_elements` of them, to be used again and again for what is not a
-        view of *buffer*: on the CPU new memory costs more than all else here. A working weight that
-        was changed since gets its master's low bits: a master within one step of bfloat16 of it.
-        Raises: UsageError where shapes do not fit.
+        Parameters
+        ----------
+        layout
+            That of *buffer*.
+        buffer
+            Flat, uint8, at least ``layout.nbytes``.
+        working
+            The bucket's weights as `pack` left them: contiguous, in order, on *buffer*'s device.
+        memory
+            Flat, contiguous, float32, at least `unpacked_elements`: for what is not a view of
+            *buffer*. Reuse it on the CPU, where fresh pages cost more than the rest of this call.
+            None allocates.
+
+        Returns
+        -------
+        master
+            Flat, ``layout.numel`` elements, on *buffer*'s device; None where the working weight is
+            its own master.
+        states
+            The same shape, by key.
+
+        Raises
+        ------
+        UsageError
+            A shape, dtype or device is wrong.
+
+        Notes
+        -----
+        "exact" returns views of *buffer* only; "split" returns views for the states, and a master
+        in *memory*; "compact" returns everything in *memory*. They are valid as long as the buffer
+        and the memory are.
+
+        A buffer of zeros holds states of zero, and masters equal to the working weights (except in
+        "exact"). A working weight that was changed since `pack` gets the low bits of its old
+        master: the result is within one bfloat16 step of the changed weight.
         """
         import torch
 
@@ -277,14 +337,30 @@ class StateFormat:
         seed: int = 0,
         blocks: torch.Tensor | None = None,
     ) -> None:
-        """Write *master* and *states* into *buffer*, and the master, rounded, into the *working*
-        weights. The other way about of `unpack`.
+        """Write *master* and *states* into *buffer*, and the rounded master into the *working*
+        weights: the inverse of `unpack`.
 
-        Tensors that are views of *buffer* in their place, as `unpack` gave them, cost nothing.
-        Where there is no master the working weights stay. "compact24" rounds *master* itself, in
-        place. seed, blocks: what "compact" and "compact24" round by, any int, another for every
-        step and the same to repeat a run bit for bit; and an int64 for each `BLOCK` of values,
-        another for each, without which they are numbered. Others ignore them. Raises: UsageError where shapes do not fit.
+        Parameters
+        ----------
+        layout, buffer, working
+            As for `unpack`.
+        master
+            float32; None where the working weight is its own master, which then stays. "compact24"
+            rounds it in place.
+        states
+            Of the layout's dtypes, by key. Each, as *master*, is contiguous and has
+            ``layout.numel`` elements on *buffer*'s device. It may be a view of *buffer*, also of
+            another state's slot; in its own slot it costs nothing.
+        seed
+            For the stochastic rounding of "compact" and "compact24": a different one for each
+            step, the same one to repeat a run bit for bit. Other formats ignore it and *blocks*.
+        blocks
+            int64, a distinct name for each `BLOCK` of values; they are numbered without.
+
+        Raises
+        ------
+        UsageError
+            A shape, dtype, device or key is wrong.
         """
         import torch
 
@@ -307,8 +383,16 @@ class StateFormat:
                 for weight, whole, place in _fragments(
                     layout, working, master, kept.view(torch.float32)
                 ):
-                    _place(whole, place)
+                    put_in_place([(place, whole)], [])
                     weight.copy_(whole)
+        put_in_place(
+            [
+                (slot.values.of(buffer).view(slot.dtype), states[key].view(-1))
+                for key, slot in layout.states.items()
+                if not slot.rounded
+            ],
+            [buffer],
+        )
         for index, (key, slot) in enumerate(layout.states.items()):
             values = slot.values.of(buffer)
             if slot.exponents is not None:
@@ -324,8 +408,6 @@ class StateFormat:
                 round_to_16(
                     states[key], values.view(torch.bfloat16), seed=(seed, index), blocks=blocks
                 )
-            else:
-                _place(states[key], values.view(slot.dtype))
 
 
 FORMATS = {
@@ -339,150 +421,8 @@ FORMATS = {
 }
 
 
-def wide_enough(
-    format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]
-) -> StateFormat:
-    """*format*, or its wide form where 8 bits are too few for the options of *groups*, with a line
-    of the log.
-
-    Rounding piles up in a first moment that forgets slowly; and with a small eps steps depend on
-    second moments that are far below the largest of a block.
-    """
-    if not format.eight_bit or format.wide:
-        return format
-    for group in groups:
-        betas = group.get("betas")
-        slow = {
-            "beta1": betas[0] if isinstance(betas, tuple | list) and betas else 0,
-            "momentum": group.get("momentum", 0),
-        }
-        reasons = [
-            f"{name} is {float(value):g}" for name, value in slow.items() if float(value) > _SLOWEST
-        ]
-        eps = group.get("eps")
-        reasons += (
-            [f"eps is {float(eps):g}"] if isinstance(eps, int | float) and eps < _LEAST_EPS else []
-        )
-        if reasons:
-            _log.info(
-                'state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few',
-                format.name,
-                optimizer,
-                reasons[0],
-            )
-            return dataclasses.replace(format, wide=True)
-    return format
-
-
-def looks_at(format: StateFormat, step: int) -> bool:
-    """Whether it is to be seen at *step*, from 1 on, how far apart states are: before they are
-    rounded for the first time, and seldom after.
-    """
-    return format.eight_bit and (step & (step - 1) == 0 or step % _LOOK_EVERY == 0)
-
-
-def far_blocks(
-    layout: Layout, states: Mapping[str, torch.Tensor], eps: float
-) -> torch.Tensor | None:
-    """For each block whether 8 bits are too few for its second moments; None where they are enough
-    for all.
-
-    They are where more than a sixteenth of a block are below what has a code, and matter. They do
-    not where *eps*, the optimizer's least, is above the root of the least code; nor where the first
-    moment is much less than the root of the second and eps, so that weights hardly move in any
-    case: those that have no gradients any more, or nothing but noise, as the biases of attention's
-    keys.
-    """
-    import torch
-
-    first = states.get("exp_avg")
-    found = torch.zeros(
-        -(-layout.numel // BLOCK),
-        dtype=torch.bool,
-        device=next(iter(states.values())).device if states else None,
-    )
-    for key, slot in layout.states.items():
-        if not slot.rounded or slot.signed:
-            continue
-        size = _at_once(states[key])
-        for start in range(0, layout.numel, size):
-            values = _in_blocks(states[key][start : start + size])
-            reach = values.amax(dim=1, keepdim=True) * _REACH
-            roots = values.sqrt()
-            moved = (
-                roots * 8
-                if first is None
-                else _in_blocks(first[start : start + size]).abs() * _MOVED
-            )
-            matter = (
-                (values > 0) & (values < reach) & (reach.sqrt() > eps / 8) & (moved >= roots + eps)
-            )
-            found[start // BLOCK :][: len(values)] |= matter.sum(dim=1) > BLOCK // 16
-    return found if bool(found.any()) else None
-
-
-def widened(format: StateFormat, optimizer: str) -> StateFormat:
-    """The wide form of *format*, with a line of the log: of states in which there are
-    `far_blocks`.
-    """
-    _log.info(
-        'state_format="%s" keeps the states of %s in 16 bits: second moments of one block are more than 30 octaves apart, for which 8 are too few',
-        *(format.name, optimizer),
-    )
-    return dataclasses.replace(format, wide=True)
-
-
-def round_near(
-    layout: Layout,
-    states: Mapping[str, torch.Tensor],
-    far: torch.Tensor | None,
-    seed: int,
-    blocks: torch.Tensor | None,
-) -> None:
-    """Round all but the *far* blocks of *states* as `StateFormat.pack` does it in 8 bits.
-
-    So the bits do not depend on which buckets were packed when a far block was found.
-    """
-    import torch
-
-    for index, (key, slot) in enumerate(layout.states.items()):
-        if not slot.rounded:
-            continue
-        names = (
-            torch.arange(-(-layout.numel // BLOCK), dtype=torch.int64, device=states[key].device)
-            if blocks is None
-            else blocks
-        )
-        size = _at_once(states[key])
-        for start in range(0, layout.numel, size):
-            values = states[key][start : start + size]
-            of = slice(start // BLOCK, -(-(start + values.numel()) // BLOCK))
-            codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
-            exponents = torch.empty(len(names[of]), dtype=torch.uint8, device=values.device)
-            kept = values.clone()
-            encode(
-                values, codes, exponents, signed=slot.signed, seed=(seed, index), blocks=names[of]
-            )
-            decode(codes, exponents, values, signed=slot.signed)
-            if far is not None:
-                values.copy_(
-                    torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], kept, values)
-                )
-
-
-def _at_once(values: torch.Tensor) -> int:
-    """Elements whose temporaries are small beside what a cap of host memory holds."""
-    return 1 << 18 if values.is_cpu else CHUNK
-
-
-def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-
-
 def state_format(name: str) -> StateFormat:
-    """The format of that name. Raises: UsageError where there is none."""
+    """The format called *name*. Raises: UsageError where there is none."""
     try:
         return FORMATS[name]
     except (KeyError, TypeError):
@@ -491,10 +431,20 @@ def state_format(name: str) -> StateFormat:
         ) from None
 
 
-def _place(tensor: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy *tensor* to *place*, unless it is there already."""
-    if tensor.data_ptr() != place.data_ptr():
-        place.copy_(tensor.reshape(-1))
+def put_in_place(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[torch.Tensor]
+) -> None:
+    """For each pair (place, tensor), copy the tensor to its place unless it is there already.
+
+    A tensor in the storage of one of *buffers* is cloned first: another one's place may cover it.
+    """
+    moves = [(place, tensor) for place, tensor in pairs if place.data_ptr() != tensor.data_ptr()]
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers} if moves else set()
+    for place, tensor in [
+        (place, tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor)
+        for place, tensor in moves
+    ]:
+        place.copy_(tensor)
 
 
 def _check(layout: Layout, buffer: torch.Tensor) -> None:
@@ -542,8 +492,8 @@ def _check_values(
 
 
 def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """On a GPU a copy of all *working* weights as one, for there it is the number of operations
-    that takes the time; else they as they are.
+    """All *working* weights as one copy on a GPU, where the number of kernel launches is what
+    takes time; on the CPU as they are.
     """
     import torch
 
@@ -555,7 +505,7 @@ def _together(layout: Layout, working: Sequence[torch.Tensor]) -> Sequence[torch
 def _fragments(
     layout: Layout, working: Sequence[torch.Tensor], *flat: torch.Tensor
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Each of the *working* weights, flat, with its part of each of the *flat* tensors."""
+    """Each of the *working* weights, flat, with its part of each *flat* tensor."""
     sizes = [weight.numel() for weight in working]
     devices = {tensor.device for tensor in (*working, *flat)}
     alike = all(

@@ -1,22 +1,22 @@
-"""The fp32 master as a bfloat16 working weight and the 16 bits that it lacks, without loss.
+"""Splits an fp32 master into a bfloat16 working weight and the 16 bits that it lacks. Lossless.
 
-A bfloat16 is the upper half of an fp32 pattern. Rounding to the nearest makes the working weight W
-= (bits + 0x8000) >> 16, one more than the upper half wherever the lower half L is 0x8000 or more,
-so that the upper half is always W - (L >= 0x8000), and with L read as a signed number
+A bfloat16 is the upper half of an fp32 bit pattern. Rounding to nearest gives the working weight
+W = (bits + 0x8000) >> 16: one more than the upper half where the lower half L is 0x8000 or more. So
+the upper half is W - (L >= 0x8000), and with L read as a signed number
 
     bits = (W << 16) + L
 
-Ties go away from zero (patterns are sign and magnitude), where torch rounds them to even: then an
-even W with L = 0x8000 could have come from either side, and 16 bits do not tell which. The largest
-finite values overflow to infinity as they do in torch, and come back from there.
+Ties round away from zero, because patterns are sign and magnitude. torch rounds ties to even; then
+an even W with L = 0x8000 could come from either side, and 16 bits do not tell which. The largest
+finite values overflow to infinity, as in torch, and are restored from there.
 
-Infinities and NaN must not be rounded: 0x7fff8000 would become minus zero. NaN keep their upper
-half. There are 2 * (2**23 - 1) of them, and 2 * 127 * 2**16 pairs with a W that is NaN, so 2 *
-65535 have no place: those whose upper half is that of an infinity, which become quiet. No
-arithmetic makes such.
+Infinities and NaN are not rounded: 0x7fff8000 would become minus zero. A NaN keeps its upper half.
+There are 2 * (2**23 - 1) NaN patterns, but only 2 * 127 * 2**16 pairs whose W is NaN. The 2 * 65535
+patterns without a pair have the upper half of an infinity; they become quiet NaN. Arithmetic does
+not produce them.
 
-On the CPU the extension does all this in one pass over memory (aio/codec.h); elsewhere torch's
-operations do it, to the same bits.
+On the CPU the extension does all of this in one pass over memory (aio/codec.h); on other devices
+torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from .. import _aio
 if TYPE_CHECKING:
     import torch
 
-# elements that torch's operations work on at once: many enough to keep a GPU busy, few enough that
-# temporaries are small
+# Elements that torch operations work on at once: enough to keep a GPU busy, few enough that
+# temporaries stay small.
 CHUNK = 1 << 24
 
 
 def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
-    """Round *master* into *working* and keep in *low* what that lacks. Shapes: flat, contiguous, of
-    one size; float32, bfloat16, int16; or int8, for a master whose lowest 8 bits are zero.
+    """Round *master* into *working*, and put the bits that it lacks into *low*.
+
+    Shapes: flat, contiguous, of one size; float32, bfloat16, int16, or int8 for a
+    master whose low 8 bits are zero.
     """
     import torch
 
@@ -48,7 +50,7 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
 
 
 def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """The *master* that *working* and *low* were split from. Shapes: as in `split`."""
+    """Write into *master* what *working* and *low* were split from. Shapes: as for `split`."""
     import torch
 
     if not master.is_cpu:
@@ -60,7 +62,7 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
 
 
 def split_by_torch(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
-    """`split` on any device."""
+    """`split`, on any device."""
     import torch
 
     scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)
@@ -77,7 +79,7 @@ def split_by_torch(master: torch.Tensor, working: torch.Tensor, low: torch.Tenso
 
 
 def join_by_torch(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
-    """`join` on any device."""
+    """`join`, on any device."""
     import torch
 
     scratch = torch.empty(min(CHUNK, master.numel()), dtype=torch.int32, device=master.device)

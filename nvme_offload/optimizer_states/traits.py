@@ -1,16 +1,14 @@
-"""`examine`: what an optimizer keeps for a parameter, and whether its parameters and their elements
-may be updated apart.
+"""`examine`: which states an optimizer keeps for a parameter, and whether parameters, and elements
+of one, can be updated separately.
 
-`NVMeOptimizer` and ZeRO-3 both ask here. torch's and DeepSpeed's own classes are known. Any other
-is tried: the same steps are made with all parameters together, one after another, and in parts, as
-the buckets of `NVMeOptimizer` are. What is the same to the last bit at every step may be done
-apart, and what is not is never done.
+`NVMeOptimizer` and ZeRO-3 both ask here. The classes of torch and DeepSpeed are known. Any other is
+tried: the same steps are made with all parameters together, one by one, and in parts as the buckets
+of `NVMeOptimizer` are. Only what is equal bit for bit at every step is done separately.
 
-The trial has the user's own arguments and a learning rate that moves. Its gradients go down a
-slope, are random, orthogonal to the weights and along them, of several scales, and absent at times.
-It is long enough for the usual warm-ups, and its samples are large enough for the usual least
-sizes. Random numbers are the same each time, so that an optimizer that draws some is judged as any
-other.
+The trial uses the user's own arguments and a varying learning rate. Its gradients descend a slope,
+are random, orthogonal to the weights and along them, of several scales, and sometimes missing. It
+runs longer than the usual warm-ups, and its samples are larger than the usual minimum sizes. Random
+numbers are the same each time, so optimizers that draw some are judged like any other.
 """
 
 from __future__ import annotations
@@ -29,23 +27,23 @@ import torch
 from ..errors import UnsupportedError
 from .tree import Key, content, is_for_each, tensors, top, travelling
 
-# elements: parameters are cut at multiples of it, in the trial as in training, since vector code
-# rounds the last elements otherwise
+# Elements. Parameters are cut at multiples of it, in the trial and in training, because vectorized
+# code rounds the last elements of a tensor differently.
 UNIT = 1024
 
-# more than the warm-up of RAdam, the periods of Lookahead and of SOAP, the history of AdaShift
+# Longer than RAdam's warm-up, the periods of Lookahead and SOAP, and AdaShift's history.
 _STEPS = 40
-# of these go down a slope, as only then those that measure the way take notice; the others go all
-# ways
+# The first steps descend a slope: optimizers that estimate the distance (D-Adaptation, Prodigy)
+# react only to that. The others vary.
 _DESCENT = 16
-_FEWEST_STEPS = 12  # of a trial that ends early, because weights are no longer finite
-_KNOWN_STEPS = 3  # of a class that is known: for its states alone
-_RATE = 1e-3  # in place of a learning rate of zero, which would show nothing
+_FEWEST_STEPS = 12  # of a trial that ends early at weights that are not finite
+_KNOWN_STEPS = 3  # of a known class: for its states only
+_RATE = 1e-3  # replaces a learning rate of zero, which would show nothing
 _RATES = (1.0, 0.5, 2.0, 1.0, 0.1)
 _SCALES = (1.0, 1e-3, 10.0, 1e-6, 0.1)
 
-# Classes whose sources were read, by where they are defined: whether no element's update depends on
-# another element.
+# Classes whose source was read, by where they are defined: whether each element is updated
+# independently of the others.
 _KNOWN = {
     "torch.optim.adadelta.Adadelta": True,
     "torch.optim.adagrad.Adagrad": True,
@@ -58,8 +56,9 @@ _KNOWN = {
     "torch.optim.rmsprop.RMSprop": True,
     "torch.optim.rprop.Rprop": True,
     "torch.optim.sgd.SGD": True,
-    "torch.optim.Adafactor": False,  # rows, columns, and the root mean square of each parameter
-    "torch.optim.Muon": False,  # each matrix
+    # row and column statistics, and the root mean square of each parameter
+    "torch.optim.Adafactor": False,
+    "torch.optim.Muon": False,  # orthogonalizes each matrix
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": True,
     "deepspeed.ops.adam.fused_adam.FusedAdam": True,
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": True,
@@ -68,15 +67,26 @@ _KNOWN = {
 }
 
 Make = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
-_Part = tuple[int, int, int]  # which sample, start, stop
+_Part = tuple[int, int, int]  # sample, start, stop
 
 
 class Traits(NamedTuple):
-    """states: those that have a value for every element, by key. eager: there are such before the
-    first step. rest: bytes of others for an element, at least, where there are such.
+    """What `examine` found.
 
-    separable: no parameter's update depends on another parameter. elementwise: and no element's on
-    another element. why: how that is known, for messages.
+    Attributes
+    ----------
+    states
+        The dtypes of the elementwise states, by key.
+    eager
+        Whether there are states before the first step.
+    separable
+        Whether no parameter's update depends on another parameter.
+    elementwise
+        Whether, besides, no element's update depends on another element.
+    why
+        How that is known, for messages: "known", "declared" or "tried".
+    rest
+        Bytes for each element of the states that are not elementwise: a lower bound, 0.0 for none.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -88,8 +98,8 @@ class Traits(NamedTuple):
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether the class of *optimizer* is known to update every element by itself; None where it is
-    not known. A subclass may do anything.
+    """Whether the class of *optimizer* is known to be elementwise; None for an unknown class.
+    Subclasses are unknown: they may do anything.
     """
     kind = type(optimizer)
     return _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -105,11 +115,25 @@ def examine(
     *,
     declared: bool = False,
 ) -> Traits:
-    """Learn how the optimizers called *name* that *make* makes treat parameters of so many
-    *dimensions*.
+    """Find out how the optimizers that *make* makes treat parameters.
 
-    *declared*: it is the caller's word that every element is updated by itself.
-    Raises: UnsupportedError when they cannot step by gradients alone.
+    Parameters
+    ----------
+    name
+        The optimizer's, for messages.
+    make
+        Makes an optimizer over given parameters.
+    dimensions
+        The numbers of dimensions that the user's parameters have.
+    dtype, device
+        Of the samples.
+    declared
+        The caller asserts that the optimizer is elementwise.
+
+    Raises
+    ------
+    UnsupportedError
+        It cannot step from gradients alone, or keeps states that cannot be offloaded.
     """
     large = [shape for count in dimensions for shape in _shapes(count, moderate=False)]
     moderate = [shape for count in dimensions for shape in _shapes(count, moderate=True)]
@@ -129,7 +153,7 @@ def examine(
     fresh = make([torch.nn.Parameter(sample.clone()) for sample in samples])
     if len(fresh.param_groups) != 1:
         raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: of one group of parameters it makes {len(fresh.param_groups)}, so that a learning rate that is set "
+            f"{name} cannot be used with NVMeOptimizer: it turns one parameter group into {len(fresh.param_groups)}, so a learning rate that is set later "
             "would not reach them"
         )
     eager = any(isinstance(state, dict) and len(state) > 0 for state in fresh.state.values())
@@ -137,11 +161,11 @@ def examine(
     together = _recorded(name, make, samples, _KNOWN_STEPS if elementwise is not None else _STEPS)
     if together.shared:
         raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which is of no parameter, so that no checkpoint of torch has it"
+            f"{name} cannot be used with NVMeOptimizer: its state has {together.shared!r}, which belongs to no parameter, so torch checkpoints lack it"
         )
-    if together.beside:
+    if together.outside:
         raise UnsupportedError(
-            f"{name} cannot be used with NVMeOptimizer: it keeps {together.beside}, outside of its state, which would be neither offloaded nor saved"
+            f"{name} cannot be used with NVMeOptimizer: it keeps {together.outside}, outside of its state, which would be neither offloaded nor saved"
         )
     if elementwise is not None:
         return Traits(
@@ -155,7 +179,7 @@ def examine(
     separable = together.same(
         [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
     )
-    # What is not like its parameter could not be put together in a checkpoint.
+    # States of another shape could not be put together in a checkpoint.
     elementwise = (
         separable
         and not together.rest
@@ -171,11 +195,11 @@ def examine(
 
 
 def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
-    """Makes optimizers over other parameters that are as *optimizer*, which has made no step, is to
-    those of its *group*: with its options and attributes.
+    """A factory of optimizers like *optimizer*, which has made no step: with its attributes, and
+    the options of *group*.
 
-    Where it has states already, or parameters among its attributes, they are made by its class, of
-    those options that this can be given.
+    Where it has states already, or parameters or large tensors among its attributes, its class is
+    called with those options that its constructor accepts.
     """
     kind: Any = type(optimizer)
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -206,8 +230,8 @@ def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """`step` of *optimizer* without the hooks that torch calls around every optimizer's: those are
-    for the steps that a user makes.
+    """`step` of *optimizer* without the hooks that torch adds to every optimizer's: these are for
+    the user's steps.
     """
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
@@ -218,7 +242,7 @@ def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int
         try:
             trial = _Trial(make, samples, steps, with_missing=True)
             trial.record()
-        # there are optimizers that want all gradients, and they may raise anything
+        # Some optimizers require all gradients, and may raise anything.
         except Exception:
             trial = _Trial(make, samples, steps, with_missing=False)
             trial.record()
@@ -231,10 +255,10 @@ def _recorded(name: str, make: Make, samples: Sequence[torch.Tensor], steps: int
 
 
 class _Trial:
-    """Some *steps* over *samples*, made by the optimizers that *make* makes: first together, then
-    apart, and compared.
+    """*steps* steps over *samples*: recorded with one optimizer for all of them, then repeated with
+    several and compared.
 
-    *with_missing*: some steps leave out the gradient of a sample.
+    *with_missing*: in some steps a sample has no gradient.
     """
 
     def __init__(
@@ -246,12 +270,12 @@ class _Trial:
         self._with_missing = with_missing
         self._gradients: list[list[torch.Tensor | None]] = []
         self._weights: list[list[torch.Tensor]] = []
-        self._each: dict[Key, torch.dtype] = {}
-        self._uneven: set[Key] = set()
-        self._rests: dict[int, float] = {}  # of each sample, bytes for an element
-        self.shared: str = ""  # a key of the state that is no parameter
-        self.beside: str = ""  # what is kept outside of the state
-        # tensors there, and the versions of them at the last step
+        self._dtypes: dict[Key, torch.dtype] = {}
+        self._not_elementwise: set[Key] = set()
+        self._rest_bytes: dict[int, float] = {}  # bytes for each element, by sample
+        self.shared: str = ""  # a key of the state that is not a parameter
+        self.outside: str = ""  # what the optimizer keeps outside of its state
+        # tensors there: their ids and versions at the last step
         self._own: dict[Key, tuple[int, int]] = {}
 
     def record(self) -> None:
@@ -265,20 +289,20 @@ class _Trial:
 
     @property
     def states(self) -> dict[Key, torch.dtype]:
-        """Those that have a value for each element of every parameter that has them."""
-        return {key: dtype for key, dtype in self._each.items() if key not in self._uneven}
+        """The elementwise states of all parameters, by key."""
+        return {
+            key: dtype for key, dtype in self._dtypes.items() if key not in self._not_elementwise
+        }
 
     @property
     def rest(self) -> float:
-        """Bytes of states that are not like their parameters for an element: of those samples that
-        have such, where it is least.
+        """Bytes for each element of the states that are not elementwise: the least of the samples
+        that have such states.
         """
-        return min(filter(None, self._rests.values()), default=0.0)
+        return min(filter(None, self._rest_bytes.values()), default=0.0)
 
     def same(self, buckets: Sequence[Sequence[_Part]]) -> bool:
-        """Whether the same comes of the samples where each of *buckets* has an optimizer of its
-        own.
-        """
+        """Whether the result is the same where each of *buckets* has its own optimizer."""
         if len(self._weights) < _FEWEST_STEPS:
             return False
         with _same_random_numbers(self._samples[0].device):
@@ -287,12 +311,12 @@ class _Trial:
                     all(map(_same_bits, weights, expected))
                     for weights, expected in zip(self._train(buckets), self._weights, strict=False)
                 )
-            except Exception:  # such as those of optimizers that take nothing but matrices
+            except Exception:  # for example from one that takes only matrices
                 return False
 
     def _train(self, buckets: Sequence[Sequence[_Part]]) -> Iterator[list[torch.Tensor]]:
-        """The weights after each step, in which the buckets are updated one after another, as
-        `NVMeOptimizer` does it.
+        """Yield the weights after each step. The buckets are updated one after another, as in
+        `NVMeOptimizer`.
         """
         weights = [sample.clone() for sample in self._samples]
         parts = [
@@ -313,7 +337,8 @@ class _Trial:
             else None
         )
         for number in range(self._steps):
-            if number == self._steps // 2:  # as those do that keep other weights for evaluation
+            # schedule-free optimizers keep other weights for evaluation
+            if number == self._steps // 2:
                 for optimizer in optimizers:
                     _switch(optimizer, "eval")
                     _switch(optimizer, "train")
@@ -322,8 +347,8 @@ class _Trial:
                 moved = (base or _RATE) * _RATES[number % len(_RATES)]
                 options["lr"] = torch.full_like(rate, moved) if torch.is_tensor(rate) else moved
             if len(self._gradients) <= number:
-                self._gradients.append(self._directions(number, weights))
-            left = options
+                self._gradients.append(self._gradients_of_step(number, weights))
+            stepped = options
             for optimizer, bucket, places in zip(optimizers, parts, buckets, strict=True):
                 for part, (index, start, stop) in zip(bucket, places, strict=True):
                     gradient = self._gradients[number][index]
@@ -331,30 +356,32 @@ class _Trial:
                 if any(part.grad is not None for part in bucket):
                     optimizer.param_groups[0].update(copy.deepcopy(options))
                     raw_step(optimizer)(optimizer)
-                    left = _options(optimizer)
-            options = dict(left)
+                    stepped = _options(optimizer)
+            options = dict(stepped)
             if len(buckets) == 1:
-                self._learn(optimizers[0], parts[0])
+                self._record_states(optimizers[0], parts[0])
             yield weights
 
-    def _learn(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    def _record_states(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
         self.shared = next((str(key) for key in optimizer.state if not torch.is_tensor(key)), "")
-        self._look_beside(optimizer)
+        self._find_outside_state(optimizer)
         for index, parameter in enumerate(parameters):
             found = travelling(optimizer.state.get(parameter, {}), parameter.shape, parameter)
-            self._uneven |= {
+            self._not_elementwise |= {
                 key for key, value in found.items() if not is_for_each(value, parameter.shape)
             }
-            self._each.update({key: value.dtype for key, value in found.items()})
+            self._dtypes.update({key: value.dtype for key, value in found.items()})
             rest = (
-                sum(value.nbytes for key, value in found.items() if key in self._uneven)
+                sum(value.nbytes for key, value in found.items() if key in self._not_elementwise)
                 / parameter.numel()
             )
-            self._rests[index] = max(rest, self._rests.get(index, 0.0))
+            self._rest_bytes[index] = max(rest, self._rest_bytes.get(index, 0.0))
 
-    def _look_beside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find what *optimizer* keeps outside of its state, as one that wraps another does: tables
-        that stay as they are, and views of weights, are none.
+    def _find_outside_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find what *optimizer* keeps outside of its state, such as a wrapped optimizer. Tensors
+        that never change, and views of weights, do not count.
         """
         weights = {
             parameter.untyped_storage().data_ptr()
@@ -362,7 +389,7 @@ class _Trial:
             for parameter in group["params"]
         }
         own = {}
-        for way, value in content(
+        for path, value in content(
             {
                 key: value
                 for key, value in vars(optimizer).items()
@@ -374,18 +401,18 @@ class _Trial:
                 and value is not optimizer
                 and value.state is not optimizer.state
             ):
-                self.beside = f"another optimizer, {type(value).__name__}, as {way[0]!r}"
+                self.outside = f"another optimizer, {type(value).__name__}, as {path[0]!r}"
             elif (
                 isinstance(value, torch.Tensor)
                 and value.numel() > UNIT
                 and value.untyped_storage().data_ptr() not in weights
             ):
-                own[way] = id(value), value._version
-                if self._own.get(way, own[way]) != own[way]:
-                    self.beside = f"tensors as {way[0]!r}"
+                own[path] = id(value), value._version
+                if self._own.get(path, own[path]) != own[path]:
+                    self.outside = f"tensors as {path[0]!r}"
         self._own = own
 
-    def _directions(
+    def _gradients_of_step(
         self, number: int, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """The gradients of step *number*."""
@@ -405,7 +432,7 @@ class _Trial:
                 gradients.append((own + 0.1 * direction).to(weight.dtype))
                 continue
             match (number + index) % 4:
-                case 1:  # orthogonal to the weights, by rows and in all, as behind a normalization
+                case 1:  # orthogonal to the weights, by row and in all, as after a normalization
                     for shape in ((len(own), -1), (1, -1)):
                         rows, along = own.reshape(shape), direction.reshape(shape)
                         share = (along * rows.conj()).sum(1, keepdim=True) / (
@@ -414,7 +441,7 @@ class _Trial:
                         direction = (along - share * rows).view(weight.shape)
                 case 2:  # along the weights
                     direction = own + 0.1 * direction
-                case 3:  # large here, and zero there
+                case 3:  # large in one part, zero in another
                     flat = direction.view(-1)
                     flat[: flat.numel() // 2] *= 1e3
                     flat[flat.numel() // 4 : flat.numel() // 3] = 0
@@ -425,8 +452,8 @@ class _Trial:
 
 
 class _same_random_numbers:
-    """Let torch, Python and numpy draw the same numbers in each context, and go on behind it as if
-    there had been none.
+    """Context in which torch, Python and NumPy draw the same numbers each time. Their generators
+    are restored at its end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -450,10 +477,11 @@ class _same_random_numbers:
 
 
 def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
-    """Of two samples: one above the least sizes from which optimizers factor matrices or pack
-    states, one below; neither of whole units.
+    """The shapes of two samples: one above the minimum sizes from which optimizers factor matrices
+    or pack states, one below. Neither is a multiple of `UNIT`.
 
-    *moderate*: such that an optimizer may keep a matrix for each side, and find its roots.
+    *moderate*: small enough for an optimizer that keeps a matrix for each side and computes its
+    root.
     """
     if dimensions == 1:
         return [(130,), (67,)] if moderate else [(5003,), (67,)]
@@ -462,14 +490,12 @@ def _shapes(dimensions: int, *, moderate: bool) -> list[tuple[int, ...]]:
 
 
 def _whole_units(dimensions: int) -> tuple[int, ...]:
-    """Of a sample in whole blocks of those optimizers that pack states by blocks."""
+    """The shape of a sample of whole blocks, for optimizers that pack states by block."""
     return (64, 128, *(1,) * dimensions)[: max(dimensions, 2)] if dimensions > 1 else (8192,)
 
 
 def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Tensor, Any]:
-    """What an optimizer of *samples* keeps for each after one step; nothing where that fails, as
-    the trial itself will say.
-    """
+    """The states after one step over *samples*. Empty where that fails: the trial will report it."""
     with _same_random_numbers(samples[0].device):
         try:
             parameters = [torch.nn.Parameter(sample) for sample in samples]
@@ -483,8 +509,8 @@ def _first_states(make: Make, samples: Sequence[torch.Tensor]) -> dict[torch.Ten
 
 
 def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
-    """Whether an optimizer that has these *states* keeps what is not like its parameters, which
-    will not be cut, and need not be as large as that takes.
+    """Whether some of *states* are not elementwise. Then parameters will not be cut, so samples
+    need not be large.
     """
     found = {
         parameter: travelling(state, parameter.shape, parameter)
@@ -498,7 +524,7 @@ def _has_rest(states: Mapping[torch.Tensor, Any]) -> bool:
 
 
 def _parts(index: int, size: int) -> list[_Part]:
-    """A sample, cut where a parameter may be."""
+    """Cut a sample where a parameter may be cut."""
     edges = [edge for edge in (0, UNIT, 4 * UNIT) if edge < size] + [size]
     return [(index, start, stop) for start, stop in itertools.pairwise(edges)]
 
@@ -506,14 +532,14 @@ def _parts(index: int, size: int) -> list[_Part]:
 def _sample(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: int
 ) -> torch.Tensor:
-    """Weights as they are drawn when a model is made."""
+    """Weights as they are initialized."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     return (drawn / math.sqrt(shape[-1])).to(dtype).to(device)
 
 
 def _view(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of *whole*, which lies as it is in a bucket: flat, unless it is all of it. A leaf, as
-    parameters are.
+    """A part of *whole* as it is in a bucket: flat, unless it is the whole. A leaf, as parameters
+    are.
     """
     return whole.detach() if stop - start == whole.numel() else whole.view(-1)[start:stop].detach()
 

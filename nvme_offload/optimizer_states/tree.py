@@ -1,5 +1,5 @@
-"""The tensors in the state that an optimizer keeps for one parameter, also in lists, dictionaries
-and objects, to whatever depth.
+"""The tensors in an optimizer's state of one parameter, at any depth of lists, dictionaries and
+objects.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
-# whatever their shapes: the one is a count, and the other is not the optimizer's
+# Stay in memory whatever their shapes: step is a counter, master is not the optimizer's.
 _IN_MEMORY = ("step", "master")
 
-Key = Any  # of a tensor: its key in the state, or the tuple of the keys that lead to it
+Key = Any  # a tensor's key in the state, or the tuple of keys that leads to it
 
 
 def tensors(state: Mapping[Any, Any]) -> dict[Key, torch.Tensor]:
-    """All of them, by key. Those within tensors of other classes are not looked for."""
+    """All tensors, by key. It does not look inside tensor subclasses."""
     return {
-        way[0] if len(way) == 1 else way: value
-        for way, value in content(state)
+        path[0] if len(path) == 1 else path: value
+        for path, value in content(state)
         if isinstance(value, torch.Tensor)
     }
 
 
 def content(state: Mapping[Any, Any]) -> list[tuple[tuple[Any, ...], Any]]:
-    """All that is in no container, and the ways there."""
+    """The leaves, which are no containers, each with the path of keys that leads to it."""
     found: list[tuple[tuple[Any, ...], Any]] = []
     _gather(state.items(), (), (id(state),), found)
     return found
@@ -37,8 +37,8 @@ def content(state: Mapping[Any, Any]) -> list[tuple[tuple[Any, ...], Any]]:
 def travelling(
     state: Mapping[Any, Any], shape: torch.Size, parameter: torch.Tensor
 ) -> dict[Key, torch.Tensor]:
-    """Those that go to the drive with *parameter*, which has this *shape*: all but what is no more
-    than a number.
+    """The tensors that are offloaded with *parameter*, whose shape in memory is *shape*: all but
+    single numbers.
     """
     return {
         key: value
@@ -50,8 +50,8 @@ def travelling(
 
 
 def travels(key: Key, value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether the plain tensor *value*, called *key*, goes to the drive with a parameter of
-    *shape*.
+    """Whether *value*, with the key *key*, is offloaded with a parameter of *shape*: a plain
+    tensor.
     """
     plain = (
         type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -61,19 +61,25 @@ def travels(key: Key, value: torch.Tensor, shape: torch.Size) -> bool:
     return plain and top(key) not in _IN_MEMORY and (value.numel() > 1 or is_for_each(value, shape))
 
 
-def is_for_each(value: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether *value* has an element for each of a parameter of *shape*."""
-    return value.dim() > 0 and value.shape == shape
+def is_for_each(value: Any, shape: torch.Size) -> bool:
+    """Whether *value* is an elementwise tensor: it has the *shape* of its parameter."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == shape
+
+
+def drop_memory(held: Iterable[torch.Tensor]) -> None:
+    """Leave the tensors *held* empty, so that what they were views of can be used for others."""
+    for tensor in held:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def top(key: Key) -> Any:
-    """The key in the state itself that leads to the tensor called *key*."""
+    """The key in the state itself that leads to the tensor with the key *key*."""
     return key[0] if isinstance(key, tuple) and len(key) > 1 else key
 
 
 def replaced(state: Mapping[Any, Any], others: Mapping[int, Any]) -> dict[Any, Any]:
-    """A deep copy of *state* with *others* in the place of tensors, by id; those without another
-    are the same objects.
+    """A deep copy of *state* in which *others*, by id, replace tensors. Tensors without a
+    replacement are the same objects.
     """
     memo: dict[int, Any] = {}
     made = {}
@@ -89,21 +95,21 @@ def replaced(state: Mapping[Any, Any], others: Mapping[int, Any]) -> dict[Any, A
 
 def _gather(
     inner: Iterable[tuple[Any, Any]],
-    way: tuple[Any, ...],
+    path: tuple[Any, ...],
     above: tuple[int, ...],
     found: list[tuple[tuple[Any, ...], Any]],
 ) -> None:
     for key, value in inner:
-        # Most of a state is one of these, and every step looks at all of it.
+        # Most leaves are plain, and every step looks at all of them.
         below = None if type(value) in _PLAIN or id(value) in above else _inside(value)
         if below is None:
-            found.append(((*way, key), value))
+            found.append(((*path, key), value))
         else:
-            _gather(below, (*way, key), (*above, id(value)), found)
+            _gather(below, (*path, key), (*above, id(value)), found)
 
 
 def _inside(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What *value* contains, by key; None where it is no container."""
+    """The content of a container, by key; None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, Mapping):

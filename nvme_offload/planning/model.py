@@ -21,7 +21,7 @@ _USUAL_VOCABULARY = 32_000
 # What a config may call the same thing.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
     "heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
@@ -39,9 +39,22 @@ Tensors = tuple[int, ...]  # the sizes of what belongs to one module itself, wit
 class Model:
     """Sizes in elements. Tensors that are shared count once.
 
-    largest_layer: of all parameters of one module itself, which ZeRO-3 gathers together;
-    largest_parameter: of one tensor. layers, hidden, vocabulary: None where they are not known.
-    source: where this is from. assumed: whether all but the count is a guess at a usual shape.
+    Attributes
+    ----------
+    parameters : int
+        All of them.
+    largest_layer : int
+        Of all parameters of one module itself, which ZeRO-3 gathers together.
+    largest_parameter : int
+        Of one tensor.
+    layers, hidden, vocabulary : int or None
+        None where they are not known.
+    source : str
+        Where this is from, for people.
+    assumed : bool
+        Whether all but the count is a guess at a usual shape.
+    idle : int
+        Parameters of experts that a token does not use.
     """
 
     parameters: int
@@ -52,11 +65,31 @@ class Model:
     vocabulary: int | None = None
     source: str = ""
     assumed: bool = False
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Parameters that compute for a token."""
+        return self.parameters - self.idle
 
 
 def of_count(text: str | int) -> Model:
-    """A decoder of the usual shape with so many parameters: "7B", "1.5B", "350M" or a number.
-    Raises: UsageError.
+    """Size a decoder of the usual shape by its number of parameters.
+
+    Parameters
+    ----------
+    text : str or int
+        "7B", "1.5B", "350M" or a number. K, M, B and T are powers of 1000; case does not matter.
+
+    Returns
+    -------
+    Model
+        With *assumed* set.
+
+    Raises
+    ------
+    UsageError
+        *text* is not a number of parameters, or below 1.
     """
     match = _COUNT.fullmatch(str(text).strip())
     count = round(float(match[1]) * _FACTORS[match[2].upper()]) if match else 0
@@ -80,8 +113,22 @@ def of_count(text: str | int) -> Model:
 
 
 def of_module(module: Any) -> Model:
-    """The size of *module*, a torch.nn.Module, wherever its parameters are: on the meta device, or
-    partitioned by ZeRO-3.
+    """Size a live module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its parameters may be anywhere: on the meta device, or partitioned by ZeRO-3.
+
+    Returns
+    -------
+    Model
+        The shape is known where the module has a Hugging Face config.
+
+    Raises
+    ------
+    UsageError
+        *module* has no parameters.
     """
     sizes = {id(parameter): _numel(parameter) for parameter in module.parameters()}
     if not sizes:
@@ -91,18 +138,48 @@ def of_module(module: Any) -> Model:
         for each in module.modules()
     ]
     config: Any = getattr(module, "config", None)
-    shape = _shape(config.to_dict() if hasattr(config, "to_dict") else {})
+    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = described if isinstance(described, dict) else {}
+    experts = {
+        id(parameter): _numel(parameter)
+        for name, parameter in module.named_parameters()
+        if "experts" in name.split(".")
+    }
     return Model(
-        sum(sizes.values()), max(layers), max(sizes.values()), *shape, source=type(module).__name__
+        sum(sizes.values()),
+        max(layers),
+        max(sizes.values()),
+        *_shape(described),
+        source=type(module).__name__,
+        idle=_idle(described, sum(experts.values())),
     )
 
 
 def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None) -> Model:
-    """The size of the model that a Hugging Face config.json, or the directory with one, describes.
+    """Size the model that a Hugging Face config.json describes.
 
-    The usual families are counted by their formulas. Of any other one *build* makes a module of the
-    file and the family's name. Raises: UsageError when it is not such a file, or its family is not
-    known and there is no *build*; OSError.
+    The usual families are counted by their formulas.
+
+    Parameters
+    ----------
+    path : str or Path
+        The file, or the directory with it.
+    build : callable, optional
+        Makes a module of any other family, from the path of the file and the family's name. What it
+        raises is raised.
+
+    Returns
+    -------
+    Model
+        With the path as its *source*.
+
+    Raises
+    ------
+    UsageError
+        There is no such file, it is not such a config, or its family is not known and there is no
+        *build*.
+    OSError
+        The file cannot be read.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -114,16 +191,18 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
         ) from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is not JSON: it is nested too deeply") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError(
             f'{path} has no "model_type": it is not a Hugging Face model config; give the number of parameters instead'
         )
-    family = _FAMILIES.get(config["model_type"])
+    family = _FAMILIES.get(config["model_type"]) if _has_usual_head(config) else None
     if family is None:
         if build is None:
             raise UsageError(
                 f"{path} is of the family {config['model_type']!r}, whose size is not known here: give the number of parameters, or the module. "
-                f"Known are {', '.join(sorted(_FAMILIES))}"
+                f"Known are causal language models of {', '.join(sorted(_FAMILIES))}"
             )
         return dataclasses.replace(of_module(build(path, config["model_type"])), source=str(path))
     for name in sorted(_SIZES & config.keys()):
@@ -133,13 +212,51 @@ def of_config(path: str | Path, build: Callable[[Path, str], Any] | None = None)
         modules = list(family(config))
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise UsageError(f"{path} lacks what a {config['model_type']} model has: {error}") from None
+    # a layer's experts are one module of two tensors
+    experts = {each for _, each in modules if config["model_type"] == "mixtral" and len(each) == 2}
     return Model(
         sum(count * sum(tensors) for count, tensors in modules),
         max(sum(tensors) for _, tensors in modules),
         max(max(tensors) for _, tensors in modules),
         *_shape(config),
         source=str(path),
+        idle=_idle(config, sum(count * sum(each) for count, each in modules if each in experts)),
     )
+
+
+def _has_usual_head(config: Mapping[str, Any]) -> bool:
+    """Whether the formulas' model is meant: a decoder with the head of a language model."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else "CausalLM"
+    return name.endswith(("CausalLM", "LMHeadModel"))
+
+
+def _idle(config: Mapping[str, Any], experts: int) -> int:
+    """Of so many parameters of all experts, those that a token does not use."""
+    config = _text_part(config)
+    used = _first(config, "num_experts_per_tok", "moe_top_k", "top_k", "moe_k")
+    of = _first(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if config.get("model_type") == "mixtral":
+        used, of = used or 2, of or 8
+    if not (used and of) or used >= of:
+        return 0
+    return experts - experts * used // of
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of *names* that *config* has a whole number above 0 for."""
+    return next(
+        (config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None
+    )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """*config*, or where it is of several models the language model's part of it."""
+    for name in ("text_config", "llm_config", "language_config", "decoder"):
+        part = config.get(name)
+        if isinstance(part, Mapping) and _get(config, "hidden", None) is None:
+            return part
+    return config
 
 
 def _numel(parameter: Any) -> int:
@@ -148,11 +265,11 @@ def _numel(parameter: Any) -> int:
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    return (
-        _get(config, "layers", None),
-        _get(config, "hidden", None),
-        _get(config, "vocabulary", None),
+    config = _text_part(config)
+    layers, hidden, vocabulary = (
+        _first(config, *_NAMES[key]) for key in ("layers", "hidden", "vocabulary")
     )
+    return layers, hidden, vocabulary
 
 
 def _get(config: Mapping[str, Any], key: str, *default: Any) -> Any:
@@ -181,6 +298,8 @@ def _llama(config: Mapping[str, Any]) -> Iterator[tuple[int, Tensors]]:
     )
     kv_heads = config.get("num_key_value_heads") or (8 if kind in ("mistral", "mixtral") else heads)
     head = config.get("head_dim") or (256 if kind == "gemma" else hidden // heads)
+    if head < 1:
+        raise KeyError("a num_attention_heads of at most hidden_size")
     bias = bool(config.get("attention_bias", kind == "qwen2"))
     output_bias = bias and kind != "qwen2"
     inner = config["intermediate_size"]

@@ -1,34 +1,40 @@
 """`Plan`: what a way to train takes of a machine, whether it fits, and the seconds of a step, from
 the measured profile of its drives.
 
-A step is passes and update. Passes last as long as the slowest of computing, of copies between host
-and GPU, and of reading parameters from the drive; the update as long as the slower of the drive and
-of the processors, which widen gradients, step the optimizer and give the GPU its parameters:
+A step is forward and backward pass, once for each micro-batch, and the update. A pass lasts as long
+as the slowest of computing, of copies between host and GPU, and of the drive, which reads
+parameters, writes gradients that do not fit, and has what `save_on_nvme` takes. The update lasts as
+long as the slower of the processors, which widen gradients, unpack, step and pack states and give
+the GPU its parameters, and of the drive, which the processors slow down while they use the memory:
 
-    step = max(compute, copies, parameters read / drive) + max(streamed / drive, widening + Adam + new parameters)
+    pass = max(compute, copies, drive)
+    update = max(processors, drive + 0.4 processors)
+
+`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive), and with
+`step_in_backward` beside the last backward pass.
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
-what the profile and `copy_bytes_per_second` say, the constants below are from steps of 1.6 billion
-parameters on an H200 machine with 16 processors (reports/training-h200.md, training-h200-auto.md).
+what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
+with its report; tests/unit/test_plan_reports.py holds every measured step of reports/ beside what
+is predicted for it.
 
-Not in it: communication between ranks, compute that parameters do not tell of (attention over long
-sequences), data loading, checkpoints. Only `this_machine` and `drive_at` look at anything; the rest
-is pure.
+Not in it: communication between ranks, compute on processors, data loading, checkpoints. Only
+`this_machine` and `drive_at` look at anything; the rest is pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..ds_config.edit import aio_section
-from ..errors import OffloadError, UsageError
+from ..errors import OffloadError
 from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
 from .model import Model
+from .passes import Work, activation_bytes, free_tokens, operations, saved_bytes
 from .placement import (
     STRATEGIES,
     Strategy,
@@ -42,6 +48,7 @@ from .placement import (
 from .traffic import (
     GRADIENTS,
     PARAMETERS,
+    STATE_BYTES,
     WEIGHT_BYTES,
     chosen_speeds,
     rated_bytes,
@@ -49,13 +56,22 @@ from .traffic import (
     transfer,
 )
 
-ADAM_TRAFFIC = 28  # bytes of host memory for each parameter: state and gradient read, state written
+# Bytes of host memory for each parameter. Adam: state and gradient read, state written.
+ADAM_TRAFFIC = 28
 WIDEN_TRAFFIC = 20  # a gradient to 32 bits: 10 for the copy, and as much for its norm and its place
 # a parameter to 16 bits: read 4, write 2, and the 2 that a processor reads before it writes
 ROUND_TRAFFIC = 8
+# Unpack and pack: "compact" reads 4 and writes 12, and back; "split" makes of 2 of the weight and 2
+# of its own the 4 of the master, and back.
+PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
 OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
-# of the drive's measured speed, that a step reaches: 0.85 to 0.97, DeepSpeed's 0.91
-DRIVE_SHARE = 0.92
+# Of the drive's measured speed, what a step reaches: the median of `NVMeOptimizer`'s shares in
+# reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed's in training-h200*.md.
+DRIVE_SHARE = {"zero3": 0.96, "plain": 0.96, "deepspeed": 0.92}
+# Beside processors that use the memory a drive gives 0.6 of its speed (reports/h200-llama2-7b.md),
+# so a second of theirs costs it 0.4. DeepSpeed's own swapper overlaps the two less: the value that
+# fits reports/training-vda.md and optimizer-vda.md together.
+SLOWED_SHARE = {"zero3": 0.4, "plain": 0.4, "deepspeed": 0.7}
 # of the link to the GPU, that gradients and parameters reach on their way, each by itself
 LINK_SHARE = 0.4
 # to the GPU after the step, rounding included: DeepSpeed copies them through memory that is not
@@ -64,28 +80,43 @@ NEW_PARAMETERS_BYTES_PER_SECOND = 6.6e9
 # of the memory that is available, what the budget takes; the rest is for activations, the data
 # loader, the page cache
 AUTO_SHARE = 0.7
-# of host memory that CUDA, torch and DeepSpeed hold in a rank
+# of host memory that CUDA, torch and DeepSpeed hold in a rank; without DeepSpeed CUDA's and torch's
 PROCESS_BYTES = {"gpu": 2_500_000_000, "cpu": 600_000_000}
+PLAIN_PROCESS_BYTES = {"gpu": 1_200_000_000, "cpu": 600_000_000}
 CONTEXT_BYTES = 500_000_000  # of GPU memory, likewise
 # of 16-bit gradients that DeepSpeed reduces together (reduce_bucket_size)
 BUCKET_ELEMENTS = 500_000_000
-DEFAULT_HOST_BYTES_PER_SECOND = 20e9  # where nobody measured
+DEFAULT_HOST_BYTES_PER_SECOND = 50e9  # of a machine that is described, unless that says more
 DEFAULT_LINK_BYTES_PER_SECOND = 25e9
 # of memory that is locked but not registered with CUDA, as DeepSpeed's swap buffers
 MLOCKED_LINK_BYTES_PER_SECOND = 8e9
 AS_FAST = 1.1  # predictions cannot tell less from each other
-UTILISATION = 0.4  # of a GPU's peak, that training reaches
-# bytes for each token and unit of width that one layer holds while its gradients are made
-# (Korthikanti et al., 2022)
-LAYER_ACTIVATIONS = 34
+# of a GPU's peak, that training reaches: 0.39 for Llama-2 7B on an H100 (reports/h100-llama2-7b.md),
+# 0.48 for long sequences on an H200 (reports/activations-h200.md)
+UTILISATION = 0.43
 
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
+
+DESCRIBED_PATH = "/local_nvme"  # of a drive that is described by its speeds
+UNLIMITED_BYTES = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """One directory to offload to. speeds: GB/s by phase as swept, {} where it never was;
-    rated_bytes: that it may be written in its life.
+    """One directory to offload to.
+
+    Attributes
+    ----------
+    path : str
+        The directory.
+    free_bytes : int
+        Free on its filesystem.
+    speeds : mapping of str to float
+        GB/s by phase as swept; {} where it never was.
+    identity : str
+        Of the drive, as `nvme_offload.hardware.drive.Drive.identity`; "" for one that is described.
+    profile : Profile or None
+        Of the drive; None where there is none.
     """
 
     path: str
@@ -96,17 +127,24 @@ class Drive:
 
     @property
     def rated_bytes(self) -> float | None:
-        """Bytes that it is made to be written in its life, where it tells."""
+        """Bytes that it may be written in its life, where it tells."""
         return rated_bytes(self.profile) if self.profile else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One of the machines that train. gpu: each of them, None to train on processors. host_bytes:
-    of memory that is there to be taken.
+    """One of the machines that train.
 
-    host_bytes_per_second: see `machine.copy_bytes_per_second`. drives: all are used, by their
-    speeds.
+    Attributes
+    ----------
+    gpu : Gpu or None
+        Each of its GPUs; None to train on processors.
+    host_bytes : int
+        Host memory that is there to be taken.
+    host_bytes_per_second : float
+        See `machine.copy_bytes_per_second`.
+    drives : tuple of Drive
+        All are used, by their speeds.
     """
 
     gpu: Gpu | None
@@ -141,38 +179,86 @@ class Machine:
         )
 
 
-class Work(NamedTuple):
-    """What a rank computes in a step: *micro_batch* sequences of *sequence* tokens. 0: not known,
-    and no compute or activations are predicted.
-    """
-
-    sequence: int = 0
-    micro_batch: int = 1
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank in a step."""
-        return self.sequence * self.micro_batch
-
-
 class Term(NamedTuple):
-    """One thing that takes time, with how that was found."""
+    """One thing that takes time.
+
+    Attributes
+    ----------
+    name : str
+        Such as "compute", "copies", "drive" or "Adam".
+    seconds : float
+        That it takes.
+    how : str
+        How the seconds were found, as a formula for people.
+    """
 
     name: str
     seconds: float
     how: str
 
 
+class Phase(NamedTuple):
+    """A part of a step.
+
+    Attributes
+    ----------
+    name : str
+        "forward", "backward", "update", or "backward and update".
+    times : int
+        How often a step has it.
+    beside : tuple of tuples of Term
+        What goes on at the same time; of each, the terms follow each other.
+    """
+
+    name: str
+    times: int
+    beside: tuple[tuple[Term, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all times together."""
+        longest = max((sum(term.seconds for term in terms) for terms in self.beside), default=0.0)
+        return self.times * longest
+
+    @property
+    def formula(self) -> str:
+        """How the seconds were found."""
+        texts = [
+            " + ".join(f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms)
+            for terms in self.beside
+        ]
+        times = f"{self.times} x " if self.times > 1 else ""
+        return f"{self.name}: {times}" + (
+            texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One strategy on one machine; bytes are of a rank, but *written_bytes*, of a step of all ranks
-    to all drives. On a GPU come half a GB of CUDA's and a bucket of gradients on top, which count
-    for whether it fits.
+    """One strategy on one machine.
 
-    budget_bytes: "host_memory" of this package's swappers, contained in host_bytes. problems: why
-    it does not fit; none where it does. seconds: of a step; None where a drive was never swept.
-    passes: what goes on at once, the slowest of which counts. Then update, what the processors do
-    one after the other, and drive, beside each other.
+    Attributes
+    ----------
+    strategy : Strategy
+        The way to train.
+    gpu_bytes, host_bytes, drive_bytes : int
+        Of a rank. On a GPU come half a GB of CUDA's and, with DeepSpeed, a bucket of gradients on
+        top, which count for whether it fits.
+    budget_bytes : int or None
+        "host_memory" of this package's swappers, contained in *host_bytes*.
+    problems : tuple of str
+        Why it does not fit; none where it does.
+    phases : tuple of Phase
+        Whose seconds are those of a step.
+    seconds : float or None
+        Of a step; None where a drive's speed is not known.
+    written_bytes : float
+        Of a step, of all ranks of a machine to all of its drives.
+    tokens_per_second : float or None
+        Of all ranks; None where tokens or a GPU's speed are not known.
+    free_tokens : float or None
+        Tokens of a rank in the last micro-batch from which its backward pass hides the drive; None
+        but with `step_in_backward`.
     """
 
     strategy: Strategy
@@ -181,11 +267,11 @@ class Plan:
     drive_bytes: int
     budget_bytes: int | None
     problems: tuple[str, ...]
-    passes: tuple[Term, ...]
-    update: tuple[Term, ...]
-    drive: tuple[Term, ...]
+    phases: tuple[Phase, ...]
     seconds: float | None
     written_bytes: float
+    tokens_per_second: float | None = None
+    free_tokens: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -195,7 +281,12 @@ class Plan:
     @property
     def passes_seconds(self) -> float:
         """Forward and backward."""
-        return max((term.seconds for term in self.passes), default=0.0)
+        return sum(phase.seconds for phase in self.phases if phase.name != "update")
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's part, where it is by itself."""
+        return sum(phase.seconds for phase in self.phases if phase.name == "update")
 
     @property
     def written_bytes_a_day(self) -> float | None:
@@ -203,24 +294,36 @@ class Plan:
         return self.written_bytes / self.seconds * 86400 if self.seconds else None
 
     @property
-    def formula(self) -> str:
-        """How the seconds were found."""
-
-        passes, update, drive = (
-            [f"{term.name} {term.how} = {term.seconds:.3g} s" for term in terms]
-            for terms in (self.passes, self.update, self.drive)
-        )
-        forward = [_max(passes)] if passes else []
-        return " + ".join([*forward, _max([" + ".join(update), *drive])])
+    def formulas(self) -> list[str]:
+        """How the seconds of each phase were found."""
+        return [phase.formula for phase in self.phases if phase.beside]
 
     @property
-    def update_seconds(self) -> float:
-        """The optimizer's part."""
-        return max(sum(term.seconds for term in terms) for terms in (self.update, self.drive))
+    def concession(self) -> int:
+        """What is given up for it: 0 nothing, then the place of the state format in `STATE_BYTES`;
+        and more than all of these where gradients cannot be clipped by a norm (`step_in_backward`).
+        """
+        rounding, unclipped = self._concessions
+        return rounding + len(STATE_BYTES) * unclipped
 
+    def concedes_all_of(self, other: Plan) -> bool:
+        """Whether this gives up all that *other* gives up, and perhaps more.
 
-def _max(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"max({'; '.join(texts)})"
+        Parameters
+        ----------
+        other : Plan
+
+        Returns
+        -------
+        bool
+        """
+        pairs = zip(self._concessions, other._concessions, strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
+    @property
+    def _concessions(self) -> tuple[int, bool]:
+        """The place of the state format in `STATE_BYTES`; whether clipping is excluded."""
+        return list(STATE_BYTES).index(self.strategy.state_format), self.strategy.in_backward
 
 
 def plans(
@@ -229,24 +332,54 @@ def plans(
     world: World,
     work: Work = Work(),  # noqa: B008  a tuple of numbers
     budget: int | None = None,
+    strategies: Sequence[Strategy] = STRATEGIES,
 ) -> list[Plan]:
-    """Every strategy for *model* on *machine*, in the order of `STRATEGIES`.
+    """Predict every strategy for *model* on *machine*.
 
-    *budget*: "host_memory" of this package's swappers in bytes, instead of what the machine has to
-    give.
+    Parameters
+    ----------
+    model : Model
+    machine : Machine
+        One of ``world.nodes`` alike.
+    world : World
+    work : Work
+        What a rank computes in a step.
+    budget : int, optional
+        "host_memory" of this package's swappers in bytes, instead of what the machine has to give.
+    strategies : sequence of Strategy
+
+    Returns
+    -------
+    list of Plan
+        In the order of *strategies*.
     """
-    return [_plan(strategy, model, machine, world, work, budget) for strategy in STRATEGIES]
+    return [_plan(strategy, model, machine, world, work, budget) for strategy in strategies]
 
 
 def fastest(found: Sequence[Plan]) -> Plan | None:
-    """The plan of *found* with the fewest seconds of those that fit; None where nothing fits.
+    """Choose the plan that is recommended.
 
-    Where several are as fast as can be told, within a tenth, it is the simplest of them. One whose
-    drive was never swept is taken where there is no other, and one that keeps states in fewer bits
-    where none that is exact fits.
+    Parameters
+    ----------
+    found : sequence of Plan
+        The simpler first.
+
+    Returns
+    -------
+    Plan or None
+        None where nothing fits.
+
+    Notes
+    -----
+    Of those that fit, the ones that concede least are looked at: exact states before "split" before
+    "compact" before "compact24", and `step_in_backward`, which excludes clipping, after all others.
+    Of these it is the one with the fewest seconds, or where several are as fast as can be told,
+    within a tenth, the first. One whose drive's speed is not known is taken where there is no
+    other.
     """
     every = [plan for plan in found if plan.fits]
-    fitting = [plan for plan in every if plan.strategy.state_format == "exact"] or every
+    least = min((plan.concession for plan in every), default=0)
+    fitting = [plan for plan in every if plan.concession == least]
     fewest = min((plan.seconds for plan in fitting if plan.seconds is not None), default=None)
     if fewest is None:
         return next(iter(fitting), None)
@@ -256,10 +389,27 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
 
 
 def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Machine, int]:
-    """What is here, with the drives of *paths*, and the number of ranks that would train: one for
-    each GPU, else one.
+    """Describe this machine.
 
-    Raises: OSError when a path cannot be looked at.
+    Parameters
+    ----------
+    paths : sequence of str
+        Directories to offload to.
+    probe_seconds : float
+        Length of a measurement of the memory bandwidth; 0 assumes
+        `DEFAULT_HOST_BYTES_PER_SECOND`.
+
+    Returns
+    -------
+    Machine
+        With its GPU of the least memory, the available host memory, and the drives of *paths*.
+    int
+        Ranks that would train: one for each GPU, else one.
+
+    Raises
+    ------
+    OSError
+        A path cannot be looked at.
     """
     found = gpus()
     speed = copy_bytes_per_second(probe_seconds) if probe_seconds else DEFAULT_HOST_BYTES_PER_SECOND
@@ -270,7 +420,23 @@ def this_machine(paths: Sequence[str], probe_seconds: float = 0.2) -> tuple[Mach
 
 
 def drive_at(path: str) -> Drive:
-    """The drive of the directory *path*, with what a sweep found of it. Raises: OSError."""
+    """Describe the drive of a directory, with what a sweep found of it.
+
+    Parameters
+    ----------
+    path : str
+        An existing directory.
+
+    Returns
+    -------
+    Drive
+        Without *speeds* and *profile* where it was never swept, or its profile cannot be read.
+
+    Raises
+    ------
+    OSError
+        *path* cannot be looked at.
+    """
     from ..hardware import profile_shelf
 
     seen = describe(path)
@@ -287,14 +453,45 @@ def drive_at(path: str) -> Drive:
     )
 
 
+def drive_described(
+    read: float, write: float, mixed: float | None = None, free_bytes: int | None = None
+) -> Drive:
+    """Describe a drive by its speeds, instead of a directory on it.
+
+    Parameters
+    ----------
+    read, write : float
+        GB/s.
+    mixed : float, optional
+        GB/s of reads and writes of as many bytes at once. Unless given, both directions share the
+        drive's time: the harmonic mean of the two, which the drives of reports/ reach within a
+        tenth.
+    free_bytes : int, optional
+        Unlimited unless given.
+
+    Returns
+    -------
+    Drive
+        On the path `DESCRIBED_PATH`, without a profile.
+    """
+    both = mixed or 2 / (1 / read + 1 / write)
+    speeds = {"read": read, "write": write, "mixed": both}
+    return Drive(DESCRIBED_PATH, free_bytes or UNLIMITED_BYTES, speeds)
+
+
 def _plan(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, budget: int | None
 ) -> Plan:
     need = needs(strategy, model, world)
-    gpu_bytes = need.gpu_bytes + activation_bytes(model, work)
+    saved = saved_bytes(model, work) if strategy.optimizer else 0.0
+    gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
+    plain = strategy.door == "plain"
     # not counted by DeepSpeed's estimates, so not shown as theirs
-    beside = WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
-    host_bytes = need.host_bytes + PROCESS_BYTES["gpu" if machine.gpu else "cpu"]
+    beside = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
+    beside = beside if strategy.optimizer else 0
+    process = PLAIN_PROCESS_BYTES if plain else PROCESS_BYTES
+    host_bytes = need.host_bytes + process["gpu" if machine.gpu else "cpu"]
+    host_bytes += int(min(saved, work.activation_host_bytes))
     if machine.gpu is None:
         host_bytes, gpu_bytes = host_bytes + gpu_bytes + beside, 0
     problems = []
@@ -305,7 +502,7 @@ def _plan(
         least = fewest_bytes(strategy, model, world)
         if kept < least:
             problems.append(
-                f"{_gb(kept)} of host memory a rank for the swapper, and the largest parameter takes {_gb(least)}"
+                f"{_gb(kept)} of host memory a rank for the swapper, which needs at least {_gb(least)}"
             )
         host_bytes += kept
     if machine.gpu and gpu_bytes + beside + CONTEXT_BYTES > machine.gpu.memory_bytes:
@@ -316,114 +513,174 @@ def _plan(
         problems.append(
             f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available"
         )
-    if strategy.uses_drive and not machine.drives:
-        problems.append("a drive: name one with --path")
-    elif need.drive_bytes * world.ranks > machine.free_bytes:
+    drive_bytes = need.drive_bytes + int(max(saved - work.activation_host_bytes, 0))
+    if drive_bytes and not machine.drives:
+        problems.append("a drive: no drive given, pass --path")
+    elif drive_bytes * world.ranks > machine.free_bytes:
         problems.append(
-            f"{_gb(need.drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free"
+            f"{_gb(drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free"
         )
-    moved = (
-        streamed(strategy, model, world, kept) if kept is not None else Streamed(0.0, 0.0, 0.0, 0.0)
+    moved = _moved(strategy, model, world, kept, machine.gpu is not None)
+    phases, known = _phases(strategy, model, machine, world, work, moved)
+    seconds = sum(phase.seconds for phase in phases) if known else None
+    written = moved.written + work.accumulation * (
+        moved.passes_written + max(saved - work.activation_host_bytes, 0)
     )
-    passes, update, drive, known = _times(strategy, model, machine, world, work, moved)
-    seconds = max((term.seconds for term in passes), default=0.0) + max(
-        sum(term.seconds for term in terms) for terms in (update, drive)
-    )
-    written = (moved.passes_written + moved.written) * world.ranks
-    if strategy.uses_drive and not strategy.ours:
-        written = (
-            (PARAMETERS if strategy.parameters == "drive" else GRADIENTS).step_write
-            * model.parameters
-            / world.nodes
-        )
+    flops, _ = _gpu_speeds(machine.gpu)
+    tokens = work.tokens * work.accumulation * world.size
     return Plan(
         strategy,
         gpu_bytes,
         host_bytes,
-        need.drive_bytes,
+        drive_bytes,
         kept,
         tuple(problems),
-        tuple(passes),
-        tuple(update),
-        tuple(drive),
-        seconds if known else None,
-        written,
+        phases,
+        seconds,
+        written * world.ranks,
+        tokens / seconds if tokens and flops and seconds else None,
+        _free_tokens(strategy, model, machine, world, work, moved),
     )
 
 
-def activation_bytes(model: Model, work: Work) -> int:
-    """Bytes of GPU memory beside the states, with activation checkpointing and an attention that
-    keeps no matrix of scores; 0 where not known.
-
-    The inputs of all layers, what one layer holds while it is computed again, and the logits, in 16
-    bit and as their loss is computed.
-    """
-    if not (work.tokens and model.hidden and model.layers):
-        return 0
-    return work.tokens * (
-        model.hidden * (WEIGHT_BYTES * model.layers + LAYER_ACTIVATIONS)
-        + 6 * (model.vocabulary or 0)
-    )
+def _moved(
+    strategy: Strategy, model: Model, world: World, kept: int | None, on_gpu: bool
+) -> Streamed:
+    """Bytes of a rank: of this package's swapper by its budget, of DeepSpeed's all."""
+    if kept is not None:
+        return streamed(strategy, model, world, kept, on_gpu)
+    if not strategy.uses_drive:
+        return Streamed(0.0, 0.0, 0.0, 0.0)
+    load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
+    each = model.parameters / world.size
+    return Streamed(load.passes_read * each, 0.0, load.step_read * each, load.step_write * each)
 
 
-_Times = tuple[list[Term], list[Term], list[Term], bool]
-
-
-def _times(
+def _free_tokens(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
-) -> _Times:
-    """Terms of the passes, of the processors' part of the update and of the drive's, and whether
-    all are known.
+) -> float | None:
+    flops, _ = _gpu_speeds(machine.gpu)
+    if not (strategy.in_backward and flops and machine.speeds):
+        return None
+    k = 6 if work.recomputes else 4
+    return free_tokens(
+        moved.total * world.ranks,
+        flops * UTILISATION,
+        machine.speeds["mixed"] * 1e9 * DRIVE_SHARE["plain"],
+        k * model.active,
+    )
+
+
+def _phases(
+    strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
+) -> tuple[tuple[Phase, ...], bool]:
+    """The phases of a step, and whether all of them are known: not where a drive is used whose
+    speeds are not.
     """
-    here, each = model.parameters / world.nodes, model.parameters / world.size
-    gpu, on_gpu = machine.gpu, strategy.parameters == "gpu"
-    passes: list[Term] = []
-    flops, gpu_memory = _gpu_speeds(gpu)
+    forward, backward = _passes(strategy, model, machine, world, work, moved)
+    uses_drive = moved.total > 0 or saved_bytes(model, work) > work.activation_host_bytes
+    known = bool(machine.speeds) or not uses_drive
+    if strategy.optimizer is None:
+        return (Phase("forward", work.accumulation, forward),), known
+    update = _update(strategy, model, machine, world, moved)
+    if strategy.in_backward:
+        together = Phase("backward and update", 1, (*backward, *update))
+        before = Phase("backward", work.accumulation - 1, backward)
+        passes = [Phase("forward", work.accumulation, forward), before, together]
+        return tuple(phase for phase in passes if phase.times), known
+    return (
+        Phase("forward", work.accumulation, forward),
+        Phase("backward", work.accumulation, backward),
+        Phase("update", 1, update),
+    ), known
+
+
+_Beside = tuple[tuple[Term, ...], ...]
+
+
+def _passes(
+    strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
+) -> tuple[_Beside, _Beside]:
+    """What goes on at once in a forward, and in a backward pass."""
+    each, gpu = model.parameters / world.size, machine.gpu
+    flops, _ = _gpu_speeds(gpu)
+    found: tuple[list[Term], list[Term]] = ([], [])
     if work.tokens and flops:
-        passes.append(
-            _term("compute", 8 * model.parameters * work.tokens, flops * UTILISATION, "T", 1e12)
-        )
-    host = machine.host_bytes_per_second * OPTIMIZER_SHARE
-    if strategy.optimizer == "gpu":
-        speed, share = (gpu_memory, each) if gpu else (host, here)
-        return passes, [_term("Adam", share * (ADAM_TRAFFIC + ROUND_TRAFFIC), speed)], [], True
-    update = [
-        _term("gradients widened", here * WIDEN_TRAFFIC, host),
-        _term("Adam", here * ADAM_TRAFFIC, host),
-    ]
-    if gpu and on_gpu:
-        update.append(_term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND))
-    else:
-        update.append(_term("new parameters", here * ROUND_TRAFFIC, host))
-    if gpu:
+        for terms, count in zip(found, operations(model, work), strict=True):
+            terms.append(_term("compute", count, flops * UTILISATION, "T", 1e12))
+    if gpu and strategy.door != "plain":
         link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
-        if strategy.uses_drive and not strategy.ours:
+        if strategy.door == "deepspeed":
             link = min(link, MLOCKED_LINK_BYTES_PER_SECOND / LINK_SHARE)
-        passes.append(
-            _term("copies", WEIGHT_BYTES * each * (1 if on_gpu else 3), link * LINK_SHARE)
-        )
-    if not strategy.uses_drive or (strategy.ours and not moved.total):
-        return passes, update, [], True
-    if not machine.speeds:
-        return passes, update, [], False
-    speeds = {phase: speed * DRIVE_SHARE for phase, speed in machine.speeds.items()}
-    if not strategy.ours:
-        load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
-        moved = Streamed(
-            load.passes_read * each, 0.0, load.step_read * each, load.step_write * each
-        )
-    if moved.passes_read:
-        passes.append(
-            _term("parameters read", moved.passes_read * world.ranks, speeds["read"] * 1e9)
-        )
-    if moved.passes_written:
-        passes.append(
-            _term("gradients make room", moved.passes_written * world.ranks, speeds["write"] * 1e9)
-        )
-    read, written = moved.read * world.ranks, moved.written * world.ranks
+        inward = 0 if strategy.parameters == "gpu" else WEIGHT_BYTES * each
+        outward = WEIGHT_BYTES * each if strategy.optimizer in ("host", "drive") else 0
+        for terms, amount in zip(found, (inward, inward + outward), strict=True):
+            if amount:
+                terms.append(_term("copies", amount, link * LINK_SHARE))
+    if machine.speeds:
+        saved = saved_bytes(model, work) if strategy.optimizer else 0.0
+        saved = max(saved - work.activation_host_bytes, 0.0)
+        passes = 2 if strategy.optimizer else 1
+        read = moved.passes_read / passes
+        for terms, amounts in zip(
+            found, ((read, saved), (read + saved, moved.passes_written)), strict=True
+        ):
+            if any(amounts):
+                read_bytes, written_bytes = (amount * world.ranks for amount in amounts)
+                terms.append(_drive(strategy, machine, read_bytes, written_bytes))
+    forward, backward = (tuple((term,) for term in terms) for terms in found)
+    return forward, backward
+
+
+def _update(
+    strategy: Strategy, model: Model, machine: Machine, world: World, moved: Streamed
+) -> _Beside:
+    """What goes on at once in the update."""
+    here, each = model.parameters / world.nodes, model.parameters / world.size
+    gpu = machine.gpu
+    _, gpu_memory = _gpu_speeds(gpu)
+    host = machine.host_bytes_per_second * OPTIMIZER_SHARE
+    packing = PACK_TRAFFIC[strategy.state_format]
+    on_gpu = strategy.optimizer == "gpu" or strategy.door == "plain"
+    drive: tuple[Term, ...] = ()
+    if machine.speeds and (moved.read or moved.written):
+        drive = (_drive(strategy, machine, moved.read * world.ranks, moved.written * world.ranks),)
+    if gpu and on_gpu:
+        beside: list[tuple[Term, ...]] = [
+            (_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC + packing), gpu_memory),)
+        ]
+        if strategy.door == "plain":
+            link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
+            beside.append((_term("copies", strategy.state_bytes * each, link),))
+        return (*beside, *([drive] if drive else []))
+    if on_gpu:  # on processors
+        traffic = ADAM_TRAFFIC + ROUND_TRAFFIC + packing
+        update = [_term("Adam", here * traffic, host)]
+    else:
+        update = [
+            _term("gradients widened", here * WIDEN_TRAFFIC, host),
+            _term("Adam", here * (ADAM_TRAFFIC + packing), host),
+        ]
+        if gpu and strategy.parameters == "gpu":
+            update.append(
+                _term("new parameters", WEIGHT_BYTES * each, NEW_PARAMETERS_BYTES_PER_SECOND)
+            )
+        else:
+            update.append(_term("new parameters", here * ROUND_TRAFFIC, host))
+    if drive:
+        share = SLOWED_SHARE[strategy.door]
+        busy = sum(term.seconds for term in update)
+        slowed = Term("slowed by the processors", share * busy, f"{share:g} x {busy:.3g} s")
+        return tuple(update), (*drive, slowed)
+    return (tuple(update),)
+
+
+def _drive(strategy: Strategy, machine: Machine, read: float, written: float) -> Term:
+    share = DRIVE_SHARE.get(strategy.door, DRIVE_SHARE["plain"])  # save_on_nvme has ZeRO beside it
+    speeds = {phase: speed * share for phase, speed in machine.speeds.items()}
     seconds, bound = transfer(read, written, speeds)
     how = f"({read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written; {bound} {speeds[bound]:.3g} GB/s)"
-    return passes, update, [Term("drive", seconds, how)], True
+    return Term("drive", seconds, how)
 
 
 def _term(
@@ -437,7 +694,7 @@ def _term(
 
 
 def _gb(count: float) -> str:
-    return f"{count / 1e9:.3g} GB"
+    return f"{count / 1e9:,.0f} GB" if count >= 1e12 else f"{count / 1e9:.3g} GB"
 
 
 def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:
@@ -445,65 +702,3 @@ def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:
         return None, DEFAULT_HOST_BYTES_PER_SECOND
     known = gpu_models.find(gpu.name)
     return (known.flops, known.bytes_per_second) if known else (None, _OTHER_GPU_BYTES_PER_SECOND)
-
-
-# The configuration.
-
-
-def ds_config(plan: Plan, machine: Machine, work: Work = Work()) -> dict[str, Any]:  # noqa: B008  a tuple of numbers
-    """A DeepSpeed configuration for *plan*: complete but for what a training is about, learning
-    rate and batch size, which are there to be edited.
-
-    Raises: UsageError when the plan does not fit.
-    """
-    strategy = plan.strategy
-    if not plan.fits:
-        raise UsageError(f"{strategy.title} does not fit: it takes {'; '.join(plan.problems)}")
-    zero: dict[str, Any] = {"stage": strategy.stage}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.micro_batch,
-        "bf16": {"enabled": True},
-        # Lightning's test and predict fail without; it refuses a gradient_accumulation_steps
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero,
-    }
-    for key, place in (
-        ("offload_optimizer", strategy.optimizer),
-        ("offload_param", strategy.parameters),
-    ):
-        if place == "host":
-            zero[key] = {"device": "cpu", "pin_memory": True}
-        elif place == "drive":
-            zero[key] = {"device": "nvme", "nvme_path": machine.drives[0].path, "pin_memory": True}
-    if strategy.parameters == "drive" and not strategy.ours:
-        # or DeepSpeed would keep the first billion in host memory
-        zero["offload_param"] |= {"max_in_cpu": 0}
-    if strategy.uses_drive and machine.drives[0].profile:
-        config["aio"] = aio_section(machine.drives[0].profile)
-    if strategy.ours:
-        section: dict[str, Any] = {"host_memory": plan.budget_bytes}
-        if strategy.state_format != "exact":
-            section["state_format"] = strategy.state_format
-        if machine.drives[0].profile and machine.drives[0].profile.chosen.backend != "libaio":
-            section["backend"] = machine.drives[0].profile.chosen.backend
-        if len(machine.drives) > 1:
-            section["paths"] = [drive.path for drive in machine.drives]
-            if machine.speeds:
-                section["weights"] = weights(machine)
-        config["nvme_offload"] = section
-    return config
-
-
-def weights(machine: Machine) -> list[float]:
-    """The share of the bytes that belongs on each drive, so that all are done at the same time."""
-    for drive in machine.drives:
-        if drive.profile and {path.path for path in drive.profile.stripe} == {
-            each.path for each in machine.drives
-        }:
-            by_path = {path.path: path.weight for path in drive.profile.stripe}
-            return [round(by_path[each.path], 4) for each in machine.drives]
-    if not machine.speeds:
-        return [round(1 / len(machine.drives), 4)] * len(machine.drives)
-    total = sum(drive.speeds["mixed"] for drive in machine.drives)
-    return [round(drive.speeds["mixed"] / total, 4) for drive in machine.drives]

@@ -56,8 +56,8 @@ PARAMETERS = Load(
     2 * WEIGHT_BYTES,
 )
 LOADS = (*map(of_states, STATE_BYTES), GRADIENTS, PARAMETERS)
-# written by a step of the optimizer of 7 billion parameters
-STEP_BYTES_7B = 7e9 * GRADIENTS.step_write
+# written by a step of the optimizer of 7 billion parameters, gradients in host memory
+STEP_BYTES_7B = 7e9 * STATES.step_write
 
 
 class Floor(NamedTuple):

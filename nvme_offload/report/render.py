@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.ds_config.edit import aio_section, zero_infinity
+from nvme_offload.hardware.drive_warnings import rotational
 from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.hardware.profile_grade import grade
 from nvme_offload.planning import traffic
+from nvme_offload.units import format_ratio
 
 from . import charts, palette, summary, tables, training, wording
 from .charts.canvas import Chart
@@ -106,6 +109,7 @@ def environment_of_pages() -> jinja2.Environment:
         speed=wording.speed,
         ratio=wording.ratio,
         interval=wording.interval,
+        inverse_interval=wording.inverse_interval,
         duration=wording.duration,
         percent=wording.percent,
         shown=wording.shown,
@@ -167,15 +171,16 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
         "aio": json.dumps({"aio": aio_section(chosen)}, indent=2),
         "ds_config": zero_infinity(profile, path).rstrip("\n"),
         "drive_facts": [
-            (label, drive[key], key)
+            (label, _drive_fact(drive, key))
             for key, label in _DRIVE_LABELS.items()
             if drive.get(key) not in (None, "", [], ())
         ],
+        "grade": grade(profile),
         "charts": _absent_are_none(drawn),
         "tables": _absent_are_none(tables.of(profile)),
-        "default_load": traffic.GRADIENTS,
+        "default_load": training.LOAD,
         "speeds": traffic.chosen_speeds(profile),
-        "step_write_bytes": training.MODELS[0] * traffic.GRADIENTS.step_write,
+        "step_write_bytes": traffic.STEP_BYTES_7B,
         "life_seconds": training.life_seconds(profile),
         "rated_bytes": traffic.rated_bytes(profile),
         "last_stage": summary.last_stage(profile.trials),
@@ -189,6 +194,12 @@ def _context(profile: Profile, drawn: dict[str, Chart]) -> dict[str, Any]:
     }
 
 
+def _drive_fact(drive: dict[str, Any], key: str) -> str:
+    """The value of *key* for people, with what it means where that is not plain."""
+    shown = wording.shown(drive[key], key)
+    return f"{shown}: {note}" if key == "rotational" and (note := rotational(drive)) else shown
+
+
 def _absent_are_none(found: dict[str, Any]) -> defaultdict[str, Any]:
     """*found* for templates, which ask for every chart and table there might be."""
     return defaultdict(lambda: None, found)
@@ -200,14 +211,18 @@ def _lead(profile: Profile) -> str:
     if mixed is None:
         return "The sweep ended before it had measured this setting."
     if summary.is_defaults(profile.chosen):
-        return "These are DeepSpeed's defaults: on this drive, nothing that was tried is better."
+        return (
+            "These are DeepSpeed's defaults: on this drive, nothing that went to the last stage is better by more "
+            "than its trials can tell."
+        )
     load = "reading and writing at once, as the optimizer step does"
     sure = f"(90 % interval {wording.interval(mixed)})"
+    times = format_ratio(mixed.relative)
     if mixed.relative_low > 1:
-        return f"{mixed.relative:.2f} times as fast as DeepSpeed's defaults {sure} at {load}."
+        return f"{times} times as fast as DeepSpeed's defaults {sure} at {load}."
     if mixed.relative_high >= 1:
         return f"The trials cannot tell it from DeepSpeed's defaults {sure} at {load}."
-    return f"{mixed.relative:.2f} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen all the same."
+    return f"{times} times the speed of DeepSpeed's defaults {sure} at {load}; see below why it was chosen all the same."
 
 
 def _judgement(best: Best, chosen: Setting) -> str:

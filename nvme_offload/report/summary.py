@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Median(NamedTuple):
-    """What a setting reached over *trials* trials."""
+    """What a setting reached, and how many trials there were of it."""
 
     gb_per_s: float
     relative: float
@@ -56,15 +56,34 @@ def _with_settings(trials: Iterable[Trial]) -> pandas.DataFrame:
     return frame(rows).assign(setting=[trial.setting for trial in rows])
 
 
-def medians(trials: Iterable[Trial], phase: str) -> dict[Setting, Median]:
-    """By setting: the medians of its sound trials under *phase*, runs as the control among them."""
-    tried = _with_settings(trial for trial in sound(trials) if trial.phase == phase)
+def reached(
+    profile: Profile, phase: str, trials: Iterable[Trial] | None = None
+) -> dict[Setting, Median]:
+    """What each setting of *trials*, or of all, reached under *phase*: the one place that a report has
+    these numbers from.
+
+    The ratio is the one that the sweep judged a finalist by, for other settings the median of its
+    sound trials; the speed is that of the control in the finals times the ratio. trials: how many
+    of the given count.
+    """
+    given = profile.trials if trials is None else trials
+    tried = _with_settings(trial for trial in sound(given) if trial.phase == phase)
     found = tried.groupby("setting", sort=False).agg(
-        speed=("gb_per_s", "median"), relative=("relative", "median"), trials=("phase", "size")
+        relative=("relative", "median"), trials=("phase", "size")
     )
-    return {
-        row.Index: Median(float(row.speed), float(row.relative), int(row.trials))
+    groups = (profile.performance, profile.best)
+    judged = {best.setting: best.relative for best in profile.finals.get(phase, ())} | {
+        group[phase].setting: group[phase].relative for group in groups if phase in group
+    }
+    judged |= {trial.setting: 1.0 for trial in profile.trials if trial.control}
+    level = control_gb_per_s(profile, phase) or 0.0
+    medians = {
+        row.Index: (judged.get(row.Index, float(row.relative)), int(row.trials))
         for row in found.itertuples()
+    }
+    return {
+        setting: Median(level * relative, relative, count)
+        for setting, (relative, count) in medians.items()
     }
 
 
@@ -92,9 +111,9 @@ def control_gb_per_s(profile: Profile, phase: str) -> float | None:
     """The speed of the control setting: what it ran at when the chosen one was judged, or else the
     median of all its runs.
     """
-    reached = profile.performance.get(phase)
-    if reached is not None and reached.relative > 0:
-        return reached.gb_per_s / reached.relative
+    chosen = profile.performance.get(phase)
+    if chosen is not None and chosen.relative > 0:
+        return chosen.gb_per_s / chosen.relative
     runs = [
         trial.gb_per_s for trial in sound(profile.trials) if trial.control and trial.phase == phase
     ]
@@ -139,18 +158,22 @@ def slopes(
 
 
 def both_directions(profile: Profile) -> dict[Setting, tuple[float, float]]:
-    """By setting: the median GB/s read and written at the same time, in the deciding stage where it
-    was there, or else in all.
+    """By setting: the GB/s read and written at the same time, which make up what it `reached`, in the
+    shares that were moved in the deciding stage where it was there, or else in all.
     """
     mixed = _with_settings(trial for trial in sound(profile.trials) if trial.phase == "mixed")
     late = mixed[mixed["stage"] == last_stage(profile.trials)]
     # all trials of a setting that did not come so far
     decided = mixed[mixed["setting"].isin(late["setting"]) == mixed.index.isin(late.index)]
     found = decided.groupby("setting", sort=False)[["read_gb_per_s", "write_gb_per_s"]].median()
-    return {
-        row.Index: (float(row.read_gb_per_s), float(row.write_gb_per_s))
-        for row in found.itertuples()
-    }
+    speeds = reached(profile, "mixed")
+    both: dict[Setting, tuple[float, float]] = {}
+    for row in found.itertuples():
+        read, write = float(row.read_gb_per_s), float(row.write_gb_per_s)
+        share = read / (read + write) if read + write else 0.5
+        whole = speeds[row.Index].gb_per_s
+        both[row.Index] = share * whole, (1 - share) * whole
+    return both
 
 
 def beside(profile: Profile, name: str) -> dict[str, Beside]:
@@ -185,13 +208,13 @@ def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
     when there are too many.
     """
     trials = decisive(profile)
-    by_phase = {phase: medians(trials, phase) for phase in PHASES}
+    by_phase = {phase: reached(profile, phase, trials) for phase in PHASES}
     controls = {trial.setting for trial in trials if trial.control}
     settings = dict.fromkeys(trial.setting for trial in trials)
     found = [
         Finalist(
             setting,
-            {phase: reached[setting] for phase, reached in by_phase.items() if setting in reached},
+            {phase: found[setting] for phase, found in by_phase.items() if setting in found},
         )
         for setting in settings
     ]
@@ -201,7 +224,7 @@ def finalists(profile: Profile, most: int = 12) -> list[Finalist]:
         return (
             (1, mixed.relative)
             if mixed
-            else (0, max(reached.relative for reached in finalist.phases.values()))
+            else (0, max(each.relative for each in finalist.phases.values()))
         )
 
     found.sort(key=speed, reverse=True)

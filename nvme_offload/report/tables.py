@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
     PHASES,
-    Beside,
     Health,
     Profile,
     Setting,
@@ -16,7 +15,9 @@ from nvme_offload.hardware.profile import (
 from nvme_offload.planning import traffic
 
 from . import summary, training, wording
-from .wording import DASH, NONE, PHASE_NAMES, SPACE, TIMES
+from .wording import NONE, PHASE_NAMES, SPACE, TIMES
+
+NOT_REPORTED = "not reported by this drive"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,11 @@ def _cells(row: tuple[str, ...]) -> list[str]:
 
 def of(profile: Profile) -> dict[str, Table]:
     """The tables that *profile* has numbers for, by name."""
-    found = (steps(profile), loads(profile), wear(profile), limits(profile), backends(profile), best(profile), finalists(profile), stages(profile),
-             stripe(profile), health(profile))  # fmt: skip
+    every = (
+        *(steps, loads, wear, limits, latency, backends, best),
+        *(finalists, stages, stripe, health),
+    )
+    found = (make(profile) for make in every)
     return {table.name: table for table in found if table.rows}
 
 
@@ -80,7 +84,7 @@ def steps(profile: Profile) -> Table:
         stripe_speeds = traffic.stripe_speeds(profile)
         if stripe_speeds and step.gpus > 1 and step.drives == 1:
             paths = len(profile.stripe)
-            seconds = traffic.floor(traffic.GRADIENTS, step.parameters, stripe_speeds).seconds
+            seconds = traffic.floor(training.LOAD, step.parameters, stripe_speeds).seconds
             who = f"{wording.model(step.parameters)}, {gpus}, these {paths}{SPACE}paths"
             rows.append(
                 (who, wording.duration(seconds), NONE, NONE, moved[0], f"{moved[1]} in all")
@@ -93,7 +97,12 @@ def steps(profile: Profile) -> Table:
         "Each rank\nmoves",
         "Each drive\nmoves",
     )
-    return Table("steps", "The drive's time in one optimizer step", columns, tuple(rows))
+    caption = f"The drive's time in one optimizer step: {_lower(training.LOAD.name)}"
+    return Table("steps", caption, columns, tuple(rows))
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def _signed(seconds: float) -> str:
@@ -155,7 +164,8 @@ def wear(profile: Profile) -> Table:
     columns = ["Parameters", "Written\na step", f"Steps in\n{life}"]
     if rated is not None:
         columns.append(f"Steps in its rated\n{wording.decimal_bytes(rated)}")
-    return Table("wear", "What training writes to one drive", tuple(columns), tuple(rows))
+    caption = f"What training writes to one drive: {_lower(training.LOAD.name)}"
+    return Table("wear", caption, tuple(columns), tuple(rows))
 
 
 def limits(profile: Profile) -> Table:
@@ -173,9 +183,9 @@ def limits(profile: Profile) -> Table:
             other = fio.get(phase)
             row += (
                 [
-                    *map(wording.speed, (other.chosen_gb_per_s, other.gb_per_s)),
+                    *map(wording.speed, (reached.gb_per_s, profile.beside_gb_per_s(other))),
                     wording.percent(1 / other.relative),
-                    _inverse(other),
+                    wording.inverse_interval(other),
                 ]
                 if other
                 else [NONE] * 4
@@ -193,7 +203,7 @@ def limits(profile: Profile) -> Table:
         rows.append(tuple(row))
     columns = ["Load", "This setting,\nGB/s"]
     columns = (
-        ["Load", "This setting\nbeside it, GB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"]
+        ["Load", "This setting,\nGB/s", "fio,\nGB/s", "Of fio,\ninterleaved", "Range"]
         if fio
         else columns
     )
@@ -201,9 +211,22 @@ def limits(profile: Profile) -> Table:
     return Table("limits", "How close to the drive's limit", tuple(columns), tuple(rows))
 
 
-def _inverse(other: Beside) -> str:
-    low, high = f"{100 / other.relative_high:.0f}", f"{100 / other.relative_low:.0f}"
-    return NONE if other.relative_low == other.relative_high else f"{low}{DASH}{high}{SPACE}%"
+def latency(profile: Profile) -> Table:
+    """What a block takes with the chosen setting, and how many are done a second."""
+    rows = []
+    for phase, found in summary.latency(profile, profile.chosen).items():
+        best = profile.performance.get(phase)
+        rate = 1e9 * best.gb_per_s / profile.chosen.block_size if best else 0.0
+        times = (found.p50_ms, found.p95_ms, found.p99_ms, found.p999_ms, found.max_ms)
+        cells = [wording.milliseconds(each) if each is not None else NONE for each in times]
+        rows.append((PHASE_NAMES[phase], f"{rate:,.0f}", *cells, f"{found.blocks:,}"))
+    size = wording.size(profile.chosen.block_size)
+    return Table(
+        "latency",
+        f"IOPS, and the latency of a block of {size} with full queues",
+        ("Load", "IOPS", "p50", "p95", "p99", "p99.9", "Longest", "Blocks\ntimed"),
+        tuple(rows),
+    )
 
 
 def backends(profile: Profile) -> Table:
@@ -216,8 +239,8 @@ def backends(profile: Profile) -> Table:
             rows.append(
                 (
                     PHASE_NAMES[phase],
-                    wording.speed(other.chosen_gb_per_s),
-                    wording.speed(other.gb_per_s),
+                    wording.speed(profile.performance[phase].gb_per_s),
+                    wording.speed(profile.beside_gb_per_s(other)),
                     wording.ratio(other.relative),
                     spread,
                 )
@@ -297,7 +320,7 @@ def finalists(profile: Profile) -> Table:
         "Trials",
         "Role",
     )
-    caption = f"The last stage ({stage}): median GB/s, and the ratio to the defaults; the fastest under both at once first"
+    caption = f"The last stage ({stage}): GB/s, and the ratio to the defaults; the fastest under both at once first"
     return Table("finalists", caption, columns, tuple(rows), frozenset(strong), frozenset({0, 8}))
 
 
@@ -368,30 +391,41 @@ def _by_phase(speeds: dict[str, float]) -> Iterable[str]:
 
 
 def health(profile: Profile) -> Table:
-    """What the drive says of itself before and after the sweep."""
+    """What the drive says of itself before and after the sweep, and what it does not report."""
     both = [profile.health_before, profile.health_after]
+
+    def celsius(value: float | None) -> str | None:
+        return None if value is None else wording.shown(value, "temperature_celsius")
 
     def facts(one: Health) -> dict[str, str | None]:
         return {
-            "Temperature": None
-            if one.temperature_celsius is None
-            else wording.shown(one.temperature_celsius, "temperature_celsius"),
+            "Temperature": celsius(one.temperature_celsius),
+            "Highest seen in the sweep": celsius(one.highest_celsius),
+            "Warns from": celsius(one.limit_celsius),
+            "Slowed by heat in its life": None
+            if one.throttled_seconds is None
+            else wording.duration(one.throttled_seconds),
             "Rated life used": None if one.wear is None else wording.percent(one.wear),
             "Written in its life": None
             if one.written_bytes is None
             else wording.decimal_bytes(one.written_bytes),
-            "Slowed by heat in its life": None
-            if one.throttled_seconds is None
-            else wording.duration(one.throttled_seconds),
-            "It warns of": one.critical or None,
         }
 
     found = [facts(one) if one else {} for one in both]
-    names = dict.fromkeys(
-        name for each in found for name, value in each.items() if value is not None
-    )
-    rows = tuple((name, *(each.get(name) or NONE for each in found)) for name in names)
+    rows: list[tuple[str, ...]] = []
+    for name in facts(Health("")):
+        values = [each.get(name) for each in found]
+        if not any(values):
+            rows.append((name, NOT_REPORTED, ""))
+        else:
+            rows.append((name, *(value or NONE for value in values)))
+    if any(one and one.critical for one in both):
+        rows.append(("It warns of", *((one and one.critical) or NONE for one in both)))
     sources = ", ".join(dict.fromkeys(one.source for one in both if one))
     return Table(
-        "health", f"What the drive says of itself ({sources})", ("", "Before", "After"), rows
+        "health",
+        "What the drive says of itself" + (f" ({sources})" if sources else ""),
+        ("", "Before", "After"),
+        tuple(rows),
+        words=frozenset({0, 1, 2}),
     )

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nvme_offload.hardware.profile import PHASES, Profile
-from nvme_offload.planning.traffic import GRADIENTS, Load, chosen_speeds, floor
+from nvme_offload.planning.traffic import STATES, Load, chosen_speeds, floor
 
 from .summary import control_gb_per_s
 
+# what a report is about where it does not say otherwise, as `plan` has it for this package
+LOAD = STATES
 MODELS = (7e9, 13e9, 70e9)
 GPUS = 8  # of a large node, beside a machine with one
 LIFE_BYTES = 100e12  # what wear is told for where a drive does not say what it is rated for
@@ -35,7 +37,7 @@ def default_speeds(profile: Profile) -> dict[str, float]:
     return speeds if set(speeds) >= set(PHASES) else {}
 
 
-def steps(profile: Profile, load: Load = GRADIENTS, models: Sequence[float] = MODELS) -> list[Step]:
+def steps(profile: Profile, load: Load = LOAD, models: Sequence[float] = MODELS) -> list[Step]:
     """Each model on one GPU, on eight that share the drive, and on eight with a drive each; nothing
     without all three speeds.
     """
@@ -69,7 +71,7 @@ class Wear(NamedTuple):
     steps: float
 
 
-def wear(load: Load = GRADIENTS, models: Sequence[float] = MODELS) -> list[Wear]:
+def wear(load: Load = LOAD, models: Sequence[float] = MODELS) -> list[Wear]:
     """By model."""
     return [
         Wear(parameters, parameters * load.step_write, LIFE_BYTES / (parameters * load.step_write))
@@ -77,7 +79,7 @@ def wear(load: Load = GRADIENTS, models: Sequence[float] = MODELS) -> list[Wear]
     ]
 
 
-def life_seconds(profile: Profile, load: Load = GRADIENTS) -> float | None:
+def life_seconds(profile: Profile, load: Load = LOAD) -> float | None:
     """How soon *LIFE_BYTES* are written by a drive that does nothing but steps; None without all
     three speeds.
     """

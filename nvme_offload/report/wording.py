@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from nvme_offload.hardware.profile import Beside, Best, Setting
-from nvme_offload.units import format_bytes
+from nvme_offload.units import format_bytes, format_milliseconds, format_ratio, format_speed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -25,18 +25,24 @@ _UNITS = ("_bytes_per_second", "_bytes", "_seconds", "_celsius", "_kib")
 
 def speed(gb_per_s: float) -> str:
     """Three significant digits, zeros included: "2.20", "15.1", "104"."""
-    return f"{gb_per_s:#.3g}".rstrip(".")
+    return format_speed(gb_per_s)
 
 
 def ratio(relative: float) -> str:
     """A ratio with its times sign: "1.17x"."""
-    return f"{relative:.2f}{TIMES}"
+    return f"{format_ratio(relative)}{TIMES}"
 
 
 def interval(best: Best | Beside) -> str:
     """The 90 % interval of the ratio."""
-    low, high = f"{best.relative_low:.2f}", f"{best.relative_high:.2f}"
+    low, high = format_ratio(best.relative_low), format_ratio(best.relative_high)
     return f"{low}{TIMES}" if low == high else f"{low}{DASH}{high}{TIMES}"
+
+
+def inverse_interval(other: Beside) -> str:
+    """The range of this engine's share of *other*: "83-85 %"; a dash for a single run."""
+    low, high = f"{100 / other.relative_high:.0f}", f"{100 / other.relative_low:.0f}"
+    return NONE if other.relative_low == other.relative_high else f"{low}{DASH}{high}{SPACE}%"
 
 
 def percent(share: float) -> str:
@@ -79,7 +85,7 @@ def duration(seconds: float) -> str:
 
 def milliseconds(value: float) -> str:
     """Three significant digits: "1.20 ms"."""
-    return f"{value:#.3g}".rstrip(".") + f"{SPACE}ms"
+    return f"{format_milliseconds(value)}{SPACE}ms"
 
 
 def model(parameters: float) -> str:

@@ -1,1 +1,1 @@
-"""Named tensors on drives: `TensorStore`."""
+"""`TensorStore`: named tensors on drives."""

@@ -1,4 +1,4 @@
-"""Room on drives: `Slabs` on one, in preallocated files without names; `Stripes` over several, by
+"""Space on drives: `Slabs` on one, in preallocated unnamed files; `Stripes` over several, by
 weight.
 """
 
@@ -19,15 +19,13 @@ from ..units import format_bytes
 
 GRANULE_BYTES = 4096
 _GROWTH_BYTES = 1 << 30
-# below, cutting a tensor over the drives costs more in requests than it gains
+# below this size, striping costs more in requests than it gains
 _STRIPED_FROM_BYTES = 4 << 20
 _STRIPE_UNIT_BYTES = 64 << 10
 
 
 class Extent(NamedTuple):
-    """*nbytes* that belong to someone, from *offset* bytes into *file*, one of the drive
-    *slabs*.
-    """
+    """Allocated bytes: *nbytes* at *offset* of *file*, on the drive of *slabs*."""
 
     slabs: Slabs
     file: File
@@ -36,15 +34,15 @@ class Extent(NamedTuple):
 
 
 class Slabs:
-    """The room that a store has on the drive of *path*; not for several threads at once.
+    """The space of a store on the drive of *path*, in unnamed files. Not thread-safe.
 
-    It grows by one more file at a time: that needs nobody to wait for transfers in the others, and
-    `reserve` makes it a single one. The files have no names, so nothing of them stays behind a
-    process that is killed, and no other process can meet them.
+    It grows by one file at a time: that needs no wait for transfers in the others. `grow` ahead of
+    use makes it a single file. Unnamed files vanish with the process, also after kill -9, and no
+    other process can open them.
 
-    *weight* is the share of new bytes that this drive is to get, beside the weights of the others.
-    Raises: IOFailure when *path* is no directory that can be written to; UnsupportedError when it
-    lacks what the engine's configuration demands. Source: open(2) for O_TMPFILE, fallocate(2).
+    *weight* is this drive's share of new bytes, relative to the weights of the others. Raises:
+    IOFailure when *path* is not a writable directory; UnsupportedError when the drive lacks what
+    the engine's configuration requires. Source: open(2) for O_TMPFILE, fallocate(2).
     """
 
     def __init__(self, engine: Engine, path: str, weight: float) -> None:
@@ -52,56 +50,56 @@ class Slabs:
         self.weight = weight
         self.used_bytes = 0
         self._engine = engine
-        self._files: dict[File, Extents] = {}  # and what is taken of each
-        engine.open_anonymous(path).close()  # what is wrong with the path is heard now
+        self._files: dict[File, Extents] = {}  # with the allocator of each
+        engine.open_anonymous(path).close()  # reports a bad path now
         self.device = Path(path).stat().st_dev
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this store has allocated on the drive."""
+        """Bytes allocated on the drive."""
         return sum(extents.nbytes for extents in self._files.values())
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that the drive could still give to this process's user."""
+        """Bytes that the drive can still allocate for this user."""
         status = os.statvfs(self.path)
         return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
 
-    def take(self, nbytes: int) -> list[Extent]:
-        """Take *nbytes* in as few places as can be: in one unless the drive is nearly full, and
-        fewer bytes than that only when it is full.
+    def allocate(self, nbytes: int) -> list[Extent]:
+        """Allocate *nbytes* in as few extents as possible: one unless the drive is nearly full.
+        Fewer bytes only when it is full.
         """
-        place = self._take_whole(nbytes) or (
-            self._take_whole(nbytes) if self._grow_for(nbytes) else None
+        extent = self._allocate_contiguous(nbytes) or (
+            self._allocate_contiguous(nbytes) if self._grow_for(nbytes) else None
         )
-        if place is not None:
-            return [place]
+        if extent is not None:
+            return [extent]
         taken: list[Extent] = []
         try:
             while nbytes > 0 and (
-                largest := self._largest_hole_bytes() or self._grow_to_the_end(nbytes)
+                largest := self._largest_free_bytes() or self._grow_remaining(nbytes)
             ):
-                place = self._take_whole(min(nbytes, largest))
-                assert place is not None  # as large as a hole that is there
-                taken.append(place)
-                nbytes -= place.nbytes
+                extent = self._allocate_contiguous(min(nbytes, largest))
+                assert extent is not None  # no larger than a free extent
+                taken.append(extent)
+                nbytes -= extent.nbytes
         except BaseException:
-            for place in taken:
-                self.give_back(place)
+            for extent in taken:
+                self.free(extent)
             raise
         return taken
 
     def grow_up_to(self, nbytes: int) -> int:
-        """Allocate *nbytes* more, or as many as the drive has; returns how many."""
+        """Grow by *nbytes*, or by as many as the drive has; returns how many."""
         before = self.nbytes
-        if nbytes > 0 and not self._grown(nbytes):
-            self._grow_to_the_end(nbytes)
+        if nbytes > 0 and not self._try_grow(nbytes):
+            self._grow_remaining(nbytes)
         return self.nbytes - before
 
-    def give_back(self, extent: Extent) -> None:
-        """Make the room of *extent* free."""
+    def free(self, extent: Extent) -> None:
+        """Free *extent*."""
         extents = self._files.get(extent.file)
-        if extents is not None:  # else closed meanwhile
+        if extents is not None:  # None after close
             extents.free(extent.offset)
             self.used_bytes -= extents.rounded(extent.nbytes)
 
@@ -114,12 +112,12 @@ class Slabs:
             )
 
     def close(self) -> None:
-        """Give all room back to the drive, once the transfers under way are finished."""
+        """Return all space to the drive, once the transfers in flight have finished."""
         for file in self._files:
             file.close()
         self._files.clear()
 
-    def _take_whole(self, nbytes: int) -> Extent | None:
+    def _allocate_contiguous(self, nbytes: int) -> Extent | None:
         for file, extents in self._files.items():
             offset = extents.allocate(nbytes)
             if offset is not None:
@@ -128,41 +126,42 @@ class Slabs:
         return None
 
     def _grow_for(self, nbytes: int) -> bool:
-        # In steps that leave the drive room for others when there is little, yet stay few, since
-        # each is an open file.
+        # Steps of at most a quarter of the free space leave space for others; large steps keep the
+        # number of open files small.
         step = min(max(_GROWTH_BYTES, self.nbytes // 10), self.available_bytes // 4)
-        return any(self._grown(size) for size in (max(nbytes, step), nbytes))
+        return any(self._try_grow(size) for size in (max(nbytes, step), nbytes))
 
-    def _largest_hole_bytes(self) -> int:
+    def _largest_free_bytes(self) -> int:
         return max((extents.largest_free_bytes for extents in self._files.values()), default=0)
 
-    def _grow_to_the_end(self, nbytes: int) -> int:
+    def _grow_remaining(self, nbytes: int) -> int:
         size = min(nbytes, self.available_bytes // GRANULE_BYTES * GRANULE_BYTES)
-        # what a filesystem calls available it may need for its own books in part
+        # a filesystem may need part of the available space for metadata
         while size >= GRANULE_BYTES:
-            if self._grown(size):
-                return self._largest_hole_bytes()
+            if self._try_grow(size):
+                return self._largest_free_bytes()
             size = size // 2 // GRANULE_BYTES * GRANULE_BYTES
         return 0
 
-    def _grown(self, nbytes: int) -> bool:
+    def _try_grow(self, nbytes: int) -> bool:
         try:
             self.grow(nbytes)
         except NoSpaceError:
             return False
         except IOFailure as error:
-            if error.errno == errno.EFBIG:  # one file may not be so large: a smaller one may be
+            # above the filesystem's file size limit; a smaller file may fit
+            if error.errno == errno.EFBIG:
                 return False
             raise
         return True
 
 
 class Stripes:
-    """The room of a store on all its drives; not for several threads at once.
+    """The space of a store on all its drives. Not thread-safe.
 
-    What has 4 MiB or more is cut over the drives in proportion to their weights, in units of 64
-    KiB; what is smaller goes whole to the drive that has the least for its weight. A drive that is
-    full leaves its share to the others.
+    A tensor of 4 MiB or more is striped over the drives in proportion to their weights, in units of
+    64 KiB. A smaller one goes to the drive with the fewest bytes for its weight. The share of a
+    full drive goes to the others.
     """
 
     def __init__(self, engine: Engine, paths: Sequence[str], weights: Sequence[float]) -> None:
@@ -177,44 +176,44 @@ class Stripes:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken on all drives."""
+        """Bytes in use on all drives."""
         return sum(drive.used_bytes for drive in self.drives)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that the drives could still give; two paths on one filesystem share what it has."""
+        """Bytes that the drives can still allocate. Paths on one filesystem count once."""
         return sum({drive.device: drive.available_bytes for drive in self.drives}.values())
 
-    def take(self, nbytes: int, operation: str) -> list[Extent]:
-        """Take *nbytes*, in the order of the bytes. Raises: NoSpaceError, of *operation*, and none
-        is taken.
+    def allocate(self, nbytes: int, operation: str) -> list[Extent]:
+        """Allocate *nbytes*; the extents in order. Raises: NoSpaceError for *operation*, and
+        nothing is allocated.
         """
         taken: list[Extent] = []
         try:
             for drive, share in zip(self.drives, self._shares(nbytes), strict=True):
                 if share > 0:
-                    taken += drive.take(share)
+                    taken += drive.allocate(share)
             missing = nbytes - sum(extent.nbytes for extent in taken)
             for drive in sorted(self.drives, key=_fullness):
                 if missing > 0:
-                    taken += (spilt := drive.take(missing))
-                    missing -= sum(extent.nbytes for extent in spilt)
+                    taken += (overflow := drive.allocate(missing))
+                    missing -= sum(extent.nbytes for extent in overflow)
             if missing > 0:
                 raise self._no_space(operation, nbytes, missing)
         except BaseException:
-            self.give_back(taken)
+            self.free(taken)
             raise
-        # The one that is no whole number of granules comes last, so that all others begin on a
-        # granule of the tensor as well.
+        # The extent that is not whole granules is last, so that all others start on a granule of
+        # the tensor too.
         return sorted(taken, key=lambda extent: extent.nbytes % GRANULE_BYTES != 0)
 
-    def give_back(self, extents: Sequence[Extent]) -> None:
-        """Make the room of *extents* free."""
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Free *extents*."""
         for extent in extents:
-            extent.slabs.give_back(extent)
+            extent.slabs.free(extent)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate until there are *nbytes* in all. Raises: NoSpaceError."""
+        """Grow to *nbytes* in all. Raises: NoSpaceError."""
         missing = nbytes - self.nbytes
         if missing > self.available_bytes:
             raise self._no_space("reserve", nbytes, missing - self.available_bytes)
@@ -223,13 +222,13 @@ class Stripes:
             missing -= drive.grow_up_to(
                 min(missing, math.ceil(nbytes * drive.weight / weights) - drive.nbytes)
             )
-        for drive in self.drives:  # what did not fit on its own drive
+        for drive in self.drives:  # the overflow of full drives
             missing -= drive.grow_up_to(missing)
         if missing > 0:
             raise self._no_space("reserve", nbytes, missing)
 
     def close(self) -> None:
-        """Give all room back to the drives, once the transfers under way are finished."""
+        """Return all space to the drives, once the transfers in flight have finished."""
         for drive in self.drives:
             drive.close()
 

@@ -1,14 +1,13 @@
-"""`Snapshot`: the tensors of a store in a directory, such that a crash leaves the old ones or the
-new ones.
+"""`Snapshot`: the tensors of a store in a directory. A crash leaves the old snapshot or the new
+one.
 
-The directory has a file of data, `tensors-` and a number drawn for it, and `snapshot.json`, which
-names the data and says what is where in them. A new snapshot writes data of its own beside the old,
-and then renames its `snapshot.json` over the old one: that is the instant at which it counts. What
-is not named there is left from a process that was killed, or about to go, and the next snapshot
-removes it.
+The directory has a data file, `tensors-` and a random number, and `snapshot.json`, which names the
+data file and the range of each tensor in it. A new snapshot writes its own data file next to the
+old one, then renames its `snapshot.json` over the old one: that commits it. A data file that
+`snapshot.json` does not name is left from a killed process; the next snapshot removes it.
 
-The data are all tensors, each from a multiple of 4096 bytes on, and move in windows, each of which
-has a checksum.
+The data file holds the tensors, each at a multiple of 4096 bytes. It is moved in windows, each with
+a checksum.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from ..files import commit, sealed
 from ..io.engine import Engine, File, StrPath, Ticket, allocate
 from .slabs import GRANULE_BYTES, Extent
 
-WINDOW_BYTES = 8 << 20  # what moves at a time, and what one checksum covers at most
+WINDOW_BYTES = 8 << 20  # moved at a time; the most that one checksum covers
 _BUFFERS = 4
 _FORMAT = "nvme_offload snapshot"
 _VERSION = 1
 _MANIFEST = "snapshot.json"
 _DATA = re.compile(r"tensors-[0-9a-f]{32}")
-_TEMPORARY = re.compile(r"snapshot\.json\.tmp-[0-9a-f]{32}")  # of earlier versions
+_TEMPORARY = re.compile(r"snapshot\.json\.tmp-[0-9a-f]{32}")  # written by earlier versions
 
 
 @dataclasses.dataclass
-class Part:
-    """A piece of a value: *nbytes* from *start* bytes into it lie at *offset* of the extent's file,
-    and have *checksum* where one is kept.
+class Segment:
+    """A piece of a stored tensor: *nbytes* from byte *start* of it, at *offset* of the extent's
+    file, with a *checksum* where the store keeps them.
     """
 
     extent: Extent
@@ -55,10 +54,10 @@ class Part:
 
 
 class _Piece(NamedTuple):
-    """*nbytes* of a tensor: from *skip* bytes into *part*, and from *begin* bytes into a window."""
+    """*nbytes* of a tensor: from byte *skip* of *segment*, at byte *begin* of a window."""
 
     name: str
-    part: Part
+    segment: Segment
     skip: int
     begin: int
     nbytes: int
@@ -70,22 +69,22 @@ class _Window(NamedTuple):
 
 
 def name_tensor(error: OffloadError, name: str) -> None:
-    """Let a failed transfer say which tensor it was of."""
+    """Add the tensor's name to the message of a failed transfer."""
     reason = getattr(error, "reason", None)
     if isinstance(reason, str) and not reason.endswith(suffix := f", of tensor {name!r}"):
         error.reason = reason + suffix  # type: ignore[attr-defined]
 
 
 class Snapshot:
-    """The snapshot in *directory*, whether there is one already or not."""
+    """The snapshot in *directory*, which may not exist yet."""
 
     def __init__(self, engine: Engine, directory: StrPath) -> None:
         self.directory = Path(directory)
         self._engine = engine
 
-    def save(self, tensors: Mapping[str, Sequence[Part]]) -> None:
-        """Copy *tensors* here, in place of what was here. Raises: OffloadError, and what was here
-        still is.
+    def save(self, tensors: Mapping[str, Sequence[Segment]]) -> None:
+        """Replace the snapshot by one of *tensors*. Raises: OffloadError; the old snapshot is
+        intact then.
         """
         directory = self.directory
         with _system_errors("snapshot", directory):
@@ -112,13 +111,13 @@ class Snapshot:
                             [window.nbytes, sums[number]] for number, window in enumerate(windows)
                         ],
                         "tensors": [
-                            [name, offsets[name], sum(part.nbytes for part in parts)]
-                            for name, parts in tensors.items()
+                            [name, offsets[name], sum(segment.nbytes for segment in segments)]
+                            for name, segments in tensors.items()
                         ],
                     }
                 )
             finally:
-                # After a failure the new data, after success the old.
+                # Removes the new data file after a failure, the old one after success.
                 with contextlib.suppress(OffloadError):
                     named = self._named_data()
                     self._remove_all_but(named)
@@ -127,7 +126,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Saved]:
-        """What is here, for reading, with its manifest checked. Raises: OffloadError."""
+        """Open the snapshot for reading, with its manifest checked. Raises: OffloadError."""
         if not self.directory.is_dir():
             raise UsageError(f"{self.directory} is not a directory: no snapshot is there")
         with _locked(self.directory, fcntl.LOCK_SH), contextlib.ExitStack() as stack:
@@ -158,13 +157,13 @@ class Snapshot:
         starts = _starts(windows)
 
         def read(number: int, buffer: memoryview, tickets: list[tuple[str, Ticket]]) -> None:
-            for name, part, skip, begin, nbytes in windows[number].pieces:
-                # of the whole part, which such a piece always is
-                expected = False if part.checksum is None else part.checksum
+            for name, segment, skip, begin, nbytes in windows[number].pieces:
+                # a segment with a checksum is in one piece
+                expected = False if segment.checksum is None else segment.checksum
                 transfer = self._engine.read(
                     buffer[begin : begin + nbytes],
-                    part.extent.file,
-                    part.offset + skip,
+                    segment.extent.file,
+                    segment.offset + skip,
                     checksum=expected,
                 )
                 tickets.append((name, transfer))
@@ -187,12 +186,12 @@ class Snapshot:
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
         path = self.directory / _MANIFEST
         with _system_errors("snapshot", path):
-            # the data are there under their name before they are spoken of
+            # the entry of the data file is durable before the manifest names it
             commit.sync_directory(self.directory)
             commit.write_file(path, sealed.dumps(manifest))
 
     def _named_data(self) -> str | None:
-        """The data that count. Raises: UsageError where `snapshot.json` is somebody else's."""
+        """The current data file. Raises: UsageError where `snapshot.json` is not a snapshot's."""
         try:
             manifest = self._manifest()
         except (CorruptionError, UnsupportedError):
@@ -201,7 +200,7 @@ class Snapshot:
 
     def _remove_all_but(self, data: str | None) -> None:
         with _system_errors("snapshot", self.directory):
-            # somebody may want to look at what is left of it
+            # a damaged snapshot keeps its data, for recovery by hand
             broken = data is None and (self.directory / _MANIFEST).exists()
             for entry in list(self.directory.iterdir()):
                 stale = _TEMPORARY.fullmatch(entry.name) or (
@@ -253,9 +252,11 @@ class Saved:
         """Bytes by name."""
         return {name: nbytes for name, _, nbytes in self._manifest["tensors"]}
 
-    def load(self, places: Mapping[str, Sequence[Extent]], summed: bool) -> dict[str, list[Part]]:
-        """Copy every tensor to its extents in *places*, and return its parts there, with their
-        checksums if *summed*. Raises: OffloadError.
+    def load(
+        self, places: Mapping[str, Sequence[Extent]], summed: bool
+    ) -> dict[str, list[Segment]]:
+        """Copy every tensor to its extents in *places*; the segments there, with checksums if
+        *summed*. Raises: OffloadError.
         """
         manifest, engine = self._manifest, self._engine
         crc = manifest["checksum"] == "crc32"
@@ -265,25 +266,25 @@ class Saved:
             )
         windows = [_Window(nbytes, []) for nbytes, _ in manifest["windows"]]
         starts = _starts(windows)
-        parts: dict[str, list[Part]] = {}
+        segments: dict[str, list[Segment]] = {}
         for name, offset, _ in manifest["tensors"]:
-            parts[name] = []
+            segments[name] = []
             start = 0
             for extent in places[name]:
                 done = 0
                 while done < extent.nbytes:
                     number = bisect_right(starts, offset + start) - 1
                     begin = offset + start - starts[number]
-                    part = Part(
+                    segment = Segment(
                         extent,
                         extent.offset + done,
                         start,
                         min(extent.nbytes - done, windows[number].nbytes - begin),
                     )
-                    parts[name].append(part)
-                    windows[number].pieces.append(_Piece(name, part, 0, begin, part.nbytes))
-                    done += part.nbytes
-                    start += part.nbytes
+                    segments[name].append(segment)
+                    windows[number].pieces.append(_Piece(name, segment, 0, begin, segment.nbytes))
+                    done += segment.nbytes
+                    start += segment.nbytes
 
         def read(number: int, buffer: memoryview, tickets: list[tuple[str, Ticket]]) -> None:
             nbytes, checksum = manifest["windows"][number]
@@ -311,14 +312,14 @@ class Saved:
                     nbytes=nbytes,
                     done=nbytes,
                 )
-            for name, part, _, begin, size in windows[number].pieces:
+            for name, segment, _, begin, size in windows[number].pieces:
                 tickets.append(
                     (
                         name,
                         self._store_engine.write(
                             buffer[begin : begin + size],
-                            part.extent.file,
-                            part.offset,
+                            segment.extent.file,
+                            segment.offset,
                             checksum=summed,
                         ),
                     )
@@ -326,10 +327,10 @@ class Saved:
 
         def finished(number: int, tickets: list[tuple[str, Ticket]]) -> None:
             for piece, (_, ticket) in zip(windows[number].pieces, tickets, strict=True):
-                piece.part.checksum = ticket.checksum
+                piece.segment.checksum = ticket.checksum
 
         _pump(len(windows), read, write, finished)
-        return parts
+        return segments
 
 
 _Start = Callable[[int, memoryview, "list[tuple[str, Ticket]]"], None]
@@ -341,10 +342,10 @@ def _pump(
     write: _Start,
     finished: Callable[[int, list[tuple[str, Ticket]]], None],
 ) -> None:
-    """Move windows 0 to *count* through a few buffers, some being read into while others are
-    written from; both add their tickets to a list.
+    """Move windows 0 to *count* through a few buffers, reading into some while others are written
+    from. *read* and *write* append their tickets to a list.
 
-    Raises: what they raise, and what their tickets do, when no transfer is under way any more.
+    Raises: what they raise, and what their tickets do, after all transfers have finished.
     """
     free = [allocate(WINDOW_BYTES) for _ in range(min(_BUFFERS, count))]
     reading: deque[tuple[int, memoryview, list[tuple[str, Ticket]]]] = deque()
@@ -386,9 +387,9 @@ def _wait(tickets: Sequence[tuple[str, Ticket]]) -> None:
             raise
 
 
-def _windows_of(tensors: Mapping[str, Sequence[Part]]) -> tuple[list[_Window], dict[str, int]]:
-    """Windows over *tensors* one after the other, and the offset of each in the data; a part that
-    has a checksum is in one window whole.
+def _windows_of(tensors: Mapping[str, Sequence[Segment]]) -> tuple[list[_Window], dict[str, int]]:
+    """Lay *tensors* out in windows, with the offset of each in the data file. A segment with a
+    checksum is never split between windows.
     """
     windows: list[_Window] = []
     offsets: dict[str, int] = {}
@@ -401,17 +402,17 @@ def _windows_of(tensors: Mapping[str, Sequence[Part]]) -> tuple[list[_Window], d
         before += filled
         pieces, filled = [], 0
 
-    for name, parts in tensors.items():
+    for name, segments in tensors.items():
         offsets[name] = before + filled
-        for part in parts:
+        for segment in segments:
             done = 0
-            while done < part.nbytes:
-                room = WINDOW_BYTES - filled
-                if room == 0 or (part.checksum is not None and part.nbytes > room):
+            while done < segment.nbytes:
+                left = WINDOW_BYTES - filled
+                if left == 0 or (segment.checksum is not None and segment.nbytes > left):
                     close_window()
                     continue
-                nbytes = min(room, part.nbytes - done)
-                pieces.append(_Piece(name, part, done, filled, nbytes))
+                nbytes = min(left, segment.nbytes - done)
+                pieces.append(_Piece(name, segment, done, filled, nbytes))
                 done += nbytes
                 filled += nbytes
         filled += -filled % GRANULE_BYTES
@@ -428,7 +429,7 @@ def _starts(windows: Sequence[_Window]) -> list[int]:
 
 
 def _is_sound(manifest: dict[str, Any]) -> bool:
-    """Whether what a manifest says is possible, so that nothing that follows it leaves its data."""
+    """Whether the manifest is consistent: every range lies within the data file."""
     try:
         end = 0
         for nbytes, checksum in manifest["windows"]:
@@ -479,8 +480,8 @@ def _has_checksums(engine: Engine, file: File) -> bool:
 def _opened(
     engine: Engine, path: Path, mode: str, nbytes: int | None = None
 ) -> Iterator[tuple[Engine, File]]:
-    """The file, with *engine*, or where that demands O_DIRECT and the filesystem has none, with one
-    that goes through the page cache.
+    """Open the file with *engine*; without O_DIRECT where the filesystem lacks it and the engine
+    requires it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -493,7 +494,9 @@ def _opened(
 
 @contextlib.contextmanager
 def _locked(directory: Path, mode: int) -> Iterator[None]:
-    """One writer, or readers: the lock goes with the process, however that ends."""
+    """Lock the directory for one writer, or for readers. The lock ends with the process, however
+    that ends.
+    """
     with _system_errors("open", directory):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -501,14 +504,14 @@ def _locked(directory: Path, mode: int) -> Iterator[None]:
             fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
-                f"{directory} is in use: a snapshot is being written to it or restored from it just now"
+                f"{directory} is in use: a snapshot is being written to it or restored from it"
             ) from None
         except OSError:
-            pass  # a network filesystem that locks no directories
+            pass  # a network filesystem without locks on directories
         yield
     finally:
         with contextlib.suppress(OSError):
-            # a child forked meanwhile holds the descriptor, too
+            # a child forked meanwhile shares the descriptor
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

@@ -19,25 +19,30 @@ from ..errors import NoSpaceError, UsageError, whole_number
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
 from ..io.engine import Engine, StrPath, Ticket, close_at_exit
+from .catalog import Catalog, StoredTensor
+from .catalog import StoreTicket as StoreTicket
 from .slabs import Stripes
 from .snapshot import Snapshot
-from .values import StoreTicket as StoreTicket
-from .values import Value, Values
 
 if TYPE_CHECKING:
     from ..io.engine import Buffer
 
 _STEPS_REMEMBERED = 1000
-_FIELD_NAME = re.compile(":[^:]*:")  # in the format of a buffer
+_FIELD_NAME = re.compile(":[^:]*:")  # in the format string of a buffer
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreStats:
-    """What a store has been asked to move since it was made, snapshots' reads and restores' writes
-    included.
+    """Counters of a store since it was made. Reads of snapshots and writes of restores count.
 
-    puts, gets: calls. bytes_written_by_step: for each of the last 1000 calls of
-    `TensorStore.end_step`, the bytes written since the one before.
+    Attributes
+    ----------
+    puts, gets : int
+        Calls.
+    bytes_read, bytes_written : int
+        Bytes requested from and to the drives.
+    bytes_written_by_step : tuple of int
+        Bytes written between calls of `TensorStore.end_step`, for the last 1000.
     """
 
     puts: int
@@ -48,25 +53,52 @@ class StoreStats:
 
 
 class TensorStore(Closing):
-    """Named tensors in preallocated files on the drives of *paths*, read and written
-    asynchronously.
+    """Named tensors in preallocated files on one or more drives, read and written asynchronously.
 
-    A tensor of 4 MiB or more is cut over the drives in proportion to *weights* (equal ones unless
-    given: pass measured speeds), a smaller one goes to the drive that has the least for its weight;
-    a drive that is full leaves its part to the others. *checksum* sums every byte on its way out
-    and checks it on its way back. The engine is made with *config*, or is the caller's *engine*,
-    which the store does not close.
+    A tensor of 4 MiB or more is striped over the drives; a smaller one goes to the drive with the
+    fewest bytes for its weight. The share of a full drive goes to the others. All methods are
+    thread-safe; a forked child cannot use the store.
 
-    Transfers on one name keep the order of the calls: a get waits for the put before it, and a put
-    of the same size for the gets before it, both inside the call, unless it names their tickets
-    (*after*): it then starts by itself when they ended well, and ends with CancelledError as soon
-    as one failed. All methods may be called from any thread, but not from a process forked since.
-    The files have no names: they are gone with the store or its process, also after kill -9, and
-    stores in one directory never meet.
+    Parameters
+    ----------
+    paths : path or sequence of paths
+        Directories, as a rule one per drive.
+    config : AioConfig, optional
+        Settings of the store's own engine. Excludes *engine*.
+    weights : sequence of float, optional
+        Shares of the drives, such as their measured speeds; equal unless given.
+    checksum : bool
+        Compute a checksum of every byte written, and check it on reads.
+    engine : Engine, optional
+        An engine of the caller's, which the store does not close.
 
-    Raises: UsageError; IOFailure when a path is no directory that can be written to;
-    UnsupportedError when the drive or this build lacks something that *config* or *checksum* wants.
-    Source: open(2) for O_TMPFILE, fallocate(2), io_submit(2).
+    Attributes
+    ----------
+    paths : list of str
+        As given.
+    engine : Engine
+        The engine in use.
+    checksum : bool
+        As given.
+
+    Raises
+    ------
+    UsageError
+        An argument is invalid.
+    IOFailure
+        A path is not a writable directory.
+    UnsupportedError
+        The drive or this build lacks what *config* or *checksum* requires.
+
+    Notes
+    -----
+    Transfers of one name run in the order of the calls: a get waits for an earlier put, and a put
+    of the same size waits for earlier gets. The call itself waits, unless *after* names their
+    tickets: the transfer then starts when they have succeeded, and fails with `CancelledError` when
+    one fails.
+
+    The files are unnamed: they vanish with the store or its process, also after kill -9, and stores
+    in one directory never interfere. Source: open(2) for O_TMPFILE, fallocate(2), io_submit(2).
     """
 
     def __init__(
@@ -91,124 +123,199 @@ class TensorStore(Closing):
         with contextlib.ExitStack() as undo:
             self._owned_engine = undo.enter_context(Engine(config)) if engine is None else None
             self.engine = engine or self._owned_engine or Engine()
-            self._room = Stripes(self.engine, self.paths, shares)
-            # its lock is for the room and the counts, too
-            self._values = Values(self._room, checksum)
+            self._space = Stripes(self.engine, self.paths, shares)
+            # its lock also guards the space and the counters
+            self._catalog = Catalog(self._space, checksum)
             if checksum:
                 with self.engine.open_anonymous(self.paths[0]) as file:
-                    # refused here where this build has none
+                    # raises here where this build has no checksums
                     self.engine.write(b"", file, checksum=True)
             undo.pop_all()
         _open_stores.add(self)
 
     def put(self, name: str, tensor: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
-        """Start writing *tensor* under *name*, in place of what was there, once all of *after*
-        ended well.
+        """Start writing a tensor, replacing the value of its name.
 
-        A tensor of the size that *name* has overwrites it: when the write fails, the old value is
-        lost as well, and `get` raises that error until the next put. One of another size gets a new
-        place; the old one is freed when the write is done, and stays the value when it fails. One
-        that was cancelled leaves the old value in either case.
+        Parameters
+        ----------
+        name : str
+            The name.
+        tensor : torch.Tensor or buffer
+            Contiguous, on the CPU, or an object with the buffer protocol. Its memory is held until
+            the ticket is done, as by `Engine.write`; do not change its contents before.
+        after : sequence of StoreTicket
+            Tickets of this store that must succeed before this put starts.
 
-        Shapes: *tensor* is contiguous, on the CPU, or has the buffer protocol. Lifetime: its memory
-        is held until the ticket is done, as by `Engine.write`; do not change its contents before.
-        Raises: UsageError; NoSpaceError, with the numbers, when it does not fit on the drives,
-        which leaves *name* as it was; from `StoreTicket.wait` IOFailure, NoSpaceError and
-        CancelledError. Source: io_submit(2).
+        Returns
+        -------
+        StoreTicket
+            `StoreTicket.wait` raises `IOFailure`, `NoSpaceError` or `CancelledError`.
+
+        Raises
+        ------
+        UsageError
+            An argument is invalid, or the store is closed.
+        NoSpaceError
+            The tensor does not fit on the drives; with the numbers. The old value stays.
+
+        Notes
+        -----
+        A tensor of the same size as the current value overwrites it in place. When that write
+        fails, the value is lost, and `get` raises the error until the next put. A tensor of another
+        size gets new space; the old value is freed when the write succeeds and stays when it fails.
+        A cancelled put leaves the old value in either case. Source: io_submit(2).
         """
         if not isinstance(name, str):
             raise UsageError(f"the name of a tensor must be a str, not {name!r}")
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
-            with self._values.using():
-                under_way = self._values.conflicts(name, nbytes, after)
-                if not under_way:
+            with self._catalog.locked():
+                blockers = self._catalog.conflicts(name, nbytes, after)
+                if not blockers:
                     try:
                         return self._start(
-                            name, self._values.place_for(name, nbytes), tensor, True, after
+                            name, self._catalog.target_for(name, nbytes), tensor, True, after
                         )
                     except NoSpaceError:
-                        under_way += self._values.may_free_room()
-                        if not under_way:
+                        blockers += self._catalog.may_free_space()
+                        if not blockers:
                             raise
-            for one in under_way:
+            for one in blockers:
                 one.finish()
 
     def get(self, name: str, out: Buffer, *, after: Sequence[StoreTicket] = ()) -> StoreTicket:
-        """Start reading tensor *name* into *out*, as of the last put, once all of *after* ended
-        well.
+        """Start reading a tensor.
 
-        Shapes: *out* is contiguous, on the CPU, with the stored tensor's number of bytes, or has
-        the buffer protocol and is writable. Lifetime: the memory of *out* is held until the ticket
-        is done, as by `Engine.read`; do not use its contents before. Raises: UsageError when there
-        is no such tensor or the sizes differ; the error of the put that lost it; from
-        `StoreTicket.wait` IOFailure, TruncatedError, CancelledError, BufferChangedError, and
-        CorruptionError where the store keeps checksums. Source: io_submit(2).
+        Parameters
+        ----------
+        name : str
+            The name.
+        out : torch.Tensor or writable buffer
+            Contiguous, on the CPU, with the stored tensor's number of bytes. Its memory is held
+            until the ticket is done, as by `Engine.read`; do not use its contents before.
+        after : sequence of StoreTicket
+            Tickets of this store that must succeed before this get starts.
+
+        Returns
+        -------
+        StoreTicket
+            `StoreTicket.wait` raises `IOFailure`, `TruncatedError`, `CancelledError`,
+            `BufferChangedError` and, in a store with checksums, `CorruptionError`.
+
+        Raises
+        ------
+        UsageError
+            There is no such tensor, the sizes differ, or the store is closed.
+        IOFailure, NoSpaceError
+            The put that lost the value failed with it.
+
+        Notes
+        -----
+        Source: io_submit(2).
         """
         nbytes = _checked_nbytes(out, writable=True)
         while True:
-            with self._values.using():
-                under_way = self._values.conflicts(name, after=after)
-                if not under_way:
-                    value = self._values.current(name)
+            with self._catalog.locked():
+                blockers = self._catalog.conflicts(name, after=after)
+                if not blockers:
+                    value = self._catalog.current(name)
                     if nbytes != value.nbytes:
                         raise UsageError(
                             f"tensor {name!r} has {value.nbytes} bytes, not the {nbytes} of what it is to be read into"
                         )
                     return self._start(name, value, out, False, after)
-            for one in under_way:
+            for one in blockers:
                 one.finish()
 
     def delete(self, name: str) -> None:
-        """Forget tensor *name*; its room is free once the transfers under way on it are finished.
-        Raises: UsageError when there is none.
+        """Delete a tensor. Its space is freed when the transfers in flight on it have finished.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            There is no such tensor.
         """
-        with self._values.using():
-            if self._values.nbytes(name) is None:
+        with self._catalog.locked():
+            if self._catalog.nbytes(name) is None:
                 raise UsageError(f"no tensor {name!r} in the store")
-            self._values.forget(name)
+            self._catalog.forget(name)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of tensor *name*, as of the last put. Raises: UsageError when there is none."""
-        with self._values.using():
-            nbytes = self._values.nbytes(name)
+        """Size of a tensor as of the last put.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        int
+            Bytes.
+
+        Raises
+        ------
+        UsageError
+            There is no such tensor.
+        """
+        with self._catalog.locked():
+            nbytes = self._catalog.nbytes(name)
         if nbytes is None:
             raise UsageError(f"no tensor {name!r} in the store")
         return nbytes
 
     def names(self) -> list[str]:
-        """Every name in the store, those included whose put is under way or was lost."""
-        with self._values.using():
-            return list(self._values.sizes())
+        """List every name, including those whose put is in flight or has failed."""
+        with self._catalog.locked():
+            return list(self._catalog.sizes())
 
     def __contains__(self, name: object) -> bool:
-        with self._values.using():
-            return self._values.nbytes(name) is not None
+        with self._catalog.locked():
+            return self._catalog.nbytes(name) is not None
 
     def __len__(self) -> int:
         return len(self.names())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes on the drives that tensors have, each part rounded up to 4 KiB, those under way
-        included.
+        """Bytes of the tensors on the drives, each extent rounded up to 4 KiB; puts in flight
+        count.
         """
-        with self._values.using():
-            return self._room.used_bytes
+        with self._catalog.locked():
+            return self._space.used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be put: what the store has allocated and not used, and what the
-        drives have left.
-        """
-        with self._values.using():
-            return self._room.nbytes - self._room.used_bytes + self._room.available_bytes
+        """Bytes that can still be put: allocated and unused, plus what the drives have available."""
+        with self._catalog.locked():
+            return self._space.nbytes - self._space.used_bytes + self._space.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
-        """Bytes that tensors have on *path*, one of the store's. Raises: UsageError."""
-        with self._values.using():
+        """Bytes of the tensors on one drive.
+
+        Parameters
+        ----------
+        path : path
+            One of `paths`.
+
+        Returns
+        -------
+        int
+            Bytes, each extent rounded up to 4 KiB.
+
+        Raises
+        ------
+        UsageError
+            *path* is not one of the store's.
+        """
+        with self._catalog.locked():
             found = [
-                drive.used_bytes for drive in self._room.drives if drive.path == os.fspath(path)
+                drive.used_bytes for drive in self._space.drives if drive.path == os.fspath(path)
             ]
             if not found:
                 raise UsageError(
@@ -217,160 +324,217 @@ class TensorStore(Closing):
             return sum(found)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate room for *nbytes* in all, what is used already included, so that a drive that is
-        too small is known now.
+        """Preallocate space, so that a drive that is too small is reported now.
 
-        Raises: NoSpaceError, with what was asked for, what each drive has and what is missing;
-        UsageError. Source: fallocate(2).
+        Parameters
+        ----------
+        nbytes : int
+            Bytes in all, including those in use.
+
+        Raises
+        ------
+        NoSpaceError
+            With the size asked for, what each drive has, and what is missing.
+        UsageError
+            *nbytes* is invalid, or the store is closed.
+
+        Notes
+        -----
+        Source: fallocate(2).
         """
         nbytes = whole_number("nbytes", nbytes)
-        with self._values.using():
-            self._room.reserve(nbytes)
+        with self._catalog.locked():
+            self._space.reserve(nbytes)
 
     def drain(self) -> None:
-        """Wait until no transfer is under way. Their errors stay with their tickets."""
-        with self._values.using():
-            under_way = list(self._values.unsettled)
-        for ticket in under_way:
+        """Wait until no transfer is in flight. Errors stay with their tickets."""
+        with self._catalog.locked():
+            tickets = list(self._catalog.in_flight)
+        for ticket in tickets:
             ticket.finish()
 
     def snapshot(self, directory: StrPath, names: Iterable[str] | None = None) -> None:
-        """Write the tensors *names*, all unless given, into *directory*, so that `restore` finds
-        them there in another process.
+        """Write tensors into a directory, for `restore` in another process.
 
-        The directory is made where it is missing, and may lie on any drive; one whose filesystem
-        has no O_DIRECT is written through the page cache. An older snapshot in it stays the valid
-        one until the new one is whole and synced, also when this process is killed or the power
-        goes, so there must be room for both. Puts under way are waited for; a put of the same size
-        to one of the names waits until the snapshot is written.
+        An existing snapshot there stays valid until the new one is complete and synced, also across
+        a crash or power loss; so there must be space for both.
 
-        Units: 32 MiB of memory, for reads and writes that overlap. Raises: UsageError, also where
-        another snapshot is just being written to *directory*; the error of a put that lost one of
-        the names; NoSpaceError and IOFailure; CorruptionError where the store keeps checksums. The
-        older snapshot is whole after each of them. Source: rename(2), fsync(2), flock(2).
+        Parameters
+        ----------
+        directory : path
+            Created where it is missing. On any drive; without O_DIRECT it is written through the
+            page cache.
+        names : iterable of str, optional
+            The tensors; all unless given.
+
+        Raises
+        ------
+        UsageError
+            There is no such tensor, or another snapshot is being written to *directory*.
+        IOFailure, NoSpaceError
+            A transfer failed, now or in the put that lost one of the values.
+        CorruptionError
+            A checksum differs.
+
+        Notes
+        -----
+        Takes 32 MiB of memory for overlapping reads and writes. Waits for puts in flight; a put of
+        the same size to one of the names waits for the snapshot. After an error the old snapshot is
+        intact. Source: rename(2), fsync(2), flock(2).
         """
         chosen = self.names() if names is None else list(dict.fromkeys(names))
-        with self._values.held(chosen) as values:
-            with self._values.using():
+        with self._catalog.held(chosen) as values:
+            with self._catalog.locked():
                 self._counts["bytes_read"] += sum(value.nbytes for value in values.values())
             Snapshot(self.engine, directory).save(
-                {name: value.parts for name, value in values.items()}
+                {name: value.segments for name, value in values.items()}
             )
 
     def restore(self, directory: StrPath) -> list[str]:
-        """Put every tensor of the snapshot in *directory*, and return their names; tensors that
-        have these names are replaced.
+        """Put every tensor of a snapshot into the store, replacing tensors of the same names.
 
-        All are read and checked before the first is replaced, so there must be room for both, and
-        nothing is changed by a restore that fails.
+        All tensors are read and checked before the first is replaced: there must be space for both,
+        and after an error the store is unchanged.
 
-        Units: 32 MiB of memory, for reads and writes that overlap. Raises: UsageError when there is
-        no snapshot in *directory*, or one is just being written; CorruptionError when it is not as
-        it was written; UnsupportedError when a later version or a build with other checksums wrote
-        it; NoSpaceError and IOFailure. Source: flock(2).
+        Parameters
+        ----------
+        directory : path
+            As given to `snapshot`.
+
+        Returns
+        -------
+        list of str
+            The names.
+
+        Raises
+        ------
+        UsageError
+            There is no snapshot in *directory*, or one is being written.
+        CorruptionError
+            The snapshot is damaged.
+        UnsupportedError
+            A later version wrote it, or this build lacks its checksums.
+        IOFailure, NoSpaceError
+            A transfer failed.
+
+        Notes
+        -----
+        Takes 32 MiB of memory. Source: flock(2).
         """
-        with self._values.using():
-            under_way = self._values.may_free_room()
-        for ticket in under_way:
+        with self._catalog.locked():
+            tickets = self._catalog.may_free_space()
+        for ticket in tickets:
             ticket.finish()
         with Snapshot(self.engine, directory).opened() as saved:
-            values: dict[str, Value] = {}
+            values: dict[str, StoredTensor] = {}
             try:
-                with self._values.using():
+                with self._catalog.locked():
                     for name, nbytes in saved.sizes().items():
-                        values[name] = self._values.new(nbytes, "restore")
-                parts = saved.load(
+                        values[name] = self._catalog.new(nbytes, "restore")
+                segments = saved.load(
                     {name: value.extents for name, value in values.items()}, self.checksum
                 )
-                with self._values.using():
+                with self._catalog.locked():
                     for name, value in values.items():
-                        value.parts = parts[name]
+                        value.segments = segments[name]
                         self._counts["bytes_written"] += value.nbytes
-                        self._values.install(name, value)
+                        self._catalog.install(name, value)
             except BaseException:
-                with self._values.lock:
+                with self._catalog.lock:
                     for value in values.values():
-                        self._values.let_go(value)
+                        self._catalog.release(value)
                 raise
         return list(values)
 
     def end_step(self) -> None:
-        """Close the books of a training step: see `StoreStats.bytes_written_by_step`."""
-        with self._values.using():
+        """End a training step in the counters: see `StoreStats.bytes_written_by_step`."""
+        with self._catalog.locked():
             self._bytes_written_by_step.append(
                 self._counts["bytes_written"] - self._bytes_written_before
             )
             self._bytes_written_before = self._counts["bytes_written"]
 
     def stats(self) -> StoreStats:
-        """Counters since the store was made; cheap enough to poll."""
-        with self._values.using():
+        """Counters since the store was made. Cheap enough to poll.
+
+        Returns
+        -------
+        StoreStats
+            A snapshot.
+        """
+        with self._catalog.locked():
             return StoreStats(
                 **self._counts, bytes_written_by_step=tuple(self._bytes_written_by_step)
             )
 
     def close(self) -> None:
-        """Wait for every transfer and give the room back; a second call does nothing, nor does one
-        in a forked child.
+        """Wait for every transfer and free the space. A second call does nothing, nor does one in a
+        forked child.
 
-        Raises: the first failure of a put or get that nobody waited for.
+        Raises
+        ------
+        IOFailure, NoSpaceError, TruncatedError, CorruptionError, BufferChangedError
+            The first failure of a put or get that nobody waited for.
         """
         try:
-            self._values.check_process()
+            self._catalog.check_process()
         except UsageError:
             return
         _open_stores.discard(self)
-        with self._values.lock:
-            self._values.closed = True
-            under_way = list(self._values.unsettled)
-        for ticket in under_way:
+        with self._catalog.lock:
+            self._catalog.closed = True
+            tickets = list(self._catalog.in_flight)
+        for ticket in tickets:
             ticket.finish()
-        with self._values.lock:
-            self._room.close()
-            unheard = self._values.take_unheard()
+        with self._catalog.lock:
+            self._space.close()
+            unobserved = self._catalog.take_unobserved()
         if self._owned_engine is not None:
             self._owned_engine.close()
-        if unheard is not None:
-            unheard.raise_failure()
+        if unobserved is not None:
+            unobserved.raise_failure()
 
     def __repr__(self) -> str:
-        state = "closed" if self._values.closed else f"{len(self._values.sizes())} tensors"
+        state = "closed" if self._catalog.closed else f"{len(self._catalog.sizes())} tensors"
         return f"<TensorStore {', '.join(self.paths)}: {state}>"
 
     def _start(
-        self, name: str, value: Value, buffer: Buffer, writes: bool, after: Sequence[StoreTicket]
+        self,
+        name: str,
+        value: StoredTensor,
+        buffer: Buffer,
+        writes: bool,
+        after: Sequence[StoreTicket],
     ) -> StoreTicket:
-        """Start the transfers of every part; when one is refused, none is left under way. Raises:
+        """Start the transfers of every segment. When one is refused, none stays in flight. Raises:
         OffloadError.
         """
-        put = self._values.put_under_way(name) if self.checksum and not writes else None
-        ticket = self._values.begin(name, value, writes)
-        blockers = (
-            [transfer._request for other in after for transfer in other._transfers] if after else []
-        )
+        put = self._catalog.put_in_flight(name) if self.checksum and not writes else None
+        ticket = self._catalog.start_ticket(name, value, writes)
+        requests = [transfer._request for other in after for transfer in other._transfers]
         try:
-            address, owner = _memory(buffer) if value.parts else (0, None)
-            for index, part in enumerate(value.parts):
+            address, owner = _memory(buffer) if value.segments else (0, None)
+            for index, segment in enumerate(value.segments):
                 if writes:
                     checksum: bool | int | Ticket = self.checksum
                 elif put is not None:
-                    checksum = put._transfers[index]  # whose sum is known when this read starts
+                    checksum = put._transfers[index]  # its checksum is known when this read starts
                 else:
-                    checksum = False if part.checksum is None else part.checksum
+                    checksum = False if segment.checksum is None else segment.checksum
                 ticket._transfers.append(
                     self.engine._submit_at(
                         writes,
-                        address + part.start,
-                        part.nbytes,
+                        address + segment.start,
+                        segment.nbytes,
                         owner,
-                        part.extent.file,
-                        part.offset,
+                        segment.extent.file,
+                        segment.offset,
                         checksum,
-                        blockers,
+                        requests,
                     )
                 )
         except BaseException as refusal:
-            self._values.refuse(ticket, refusal)
+            self._catalog.abort(ticket, refusal)
             raise
         self._counts["puts" if writes else "gets"] += 1
         self._counts["bytes_written" if writes else "bytes_read"] += value.nbytes
@@ -382,8 +546,8 @@ close_at_exit(_open_stores)
 
 
 def _checked_nbytes(buffer: Any, writable: bool) -> int:
-    """Bytes of what the engine would take. It is asked before there is anything to undo, and a part
-    of it alone says less than the whole does.
+    """Bytes of *buffer*. Checks before anything is started what the engine would refuse: it sees
+    one segment at a time.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
@@ -412,8 +576,8 @@ def _checked_nbytes(buffer: Any, writable: bool) -> int:
 
 
 def _memory(buffer: Any) -> tuple[int, object]:
-    """The address of such a buffer, and what keeps it there: of a tensor the storage, since the
-    tensor itself can be pointed elsewhere.
+    """The address of a checked buffer, and what keeps it valid: for a tensor its storage, since the
+    tensor itself can be given another one.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):

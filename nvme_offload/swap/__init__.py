@@ -1,3 +1,1 @@
-"""Named tensors in a budget of memory in front of a store: what stays, what is read ahead, what is
-written.
-"""
+"""Named values in a host memory budget, backed by a store: residency, prefetch and write-back."""

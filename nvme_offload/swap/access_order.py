@@ -1,6 +1,4 @@
-"""`AccessOrder`: in what order named values are used, learned from one period of training to the
-next.
-"""
+"""`AccessOrder`: the order in which named values are used, learned from period to period."""
 
 from __future__ import annotations
 
@@ -9,16 +7,16 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_LONGEST_PERIOD = 1 << 20  # uses: who never ends a period must not fill the memory with its record
+_LONGEST_PERIOD = 1 << 20  # uses; bounds the record where no period ever ends
 NEVER = -1
-_RECENT = 32  # uses, by which it is judged whether the order is followed
+_RECENT = 32  # the last uses, by which `followed` judges
 
 
 class Use(NamedTuple):
     """One use of a value.
 
-    created: the user brings the bytes, so that it takes room and no read. changed: its bytes were
-    other ones at the end. dropped: it was discarded after it, so that nothing is left to keep.
+    *created*: the user brings the contents, so the use needs memory and no read. *changed*: the
+    contents changed. *dropped*: the value was discarded afterwards.
     """
 
     name: str
@@ -29,10 +27,9 @@ class Use(NamedTuple):
 
 
 class Period:
-    """The uses of one period, in order, and at which places each name is used. Never changed.
+    """The uses of one period in order, and the places of each name. Immutable.
 
-    *ends* has for each use the place of the first that began after its end; `NEVER` where there was
-    none.
+    *ends* has for each use the place of the first use that began after it ended, or `NEVER`.
     """
 
     def __init__(self, uses: list[Use], ends: list[int]) -> None:
@@ -49,7 +46,7 @@ class Period:
 
     def pairs(self, first: str, second: str) -> list[int]:
         """The places where *second* is used right after *first*."""
-        if self._pairs is None:  # first asked for when somebody leaves the order
+        if self._pairs is None:  # built on first deviation from the order
             self._pairs = {}
             for place, name in enumerate(self.names):
                 self._pairs.setdefault((self.names[place - 1], name), []).append(place)
@@ -57,23 +54,23 @@ class Period:
 
 
 class AccessOrder:
-    """Learns the order of uses from one period to the next, and takes hints, which come first.
+    """Learns the order of uses from period to period, and takes hints, which have precedence.
 
-    The period before is walked by a cursor, *now*: the position of the use that is expected next.
-    Positions count on from period to period; position p is place p modulo the length. A use that is
-    not the expected one is looked up together with the use before it (wherever in the period: an
-    evaluation runs through the forward pass once more), then alone, ahead; the cursor goes behind
-    what is found. What is found nowhere moves nothing. A use costs O(log n).
+    A cursor, *now*, walks the previous period: the position of the next expected use. Positions
+    increase over periods; position p is place p modulo the length. An unexpected use is looked up
+    together with the use before it, anywhere in the period (an evaluation repeats the forward
+    pass), then alone, ahead of the cursor; the cursor moves behind the match. An unknown use moves
+    nothing. A use costs O(log n).
     """
 
     def __init__(self) -> None:
         self.period = Period([], [])
         self.now = 0
         self._record: list[Use] = []
-        self._ends: list[int] = []  # of the uses in it
+        self._ends: list[int] = []  # of the uses in the record
         self._last_at: dict[str, int] = {}  # name -> its last place in the record
         self._last = ""
-        self._strayed = 0  # one bit for each of the last uses: it was not the expected one
+        self._misses = 0  # a bit for each of the last uses: 1 if it was unexpected
         self._had_extras = False
         self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
         self._hint_number = 0
@@ -86,12 +83,12 @@ class AccessOrder:
 
     @property
     def followed(self) -> bool:
-        """Whether an order is known, and at least half of the last uses were the expected ones."""
-        return bool(self.period.uses) and self._strayed.bit_count() <= _RECENT // 2
+        """Whether an order is known, and at least half of the last uses were expected."""
+        return bool(self.period.uses) and self._misses.bit_count() <= _RECENT // 2
 
     @property
     def full(self) -> bool:
-        """Whether the record is so long that a period must end."""
+        """Whether the record has reached its limit, so that the period must end."""
         return len(self._record) >= _LONGEST_PERIOD
 
     def use(self, name: str, nbytes: int, created: bool) -> None:
@@ -101,22 +98,22 @@ class AccessOrder:
         self._ends.append(NEVER)
         if name in self._hints:
             while self._hints.popitem(last=False)[0] != name:
-                pass  # hinted before it, and not needed
+                pass  # hinted earlier, and skipped
         names = self.period.names
         if names:
             now = self.now
             if names[now % len(names)] == name:
                 self.now = now + 1
-                self._strayed = (self._strayed << 1) & 0xFFFFFFFF
+                self._misses = (self._misses << 1) & 0xFFFFFFFF
             else:
-                self._strayed = (self._strayed << 1 | 1) & 0xFFFFFFFF
+                self._misses = (self._misses << 1 | 1) & 0xFFFFFFFF
                 found = self._position_of(name)
                 if found is not None:
                     self.now = found + 1
         self._last = name
 
     def changed(self, name: str) -> None:
-        """The last use of *name* has changed it."""
+        """The last use of *name* changed it."""
         place = self._last_at.get(name)
         if place is not None and not self._record[place].changed:
             self._record[place] = self._record[place]._replace(changed=True)
@@ -135,11 +132,11 @@ class AccessOrder:
             self._record[place] = self._record[place]._replace(dropped=True)
 
     def step(self) -> bool:
-        """A period ends here; whether another one is expected from now on.
+        """End a period; whether the expected order changes.
 
-        A period that holds the expected one whole, and other uses between, is the same with an
-        evaluation or a checkpoint: the first of its kind teaches nothing. Hints of the period
-        before, which nobody followed, are forgotten.
+        A period that contains the expected one with other uses in between is taken for the same
+        period with an evaluation or a checkpoint: the first of its kind is not learned. Hints of
+        the period before that were not followed are forgotten.
         """
         for name in [name for name, hint in self._hints.items() if hint[1] != self._periods]:
             del self._hints[name]
@@ -158,32 +155,28 @@ class AccessOrder:
             self._had_extras = extras and not adopt
         if adopt:
             self.period = Period(record, ends)
-            self._strayed = 0
+            self._misses = 0
         self.now = -(-self.now // len(self.period)) * len(self.period)
         return adopt
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order, after what was hinted before."""
+        """*names* are used next, in this order, after those hinted before."""
         for name in names:
             self._hints.pop(name, None)
             self._hints[name] = (self._hint_number, self._periods)
             self._hint_number += 1
 
     def hinted(self, name: str) -> int | None:
-        """The number of the hint of *name*, which grows from hint to hint; None where there is
-        none.
-        """
+        """The number of the hint for *name*, increasing from hint to hint; None without a hint."""
         hint = self._hints.get(name)
         return None if hint is None else hint[0]
 
     def forget_hint(self, name: str) -> None:
-        """*name* is not used next after all."""
+        """Remove the hint for *name*."""
         self._hints.pop(name, None)
 
     def next_use(self, name: str) -> int | None:
-        """The position of the next use of *name* in the learned order; None when it is not
-        known.
-        """
+        """The position of the next use of *name* in the learned order; None if unknown."""
         period = self.period
         places = period.places.get(name)
         if places is None:
@@ -194,7 +187,7 @@ class AccessOrder:
         return begin * length + (places[index] if index < len(places) else places[0] + length)
 
     def at(self, position: int) -> Use:
-        """The use that is expected at *position*."""
+        """The use expected at *position*."""
         return self.period.uses[position % len(self.period.uses)]
 
     def _position_of(self, name: str) -> int | None:
@@ -211,6 +204,6 @@ class AccessOrder:
 
 
 def _holds(record: list[Use], known: list[Use]) -> bool:
-    """Whether *known* can be read in *record* with other uses between."""
+    """Whether *known* is a subsequence of *record*."""
     rest = iter(record)
     return all(any(use == other for other in rest) for use in known)

@@ -1,4 +1,4 @@
-"""`Arena`: which bytes of a memory are whose, and which are on offer."""
+"""`Arena`: the blocks of a memory, their owners, and which of them are reclaimable."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any, Generic, Protocol, TypeVar
 Owner = TypeVar("Owner")
 
 
-class Leaving(Protocol):
-    """A write of bytes that lie from *offset* on in *room* bytes, which are not to be touched
-    before it has *ended*.
+class WriteBack(Protocol):
+    """A write from *block_bytes* bytes at *offset*. They must not be overwritten before it has
+    *ended*.
     """
 
     @property
     def offset(self) -> int:
-        """Where they lie."""
+        """Where the block starts."""
 
     @property
-    def room(self) -> int:
-        """How many there are."""
+    def block_bytes(self) -> int:
+        """Size of the block."""
 
     @property
     def ended(self) -> bool:
-        """Whether they may be touched."""
+        """Whether the block may be overwritten."""
 
 
 class Block(Generic[Owner]):
-    """The bytes from *start* to *end*; its neighbours *previous* and *following*.
+    """The bytes from *start* to *end*; linked to its neighbours *previous* and *following*.
 
-    owner: whose bytes are there, None where nobody's are. open: on offer, so that somebody else may
-    take it. writes: of what was or is there, and may not be touched before they have ended.
+    owner: whose contents are there, or None. reclaimable: may be given to another owner. writes:
+    the writes from these bytes that must end before the bytes are overwritten.
     """
 
-    __slots__ = ("end", "following", "open", "owner", "previous", "start", "writes")
+    __slots__ = ("end", "following", "owner", "previous", "reclaimable", "start", "writes")
 
     def __init__(
         self, start: int, end: int, owner: Owner | None, previous: Block[Owner] | None
@@ -41,37 +41,37 @@ class Block(Generic[Owner]):
         self.start = start
         self.end = end
         self.owner = owner
-        self.open = False
+        self.reclaimable = False
         self.writes: tuple[Any, ...] = ()
         self.previous = previous
         self.following: Block[Owner] | None = None
 
 
 class Arena(Generic[Owner]):
-    """*nbytes* of memory, cut into blocks; each byte is in exactly one.
+    """*nbytes* of memory, partitioned into blocks.
 
-    Neighbours that are on offer are one run, whoever's bytes they have and whatever is written of
-    them. Room is given out from the start of the smallest run that has it. No run crosses
-    *boundary*: what is below it and what is above are searched apart. All in bytes.
+    Adjacent reclaimable blocks form a run, whatever their owners and in-flight writes. Allocation
+    is best fit: from the start of the smallest run that is large enough. Runs do not cross
+    *boundary*; the parts below and above it are searched separately. All in bytes.
 
-    An operation costs O(log runs), and the blocks that it takes.
+    An operation costs O(log runs), plus the blocks that it touches.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.boundary = 0
-        self.open_bytes = 0
+        self.reclaimable_bytes = 0
         self.first: Block[Owner] = Block(0, nbytes, None, None)
-        self._starts: list[int] = []  # of all runs
+        self._starts: list[int] = []  # of all runs, sorted
         self._runs: dict[int, tuple[int, Block[Owner]]] = {}  # start -> (end, first block)
         self._run_ends: dict[int, int] = {}  # end -> start
-        # (bytes, start), below and above
+        # (bytes, start), sorted; below and above the boundary
         self._sizes: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         if nbytes:
-            self.open(self.first)
+            self.offer(self.first)
 
     def grow(self, nbytes: int) -> None:
-        """Offer what there is more than before, behind the rest. Costs O(blocks)."""
+        """Add memory at the end, up to *nbytes* in all; it is reclaimable. Costs O(blocks)."""
         if nbytes == self.nbytes:
             return
         last: Block[Owner] = self.first
@@ -79,50 +79,50 @@ class Arena(Generic[Owner]):
             last = last.following
         last.following = Block(self.nbytes, nbytes, None, last)
         self.nbytes = nbytes
-        self.open(last.following)
+        self.offer(last.following)
 
     def set_boundary(self, boundary: int) -> None:
-        """No run crosses *boundary* from now on. Costs O(blocks)."""
+        """Set the boundary. Costs O(blocks)."""
         self.boundary = boundary
         self._starts, self._runs, self._run_ends, self._sizes = [], {}, {}, ([], [])
-        self.open_bytes = 0
+        self.reclaimable_bytes = 0
         block: Block[Owner] | None = self.first
         while block is not None:
             following = block.following
-            if block.open:
-                block.open = False
-                self.open(block)
+            if block.reclaimable:
+                block.reclaimable = False
+                self.offer(block)
             block = following
 
     def best_fit(self, nbytes: int, above: bool) -> int | None:
-        """The start of the smallest run of at least *nbytes* above the boundary or below it, the
-        lowest of equals.
+        """The start of the smallest run of at least *nbytes* above or below the boundary; of equals
+        the lowest.
         """
         sizes = self._sizes[above]
         index = bisect_left(sizes, (nbytes, 0))
         return sizes[index][1] if index < len(sizes) else None
 
-    def is_open(self, start: int, end: int) -> bool:
-        """Whether all from *start* to *end* is in one run."""
+    def is_reclaimable(self, start: int, end: int) -> bool:
+        """Whether one run contains *start* to *end*."""
         index = bisect_right(self._starts, start)
         return index > 0 and self._runs[self._starts[index - 1]][0] >= end
 
-    def open(self, block: Block[Owner]) -> None:
-        """Offer *block*."""
-        block.open = True
-        self.open_bytes += block.end - block.start
+    def offer(self, block: Block[Owner]) -> None:
+        """Make *block* reclaimable."""
+        block.reclaimable = True
+        self.reclaimable_bytes += block.end - block.start
         if block.owner is None and block.start < self.boundary < block.end:
             self._split(block, self.boundary)
             rest = block.following
             assert rest is not None
-            rest.open = True
+            rest.reclaimable = True
             self._join(rest)
         self._join(block)
 
-    def close(self, block: Block[Owner]) -> None:
-        """*block* is not on offer any more."""
-        block.open = False
-        self.open_bytes -= block.end - block.start
+    def claim(self, block: Block[Owner]) -> None:
+        """Make *block* not reclaimable."""
+        block.reclaimable = False
+        self.reclaimable_bytes -= block.end - block.start
         start = self._starts[bisect_right(self._starts, block.start) - 1]
         end, first = self._runs[start]
         self._remove(start, end)
@@ -133,39 +133,37 @@ class Arena(Generic[Owner]):
             self._insert(block.end, end, block.following)
 
     def free(self, block: Block[Owner]) -> None:
-        """*block* is nobody's any more, and on offer."""
+        """Remove the owner of *block*, and make it reclaimable."""
         block.owner = None
-        block.writes = _unended(block.writes)
-        if block.open:
+        block.writes = _in_flight(block.writes)
+        if block.reclaimable:
             return
         previous = block.previous
         if (
             previous is not None
-            and previous.open
+            and previous.reclaimable
             and previous.owner is None
             and block.start != self.boundary
             and not block.writes
         ):
-            previous.writes = _unended(previous.writes)
+            previous.writes = _in_flight(previous.writes)
             if not previous.writes:
-                self.close(previous)
+                self.claim(previous)
                 previous.end = block.end
                 self._unlink(block)
                 block = previous
-        self.open(block)
+        self.offer(block)
 
     def take(self, start: int, nbytes: int, owner: Owner) -> tuple[Block[Owner], list[Owner]]:
-        """Give *nbytes* from *start* on, all on offer, to *owner*; the block, and the owners that
-        have lost theirs.
-
-        The block's *writes* are those that have to end before its bytes may be touched.
+        """Give *nbytes* from *start* on, all reclaimable, to *owner*. Returns the block, and the
+        owners that lost theirs. The block's *writes* must end before its bytes are overwritten.
         """
         end = start + nbytes
         run_start = self._starts[bisect_right(self._starts, start) - 1]
         run_end, block = self._runs[run_start]
         run_first = block
         self._remove(run_start, run_end)
-        if end > run_end:  # and across the boundary
+        if end > run_end:  # crosses the boundary
             assert run_end == self.boundary
             rest_end, _ = self._runs[run_end]
             self._remove(run_end, rest_end)
@@ -192,12 +190,12 @@ class Arena(Generic[Owner]):
                     not write.ended
                     and write not in writes
                     and write.offset < end
-                    and start < write.offset + write.room
+                    and start < write.offset + write.block_bytes
                 ):
                     writes.append(write)
             if covered.end > end:
                 tail = self._split(covered, end)
-                tail.open = True
+                tail.reclaimable = True
             following = covered.following
             if covered is not head:
                 self._unlink(covered)
@@ -211,7 +209,7 @@ class Arena(Generic[Owner]):
             self.first = given
         if covered is not None:
             covered.previous = given
-        self.open_bytes -= nbytes
+        self.reclaimable_bytes -= nbytes
         if run_start < start:
             self._insert(run_start, start, run_first)
         if end < run_end:
@@ -220,9 +218,7 @@ class Arena(Generic[Owner]):
         return given, lost
 
     def overlapping(self, start: int, end: int) -> list[Block[Owner]]:
-        """Every block with bytes from *start* to *end*. Costs O(blocks): for what happens
-        rarely.
-        """
+        """Every block that overlaps *start* to *end*. Costs O(blocks): for rare operations."""
         found = []
         block: Block[Owner] | None = self.first
         while block is not None and block.start < end:
@@ -232,7 +228,7 @@ class Arena(Generic[Owner]):
         return found
 
     def _split(self, block: Block[Owner], at: int) -> Block[Owner]:
-        """Cut *block*; the second part, which is nobody's."""
+        """Split *block* at *at*; the second part, without an owner."""
         rest: Block[Owner] = Block(at, block.end, None, block)
         rest.writes = block.writes
         rest.following = block.following
@@ -249,7 +245,7 @@ class Arena(Generic[Owner]):
             block.following.previous = block.previous
 
     def _join(self, block: Block[Owner]) -> None:
-        """Make *block* part of the runs."""
+        """Add *block* to the runs."""
         start, end, first = block.start, block.end, block
         if start != self.boundary:
             before = self._run_ends.get(start)
@@ -277,5 +273,5 @@ class Arena(Generic[Owner]):
         del sizes[bisect_left(sizes, (end - start, start))]
 
 
-def _unended(writes: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_flight(writes: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(write for write in writes if not write.ended) if writes else writes

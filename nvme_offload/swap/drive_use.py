@@ -1,30 +1,54 @@
-"""`DriveUse`: what a step moved to and from the drives of a tier, and how long it waited for them;
-a `Meter` reads it off.
+"""`DriveUse`: what a step transferred to and from the drives of a tier, and its wait for them;
+`Meter` counts it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OffloadError
 from ..hardware import profile_shelf
+from ..hardware.disk_counters import Disks, busy_share
+from . import live
 
 if TYPE_CHECKING:
-    from .swapper import SwapperStats
+    from ..hardware.profile import Profile
     from .tier import Tier
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriveUse:
-    """One step.
+    """The transfers of one step.
 
-    step: counted from 1. seconds: all of it. bytes_read, bytes_written: from and to the drives.
-    waited_seconds: in which the step stood still for a drive. resident_bytes: of what is offloaded,
-    those that are in host memory at the end. peak_bytes: the most host memory of the pool that was
-    ever in use. tuned_bytes_per_second: what the drive's profile promises for reads and writes at
-    once; None where the drive has no profile.
+    Attributes
+    ----------
+    step : int
+        Counted from 1.
+    seconds : float
+        Duration of the step.
+    bytes_read, bytes_written : int
+        From and to the drives.
+    waited_seconds : float
+        Time in which the step was blocked on a drive.
+    resident_bytes : int
+        Offloaded bytes in host memory at the end of the step.
+    peak_bytes : int
+        The most host memory of the pool used so far.
+    tuned_bytes_per_second : float or None
+        Mixed read and write speed of the drives by their profile; None without a profile.
+    total_written_bytes : int
+        To the drives by this process so far.
+    busy_share : float or None
+        Share of the time since the previous step ended in which the busiest disk had requests of
+        any process; None where the kernel does not report it.
+    disk_written_bytes : int or None
+        To the disks by any process since boot; None where the kernel does not report it.
     """
 
     step: int
@@ -35,10 +59,13 @@ class DriveUse:
     resident_bytes: int
     peak_bytes: int
     tuned_bytes_per_second: float | None
+    total_written_bytes: int = 0
+    busy_share: float | None = None
+    disk_written_bytes: int | None = None
 
     @property
     def bytes_per_second(self) -> float:
-        """Both directions together, over the whole step."""
+        """Reads and writes together, over the whole step."""
         return (self.bytes_read + self.bytes_written) / self.seconds
 
     def __str__(self) -> str:
@@ -48,50 +75,108 @@ class DriveUse:
         )
         if self.tuned_bytes_per_second is not None:
             text += f", which does {self.tuned_bytes_per_second / 1e9:.2f} GB/s by its profile"
-        return f"{text}; {self.resident_bytes / 1e9:.2f} GB in host memory"
+        if self.busy_share is not None:
+            text += f"; the drive was busy {self.busy_share:.0%} of the time"
+        return f"{text}; {self.resident_bytes / 1e9:.2f} GB in host memory; {self._written()}"
+
+    def _written(self) -> str:
+        text = f"written so far {self.total_written_bytes / 1e9:.2f} GB"
+        if self.disk_written_bytes is not None:
+            text += f" of the {self.disk_written_bytes / 1e9:.2f} GB to the disk since the machine was started"
+        return text
 
     def _duration(self) -> str:
         return f"{self.seconds:.2f} s"
 
 
 class Meter:
-    """Counts what moves in and out of *tier*, whoever moves it."""
+    """Counts the transfers of a tier, whoever starts them, and has `live` log during long steps.
+
+    What the drives' profiles know of their endurance is logged once.
+
+    Parameters
+    ----------
+    tier : Tier
+        Its first `Tier.require` has been called.
+
+    Raises
+    ------
+    UsageError
+        *tier* has no swapper yet.
+    """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._before = tier.swapper.stats()
         self._tuned: float | None = None
         with contextlib.suppress(OffloadError, OSError):  # never swept
-            self._tuned = (
-                sum(profile_shelf.find(path).performance["mixed"].gb_per_s for path in tier.paths)
-                * 1e9
-            )
+            profiles = [profile_shelf.find(path) for path in tier.paths]
+            self._tuned = sum(each.performance["mixed"].gb_per_s for each in profiles) * 1e9
+            for path, profile in zip(tier.paths, profiles, strict=True):
+                _tell_endurance(path, profile)
+        self._disks = Disks(tier.paths)
+        self._disks_before, self._took = self._disks.counters(), time.monotonic()
+        live.watch(tier)
 
     def waited_seconds(self) -> float:
-        """How long callers of the tier have waited for a drive since the last `take`."""
-        return self._waited_until(self._tier.swapper.stats())
+        """How long callers of the tier have waited for a drive.
+
+        Returns
+        -------
+        float
+            Seconds since the last `take` or `begin`, or since creation.
+        """
+        return self._tier.swapper.stats().waited_seconds - self._before.waited_seconds
+
+    def begin(self) -> None:
+        """Start the step now, instead of where the previous one ended."""
+        self._take(ended=False)
 
     def take(self) -> dict[str, Any]:
-        """The fields of `DriveUse` that are no times of the caller's, since the last call or since
-        this was made.
+        """End a step.
+
+        Returns
+        -------
+        dict
+            The fields of `DriveUse` but for *step* and *seconds*, since the last `take` or `begin`,
+            or since creation.
         """
+        return self._take(ended=True)
+
+    def _take(self, *, ended: bool) -> dict[str, Any]:
         before, now = self._before, self._tier.swapper.stats()
-        waited = self._waited_until(now)
-        self._before = now
+        disks, taken = self._disks.counters(), time.monotonic()
+        busy = (
+            busy_share(self._disks_before, disks, taken - self._took)
+            if self._disks_before is not None and disks is not None
+            else None
+        )
+        self._before, self._disks_before, self._took = now, disks, taken
+        live.step_began(self._tier, disks, ended=ended)
         return {
             "bytes_read": now.bytes_read - before.bytes_read,
             "bytes_written": now.bytes_written - before.bytes_written,
-            "waited_seconds": waited,
+            "waited_seconds": now.waited_seconds - before.waited_seconds,
             "resident_bytes": now.resident_bytes,
             "peak_bytes": now.peak_bytes,
             "tuned_bytes_per_second": self._tuned,
+            "total_written_bytes": now.bytes_written,
+            "busy_share": busy,
+            "disk_written_bytes": disks.written_bytes if disks is not None else None,
         }
 
-    def _waited_until(self, now: SwapperStats) -> float:
-        before = self._before
-        return (
-            now.read_wait_seconds
-            + now.room_wait_seconds
-            - before.read_wait_seconds
-            - before.room_wait_seconds
-        )
+
+def _tell_endurance(path: str, profile: Profile) -> None:
+    """Log how worn the drive was when it was swept, where it told."""
+    health = profile.health_after
+    if path in _told or health is None or health.written_bytes is None:
+        return
+    _told.add(path)
+    worn = f", {health.wear:.0%} of its rated life" if health.wear is not None else ""
+    _log.info(
+        "the drive of %s had %.2f TB written to it when it was swept%s",
+        *(path, health.written_bytes / 1e12, worn),
+    )
+
+
+_told: set[str] = set()  # paths

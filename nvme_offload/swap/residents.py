@@ -1,6 +1,4 @@
-"""Which values stay in memory through a period of uses, because that saves the most transfers, and
-through how much of it the others pass.
-"""
+"""Chooses the residents of a period: the values whose stay in memory saves the most transfers."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ import numpy as np
 
 from .access_order import NEVER, Period
 
-# a transfer costs as much as so many bytes: where all else is equal, small values stay
+# the fixed cost of a transfer in bytes: all else equal, small values stay
 REQUEST_BYTES = 256 << 10
 
-_LARGEST = (1, 2, 4, 8, 16)  # so many of the largest values are tried as the first to stay
+_LARGEST_COUNTS = (1, 2, 4, 8, 16)  # counts of the largest values to try as fixed residents
 _TRIES = 4
 
 
-class Passing(NamedTuple):
-    """What room the values want that do not stay: *in_use* bytes at once, at most, and *nbytes*
-    with those that are read meanwhile.
+class Transient(NamedTuple):
+    """The memory that the values need that are not resident: *in_use* bytes at most at once, and
+    *nbytes* including prefetch.
     """
 
     in_use: int
@@ -29,20 +27,20 @@ class Passing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """*names* stay, the others pass through *passing_bytes*, and so *saved_bytes* of a period are
-    not moved.
+    """*names* are resident, the others share *transient_bytes*; this saves *saved_bytes* of
+    transfers per period.
     """
 
     names: list[str]
-    passing_bytes: int
+    transient_bytes: int
     saved_bytes: int
 
 
 class Chooser:
-    """Chooses who stays in memory through *period*, for values that take *sizes*.
+    """Chooses the residents of *period*, for values of *sizes*.
 
-    *carried_bytes* are in use when a period ends. *ahead_bytes* are read ahead, None for as much as
-    the two values take that are used next: one that is being read while the other is ready.
+    *carried_bytes* are in use when a period ends. *ahead_bytes* are prefetched; None for the size
+    of the next two values: one being read while the other is ready.
     """
 
     def __init__(
@@ -56,16 +54,16 @@ class Chooser:
         self._used = np.fromiter((numbers[name] for name in period.names), np.int64, len(period))
         self._ends = np.array(period.ends, np.int64)
         self._by_number = np.fromiter(sizes.values(), np.int64, len(sizes))
-        everything = self.passing(())
+        everything = self.transient(())
         self.counts = transfers(period, sizes, everything.nbytes - everything.in_use)
 
     def saved(self, names: Collection[str]) -> int:
-        """Bytes of a period that are not moved when *names* stay."""
+        """Bytes per period that are not transferred when *names* are resident."""
         return sum(self.counts.get(name, 0) * self._sizes.get(name, 0) for name in names)
 
-    def passing(self, stay: Collection[str]) -> Passing:
-        """The room that all others want when the values *stay*: rather too much where one is in use
-        until just before its next use. Costs O(uses).
+    def transient(self, stay: Collection[str]) -> Transient:
+        """The memory that the other values need when *stay* are resident; an upper bound where a
+        value is in use until just before its next use. Costs O(uses).
         """
         sizes = self._by_number.copy()
         sizes[[self._numbers[name] for name in stay if name in self._numbers]] = 0
@@ -76,61 +74,63 @@ class Chooser:
         np.subtract.at(change, self._ends[known], taken[known])
         places = np.flatnonzero(taken)
         if not len(places):
-            return Passing(self._carried_bytes, self._carried_bytes)
+            return Transient(self._carried_bytes, self._carried_bytes)
         in_use = change.cumsum()[places] + self._carried_bytes
         most = int(in_use.max())
         if self._ahead_bytes is not None:
-            return Passing(most, most + self._ahead_bytes)
+            return Transient(most, most + self._ahead_bytes)
         here = self._used[places]
         first, second = np.roll(here, -1), np.roll(here, -2)
         ahead = sizes[first] * (first != here) + sizes[second] * (
             (second != here) & (second != first)
         )
-        return Passing(most, int((in_use + ahead).max()))
+        return Transient(most, int((in_use + ahead).max()))
 
     def choose(self, nbytes: int) -> Choice:
-        """Who stays in *nbytes* of memory.
+        """Choose the residents of *nbytes* of memory.
 
-        A few values that are far larger than all others are tried as the first to stay: the room
-        through which the others pass can be so much smaller then.
+        Also tries a few of the largest values as fixed residents: without them the others may need
+        far less transient memory.
         """
-        everything = self.passing(())
+        everything = self.transient(())
         by_size = sorted(
             (name for name, count in self.counts.items() if count),
             key=lambda name: self._sizes[name],
             reverse=True,
         )
         firsts = [
-            (self.passing(by_size[:count]).nbytes, by_size[:count])
-            for count in _LARGEST
+            (self.transient(by_size[:count]).nbytes, by_size[:count])
+            for count in _LARGEST_COUNTS
             if count <= len(by_size)
         ]
         fitting = [
-            (passing, first) for passing, first in firsts if passing + self._bytes(first) <= nbytes
+            (transient, first)
+            for transient, first in firsts
+            if transient + self._bytes(first) <= nbytes
         ]
-        tried = [self._settled(nbytes, [], everything.nbytes)]
+        tried = [self._solve(nbytes, [], everything.nbytes)]
         if fitting and min(fitting)[0] < everything.nbytes:
-            tried.append(self._settled(nbytes, min(fitting)[1], min(fitting)[0]))
+            tried.append(self._solve(nbytes, min(fitting)[1], min(fitting)[0]))
         return max(tried, key=lambda choice: choice.saved_bytes)
 
-    def _settled(self, nbytes: int, first: list[str], passing_bytes: int) -> Choice:
-        """Those who stay, *first* among them, and the room that the others want then, which follow
-        from each other.
+    def _solve(self, nbytes: int, first: list[str], transient_bytes: int) -> Choice:
+        """The residents, with *first* among them. They determine the transient memory and depend on
+        it: iterate.
         """
         rest = {name: count for name, count in self.counts.items() if name not in set(first)}
-        best = Choice([], self.passing(()).nbytes, 0)
+        best = Choice([], self.transient(()).nbytes, 0)
         for _ in range(_TRIES):
-            left = nbytes - passing_bytes - self._bytes(first)
+            left = nbytes - transient_bytes - self._bytes(first)
             if left < 0:
                 break
             names = first + choose(rest, self._sizes, left)
-            wanted = self.passing(names).nbytes
+            wanted = self.transient(names).nbytes
             saved = self.saved(names)
             if wanted <= nbytes - self._bytes(names) and saved > best.saved_bytes:
                 best = Choice(names, wanted, saved)
-            if wanted == passing_bytes:
+            if wanted == transient_bytes:
                 break
-            passing_bytes = wanted
+            transient_bytes = wanted
         return best
 
     def _bytes(self, names: Collection[str]) -> int:
@@ -138,11 +138,11 @@ class Chooser:
 
 
 def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict[str, int]:
-    """How many reads and writes a period of each value takes that does not stay, by name, in the
-    order of their first use.
+    """The reads and writes per period of each value if it is not resident, by name, in order of
+    first use.
 
-    Between two uses with at most *near_bytes* of others between it stays all the same. What was
-    discarded is neither written nor read, and what is created is not read.
+    A value stays between two uses with at most *near_bytes* of other values between them. A
+    discarded value is neither written nor read, a created one is not read.
     """
     uses = period.uses
     before = [0]
@@ -158,17 +158,17 @@ def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict
             for place, later in zip(places, following, strict=True)
         ]
         between[-1] += total
-        leaves = [
+        evicted = [
             gap > near_bytes and not use.dropped for gap, use in zip(between, here, strict=True)
         ]
         count = 0
-        if True in leaves:
+        if True in evicted:
             changed = False
-            # so that the walk ends where the value leaves
-            start = leaves.index(True) + 1 - len(here)
+            # start after an eviction, so that the walk ends at one
+            start = evicted.index(True) + 1 - len(here)
             for index in range(start, start + len(here)):
                 changed = (changed or here[index].changed) and not here[index].dropped
-                if leaves[index]:
+                if evicted[index]:
                     count += changed + (not uses[following[index]].created)
                     changed = False
         counts[name] = count
@@ -181,11 +181,11 @@ def choose(
     nbytes: int,
     request_bytes: int = REQUEST_BYTES,
 ) -> list[str]:
-    """The values that stay in *nbytes*, by transfers saved for each byte of room.
+    """The values resident in *nbytes*, by transfers saved per byte of memory.
 
-    Of those that save about the same, and do not all fit, as many as do are taken at even distances
-    along the order of use: so the transfers of the others are spread over the period, and the drive
-    does not stand idle while those are used that stay.
+    Of values that save about the same and do not all fit, take some at even distances along the
+    order of use. This spreads the transfers of the others over the period, so that the drive is not
+    idle while residents are used.
     """
     classes: dict[int, list[str]] = {}
     for name, count in counts.items():

@@ -1,5 +1,5 @@
-"""`Schedule`: which named values lie where in a budget of memory, and what to read and
-write next.
+"""`Schedule`: the planner of a memory budget: which values are where, and what to read and write
+next.
 """
 
 from __future__ import annotations
@@ -17,97 +17,103 @@ from .arena import Arena, Block
 from .residents import Chooser
 from .value_states import TABLE, Event, State
 
-# How late a value is used again, as a number: who is used last leaves first. Positions of the
-# learned order lie between.
+# The next use of a value as a number, for Belady eviction: the victim is the value whose next use
+# is farthest. Positions of the learned order lie between these two.
 _HINTED = -(1 << 62)  # plus the number of the hint
-# plus the time of the last use: where no order is known, what was used last leaves first
+# plus the time of the last use: without a known order, the most recently used value is the victim
 _UNKNOWN = 1 << 62
-_PLACES_A_CALL = 256  # that are looked ahead in one call of `plan`
-_VICTIMS_A_ROOM = 16  # that are tried for one room
-# of what could be saved: then those that stay are not chosen anew, since all would move
+_POSITIONS_PER_CALL = 256  # positions that one call of `plan` looks ahead
+_MAX_VICTIMS = 16  # victims to try for one allocation
+# residents that save this share of the best choice are kept, since a new choice moves them all
 _GOOD_ENOUGH = 0.95
-# a hint that is no farther away in the learned order than this and twice the hints is no news
-_NEWS = 8
+# a hint is redundant if the learned order has its use within this plus twice the number of hints
+_HINT_SLACK = 8
 
-_IDLE = frozenset({State.CLEAN, State.DIRTY, State.STUCK, State.WRITING, State.REDIRTY})
-_IN_USE = frozenset({State.USED, State.USED_NEW, State.USED_WRITING, State.USED_OVER})
+_IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Transfer:
-    """What to move between memory and drive: the first *nbytes* of *name*, from *offset* bytes into
-    the memory.
+    """A transfer to start: the first *nbytes* of *name*, at *offset* of the memory.
 
-    room: bytes from *offset* on that are the value's. after: the writes that have to end well
-    before this may start. ended: it has. void: it must not start any more, since one of *after* has
-    failed.
+    block_bytes: size of the value's block at *offset*. after: writes that must succeed before this
+    starts. ended: it has. cancelled: it must not start, because one of *after* failed.
     """
 
     writes: bool
     name: str
     offset: int
     nbytes: int
-    room: int
+    block_bytes: int
     after: tuple[Transfer, ...] = ()
     ended: bool = False
-    void: bool = False
+    cancelled: bool = False
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Entry:
-    """A value, or room that is kept for one."""
+    """A value, or a block that is reserved for one."""
 
     name: str
-    nbytes: int  # of the room that its user is given
-    kept: int  # of these, from the first, are its value
-    size: int  # that it takes of the memory
-    known: bool = True  # not only room that is kept for one
-    lowest: bool = False  # where it is to be placed
-    state: State = State.NOWHERE
+    nbytes: int  # of the tensor that its user gets
+    value_bytes: int  # of these, the leading bytes with contents
+    size: int  # of its block, in whole granules
+    exists: bool = True  # False: a reservation
+    lowest: bool = False  # placed as low as possible
+    state: State = State.NEW
     block: Block[_Entry] | None = None
     read: Transfer | None = None
-    write: Transfer | None = None  # under way, from its room or from one that it has given away
-    home: int | None = None  # the offset at which it stays
-    # read or reserved for the use at this position, or for a hint (-1), and not used since
-    ahead: int | None = None
-    unused: bool = False  # read, and not used since
-    passes: bool = False  # it is in use, and does not stay
-    leaves: bool = False  # as soon as the write of its older version has ended
+    write: Transfer | None = None  # in flight, from its block or from one that it has lost
+    home: int | None = None  # the offset reserved for it as a resident
+    # read or reserved for the use at this position, or for a hint (-1)
+    prefetched_for: int | None = None
+    prefetched_unused: bool = False  # read and not used since
+    transient: bool = False  # in use, and not a resident
+    evict_after_write: bool = False  # when the write of its older version has ended
     read_failed: bool = False
     last_use: int = 0
-    stamp: int = 0  # of its place in a heap
+    stamp: int = 0  # of its valid entry in a heap
 
 
 _Block: TypeAlias = Block[_Entry]
 
 
 class Schedule:
-    """The plan of a budget of *nbytes* of memory: pure bookkeeping, told what users do and which
-    transfers end, and asked what to start.
+    """The planner of *nbytes* of memory. Pure bookkeeping: it is told what users do and which
+    transfers end, and says what to start.
 
-    What was used in the last period is expected in the next: two cursors walk it, `order.now`
-    before the next use, and another one ahead of it, by what is read: as much as the next two
-    values take, or *lookahead_bytes*. Which values stay in memory is chosen for the whole period,
-    by transfers saved for each byte of room, beside the room that the others want to pass through
-    (`residents.Chooser`); they lie packed at the low end. All others pass through the rest: read
-    ahead, used, and on offer at once when nobody uses them before the second cursor. A changed
-    value is written then. Its room can be given on before that write ends: who gets it waits for
-    the write (`Transfer.after`). So what is planned does not depend on when transfers end.
+    The uses of the last period are expected in the next. Two cursors walk them: `order.now` at the
+    next use, and a prefetch cursor ahead of it, by the size of the next two values or by
+    *lookahead_bytes*. Residents are chosen for a whole period, by transfers saved per byte of
+    memory, next to the memory that the other values need (`residents.Chooser`). They are packed at
+    the low end. The other values, the transient ones, share the rest: each is prefetched, used, and
+    reclaimable at once unless it is used again before the prefetch cursor. If it changed it is
+    written back then. Its block can be given away before that write ends: the next owner's transfer
+    waits for the write (`Transfer.after`). So the plan does not depend on when transfers end.
 
-    Where no order is known, or it is not followed, values stay until their room is needed, and what
-    is used again last leaves first; where nothing is known that is what was used last, since it is
-    used again last where the order is cyclic. As much room as would be read ahead is kept on offer.
+    While no order is known, or it is not followed, values stay until their memory is needed. The
+    victim is the value whose next use is farthest (Belady eviction); where nothing is known, the
+    most recently used one, which is the same in a cyclic order. As much memory as would be prefetched is kept
+    reclaimable.
 
-    What is on offer keeps its bytes until its room is taken. Where a write fails whose room was
-    given on already, the value gets it back: what waits there has no bytes yet.
+    A reclaimable block keeps its contents until it is reused. Where a write fails whose block was
+    given away, the value gets the block back: the new owner has no contents yet.
 
-    Values lie in whole granules. A use costs O(log n).
+    Blocks are whole granules. A use costs O(log n).
 
-    Attributes: *order*, told of every use here. *lookahead_bytes*, how much is read ahead, in bytes
-    of memory. *peak_bytes*, the most that was taken. *dropped_unused*, how many were read and left
-    unused. *operations*, how many values, places and blocks were looked at, by which tests bound
-    what a call costs.
+    Attributes
+    ----------
+    order : AccessOrder
+        The learned order.
+    lookahead_bytes : int
+        How much is prefetched, in bytes of memory.
+    used_bytes, peak_bytes : int
+        Bytes of all blocks of values, now and at most.
+    unused_prefetches : int
+        Values that were read and evicted before use.
+    operations : int
+        Values, positions and blocks examined; tests bound the cost of a call with it.
     """
 
     def __init__(
@@ -117,36 +123,36 @@ class Schedule:
         self.order = AccessOrder()
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.dropped_unused = 0
+        self.unused_prefetches = 0
         self.operations = 0
         self._granule = granule
         self._asked_lookahead = lookahead_bytes
         self._largest = 0
         self._set_lookahead()
         self._entries: dict[str, _Entry] = {}
-        self._kept_for: dict[str, _Entry] = {}  # rooms for values that there are not yet
+        self._reservations: dict[str, _Entry] = {}  # blocks for values that are created later
         self._arena: Arena[_Entry] = Arena(nbytes)
-        self._placed = 0  # values of `_entries` with room
+        self._placed = 0  # values with a block
         self._in_use: dict[str, _Entry] = {}
-        self._in_use_bytes = 0  # but for those placed lowest
-        self._in_passing = 0  # of these, of values that do not stay
-        self._out: list[Transfer] = []  # to start
+        self._in_use_bytes = 0  # without those placed lowest
+        self._transient_in_use_bytes = 0  # of these, not of residents
+        self._to_start: list[Transfer] = []
         self._needed: _Entry | None = None
-        self._creates = False  # the needed one
-        self._awaited: list[Transfer] = []  # by the needed one
-        self._obstacle: str | None = None
-        self._tried_again: _Entry | None = None  # for the needed one, since its write had failed
+        self._creates = False  # the needed value is created
+        self._awaited: list[Transfer] = []  # by the needed value
+        self._failed_write: str | None = None
+        self._retried: _Entry | None = None  # its failed write is tried again for the needed value
         self._uses = 0
-        # The residents and the cursor that looks ahead.
-        self._homes: dict[str, tuple[int, int]] = {}  # name -> (offset, size) of who stays
-        self._stay_all = False
-        self._passing_bytes = 0  # of room for who does not stay, which is in use or read ahead
-        self._forced = False  # values had to leave that were to stay
+        # The residents, and the prefetch cursor.
+        self._homes: dict[str, tuple[int, int]] = {}  # resident -> (offset, size)
+        self._all_resident = False
+        self._transient_bytes = 0  # budget of values that are not resident, used or prefetched
+        self._forced = False  # a resident had to be evicted
         self._cursor = 0
-        self._ahead: deque[_Entry] = deque()  # read or reserved ahead, in order of use
-        self._ahead_bytes = 0
-        self._hints: deque[str] = deque()  # that nothing was done about
-        # Who may leave, the last to be used first: those that pass, and those that stay.
+        self._prefetched: deque[_Entry] = deque()  # read or reserved, in order of use
+        self._prefetched_bytes = 0
+        self._hints: deque[str] = deque()  # not acted on yet
+        # Eviction candidates, the last to be used first: transient values, and residents.
         self._heaps: tuple[list[tuple[int, int, _Entry]], list[tuple[int, int, _Entry]]] = ([], [])
         self._stamps = 0
 
@@ -161,25 +167,23 @@ class Schedule:
         return name in self._entries
 
     def names(self) -> list[str]:
-        """Every value, the oldest first."""
+        """Every value, oldest first."""
         return list(self._entries)
 
     def size(self, name: str) -> int:
-        """Bytes of the room of *name*, as asked for. Raises: UsageError when there is none."""
+        """Bytes of *name*, as created. Raises: UsageError when there is none."""
         return self._entry(name).nbytes
 
-    # What a user does.
+    # Calls of users.
 
-    def hindrance(self, name: str) -> Transfer | None:
-        """A transfer of *name* that has to end before it can be created anew or discarded: None
-        where there is none.
-        """
+    def blocking_transfer(self, name: str) -> Transfer | None:
+        """A transfer of *name* that must end before it can be discarded, or None."""
         entry = self._entries.get(name)
         return None if entry is None else entry.read or entry.write
 
-    def hinders_create(self, name: str, nbytes: int) -> Transfer | None:
-        """A transfer of *name* that has to end before it can be created with *nbytes*; a write from
-        its own room need not.
+    def blocks_create(self, name: str, nbytes: int) -> Transfer | None:
+        """A transfer of *name* that must end before it can be created with *nbytes*, or None. A
+        write from a block that it keeps does not block.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -191,11 +195,11 @@ class Schedule:
         return entry.read
 
     def create(self, name: str, nbytes: int, lowest: bool = False) -> None:
-        """Room for a new value *name* is needed: `plan` makes it, *lowest* in the memory if so,
+        """Request a block for a new value *name*, *lowest* in the memory if so: `plan` provides it,
         `take` hands it out once it is `ready`.
 
-        No transfer that `hinders_create` may be under way. Raises: UsageError when *name* is in
-        use, OutOfHostMemoryError when there cannot be room, and nothing is changed.
+        No transfer that `blocks_create` reports may be in flight. Raises: UsageError when *name* is
+        in use, OutOfHostMemoryError when it cannot fit; nothing is changed then.
         """
         if nbytes < 0:
             raise UsageError(f"{name!r} cannot have {nbytes} bytes")
@@ -203,7 +207,7 @@ class Schedule:
         entry = self._entries.get(name)
         if entry is not None:
             self._check_free(entry)
-            assert self.hinders_create(name, nbytes) is None
+            assert self.blocks_create(name, nbytes) is None
         if entry is not None and entry.size == size:
             if entry.block is None:
                 self._check_fits(name, nbytes, size)
@@ -212,13 +216,13 @@ class Schedule:
             self._check_fits(name, nbytes, size)
             if entry is not None:
                 self.discard(name)
-            kept = self._kept_for.pop(name, None)
-            if kept is not None and kept.size != size:
-                self._lose(kept)
-                kept = None
-            entry = kept or self._new_entry(name, nbytes, size)
-            entry.known = True
-            entry.nbytes = entry.kept = nbytes
+            reserved = self._reservations.pop(name, None)
+            if reserved is not None and reserved.size != size:
+                self._drop_block(reserved)
+                reserved = None
+            entry = reserved or self._new_entry(name, nbytes, size)
+            entry.exists = True
+            entry.nbytes = entry.value_bytes = nbytes
             entry.lowest = lowest
             self._entries[name] = entry
             if entry.block is not None:
@@ -226,11 +230,11 @@ class Schedule:
         self._need(entry, created=True)
 
     def need(self, name: str) -> None:
-        """The bytes of *name* are needed: `plan` brings them, `take` hands them out once it is
+        """Request the contents of *name*: `plan` provides them, `take` hands them out once it is
         `ready`.
 
-        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when
-        there cannot be room for it.
+        Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when it
+        cannot fit.
         """
         entry = self._entry(name)
         self._check_free(entry)
@@ -240,8 +244,8 @@ class Schedule:
         self._need(entry, created=False)
 
     def ready(self, name: str) -> bool:
-        """Whether the needed value *name* can be taken; any value that is not needed: whether its
-        bytes are in memory.
+        """Whether the needed value *name* can be taken; for other values, whether memory has their
+        contents.
         """
         entry = self._entries[name]
         if entry is self._needed and self._creates and entry.state == State.RESERVED:
@@ -250,47 +254,45 @@ class Schedule:
         return entry.state >= State.CLEAN
 
     def take(self, name: str) -> tuple[int, bool]:
-        """*name*, which is ready, is in use from now on; its offset, and whether its bytes had to
-        be read for this use.
+        """Start the use of *name*, which is ready. Returns its offset, and whether it was read for
+        this use.
         """
         entry = self._entries[name]
         block = entry.block
         assert block is not None
         assert entry is self._needed
-        if block.open:
-            self._arena.close(block)
-        self._to(entry, Event.CREATE if self._creates else Event.TAKE)
+        if block.reclaimable:
+            self._arena.claim(block)
+        self._to(entry, Event.CREATE if self._creates else Event.USE)
         if self._creates:
-            entry.kept = entry.nbytes
-        was_read = entry.unused and not self._creates
-        entry.unused = entry.leaves = False
+            entry.value_bytes = entry.nbytes
+        was_read = entry.prefetched_unused and not self._creates
+        entry.prefetched_unused = entry.evict_after_write = False
         entry.stamp = 0
-        self._not_ahead(entry)
+        self._unmark_prefetched(entry)
         self._needed = None
         self._in_use[name] = entry
-        if not self._stays(entry) and not entry.lowest:
-            entry.passes = True
-            self._in_passing += entry.size
+        if not self._is_resident(entry) and not entry.lowest:
+            entry.transient = True
+            self._transient_in_use_bytes += entry.size
         if not entry.lowest:
             self._in_use_bytes += entry.size
         return block.start, was_read
 
-    def give_up(self, name: str) -> None:
-        """*name*, which is not taken, is no longer needed; where it was to be created it is
-        forgotten.
-        """
+    def cancel_need(self, name: str) -> None:
+        """Withdraw the request for *name*, which was not taken. A value to be created is forgotten."""
         entry = self._entries[name]
-        creates, self._needed, self._obstacle = self._creates, None, None
+        creates, self._needed, self._failed_write = self._creates, None, None
         if creates and entry.state <= State.RESERVED and entry.write is None:
             self.discard(name)
         elif entry.state == State.RESERVED:
-            self._lose(entry)
+            self._drop_block(entry)
         elif entry.state in _IDLE:
-            self._idle(entry)
+            self._on_idle(entry)
 
     def release(self, name: str, changed: bool, nbytes: int | None) -> None:
-        """The user of *name* is done; where it was *changed*, its first *nbytes* are its value now.
-        Raises: UsageError.
+        """End the use of *name*. If it was *changed*, its first *nbytes* are its contents. Raises:
+        UsageError.
         """
         entry = self._entry(name)
         if entry.state < State.USED:
@@ -298,37 +300,37 @@ class Schedule:
         if nbytes is not None and not 0 <= nbytes <= entry.nbytes:
             raise UsageError(f"{name!r} has room for {entry.nbytes} bytes, not for {nbytes}")
         if changed:
-            entry.kept = entry.nbytes if nbytes is None else nbytes
+            entry.value_bytes = entry.nbytes if nbytes is None else nbytes
             self.order.changed(name)
-        self._let_go(entry)
-        self._to(entry, Event.CHANGED if changed else Event.SAME)
+        self._end_use(entry)
+        self._to(entry, Event.RELEASE_DIRTY if changed else Event.RELEASE_CLEAN)
         entry.last_use = self._uses
         if entry.size > self._largest:
             self._largest = entry.size
             self._set_lookahead()
-        self._idle(entry)
+        self._on_idle(entry)
 
     def discard(self, name: str) -> None:
-        """Forget *name*, in use or not. No transfer of it may be under way. Raises: UsageError when
+        """Forget *name*, in use or not. No transfer of it may be in flight. Raises: UsageError when
         there is none.
         """
         entry = self._entry(name)
         assert entry.read is None
         assert entry.write is None
         if entry.state >= State.USED:
-            self._let_go(entry)
-        self._vacate(entry)
+            self._end_use(entry)
+        self._free_block(entry)
         del self._entries[name]
         self.order.dropped(name)
 
     def hint(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order; unknown ones are passed over, and so is what the
-        order that is followed knows already.
+        """*names* are used next, in this order. Unknown names are ignored, and hints that the
+        followed order already has.
         """
         known = [name for name in names if name in self._entries]
         self.operations += len(known)
         if self.order.followed:
-            near = self.order.now + 2 * len(known) + _NEWS
+            near = self.order.now + 2 * len(known) + _HINT_SLACK
             positions = [self.order.next_use(name) for name in known]
             if all(position is not None and position < near for position in positions):
                 return
@@ -337,44 +339,42 @@ class Schedule:
         self._hints.extend(
             known if waiting is None else (name for name in known if name not in waiting)
         )
-        if len(self._hints) > 2 * len(self._entries) + 64:  # hinted again and again, and never used
+        if len(self._hints) > 2 * len(self._entries) + 64:  # hinted repeatedly, and never used
             self._hints = deque(dict.fromkeys(self._hints))
 
     def step(self) -> None:
-        """A period of the order of use ends here; from what it was follows which values stay in
-        memory in the next ones.
-        """
+        """End a period of the order of use, and choose the residents of the next ones."""
         forced, self._forced = self._forced, False
         adopted = self.order.step()
-        if adopted:  # what was read for the order before is no more ahead than all else
-            for entry in self._ahead:
-                self._not_ahead(entry)
+        if adopted:  # prefetches for the old order count no longer
+            for entry in self._prefetched:
+                self._unmark_prefetched(entry)
                 if entry.state == State.RESERVED and entry is not self._needed:
-                    self._lose(entry)
-            self._ahead.clear()
+                    self._drop_block(entry)
+            self._prefetched.clear()
             self._cursor = self.order.now
-        if adopted or (forced and self._stay_all):
+        if adopted or (forced and self._all_resident):
             self._choose_residents(packed=forced)
         self._cursor = max(self._cursor, self.order.now)
 
-    # What to transfer.
+    # Transfers.
 
     def plan(self) -> list[Transfer]:
-        """The transfers to start now: they count as under way from here on."""
+        """The transfers to start now. They count as in flight from here on."""
         needed = self._needed
-        if needed is not None and self._obstacle is None:
-            self._bring_needed(needed)
+        if needed is not None and self._failed_write is None:
+            self._provide_needed(needed)
         if needed is None or needed.block is not None:
-            self._look_ahead()
-        return self.decided()
+            self._prefetch()
+        return self.take_pending()
 
-    def decided(self) -> list[Transfer]:
-        """The transfers to start that follow from what was told, without looking for more."""
-        out, self._out = self._out, []
-        return out
+    def take_pending(self) -> list[Transfer]:
+        """The transfers to start that are already decided, without planning more."""
+        transfers, self._to_start = self._to_start, []
+        return transfers
 
     def waits_for(self, name: str) -> list[Transfer]:
-        """The transfers, under way, that keep the needed value *name* from being ready."""
+        """The in-flight transfers that keep the needed value *name* from being ready."""
         entry = self._entries[name]
         if entry.read is not None:
             return [*(write for write in entry.read.after if not write.ended), entry.read]
@@ -382,25 +382,25 @@ class Schedule:
             return [write for write in entry.block.writes if not write.ended]
         return [transfer for transfer in self._awaited if not transfer.ended]
 
-    def obstacle(self) -> str | None:
-        """A value that keeps the needed one from having room, because its write failed; asked for
-        once, it may be tried again.
+    def failed_write(self) -> str | None:
+        """The value whose failed write keeps the needed one from fitting, or None. After this call
+        it may be tried again.
         """
-        name, self._obstacle = self._obstacle, None
+        name, self._failed_write = self._failed_write, None
         return name
 
     def write_all(self, but: set[str]) -> list[Transfer]:
-        """Writes, to start now, of every changed value that is neither in use nor under way nor
-        among *but*.
+        """Start a write of every dirty value that is not in use, not being written, and not among
+        *but*.
         """
         for entry in self._entries.values():
-            if entry.state in (State.DIRTY, State.STUCK) and entry.name not in but:
+            if entry.state in (State.DIRTY, State.DIRTY_FAILED) and entry.name not in but:
                 self._start_write(entry)
-                self._keep(entry)  # it may leave again where the last write had failed
-        return self.decided()
+                self._add_candidate(entry)  # evictable again if its last write had failed
+        return self.take_pending()
 
     def grow(self, nbytes: int) -> None:
-        """The memory has *nbytes* from now on, no fewer than before: what is there stays there."""
+        """Extend the memory to *nbytes* in all. Blocks stay where they are."""
         assert nbytes >= self.nbytes
         self._arena.grow(nbytes)
         self.nbytes = nbytes
@@ -409,55 +409,55 @@ class Schedule:
             self._choose_residents(packed=False)
 
     def in_use(self) -> bool:
-        """Whether any value is."""
+        """Whether any value is in use."""
         return bool(self._in_use)
 
-    def finished(self, transfer: Transfer, well: bool) -> None:
-        """*transfer* has ended. One that failed is not tried again before somebody needs it: see
-        `need`, `obstacle` and `write_all`.
+    def finished(self, transfer: Transfer, succeeded: bool) -> None:
+        """*transfer* has ended. A failed one is not retried before it is needed: see `need`,
+        `failed_write` and `write_all`.
         """
         transfer.ended = True
-        if transfer.void:
+        if transfer.cancelled:
             return
         entry = self._entries[transfer.name]
         if not transfer.writes:
             entry.read = None
-            self._to(entry, Event.READ_WELL if well else Event.LOST)
-            if well:
-                self._idle_or_keep(entry)
+            self._to(entry, Event.READ_DONE if succeeded else Event.DROP)
+            if succeeded:
+                self._on_read(entry)
             else:
-                entry.unused = False
+                entry.prefetched_unused = False
                 entry.read_failed = True
-                self._vacate(entry)
+                self._free_block(entry)
             return
         entry.write = None
-        if well:
-            self._to(entry, Event.WRITTEN)
+        if succeeded:
+            self._to(entry, Event.WRITE_DONE)
             if entry.state == State.DIRTY:
-                if entry.leaves:
+                if entry.evict_after_write:
                     self._evict(entry)
                 else:
-                    self._keep(entry)
+                    self._add_candidate(entry)
             return
         if entry.state <= State.READING:
-            self._take_back(entry, transfer)
-        elif entry.block is not None and entry.block.open:
-            self._arena.close(entry.block)
+            self._restore_failed_write(entry, transfer)
+        elif entry.block is not None and entry.block.reclaimable:
+            self._arena.claim(entry.block)
         self._to(entry, Event.WRITE_FAILED)
-        entry.leaves = False
+        entry.evict_after_write = False
         if entry.state == State.DIRTY:
-            self._keep(entry)
+            self._add_candidate(entry)
 
     # The states of a value.
 
-    def _let_go(self, entry: _Entry) -> None:
+    def _end_use(self, entry: _Entry) -> None:
         del self._in_use[entry.name]
         self.order.ended(entry.name)
         if not entry.lowest:
             self._in_use_bytes -= entry.size
-        if entry.passes:
-            entry.passes = False
-            self._in_passing -= entry.size
+        if entry.transient:
+            entry.transient = False
+            self._transient_in_use_bytes -= entry.size
 
     def _to(self, entry: _Entry, event: Event) -> None:
         state = TABLE[entry.state][event]
@@ -471,51 +471,51 @@ class Schedule:
         )
 
     def _place(self, entry: _Entry, start: int) -> None:
-        """Give *entry* its room at *start*, which is on offer."""
+        """Allocate the block of *entry* at *start*, which is reclaimable."""
         block, lost = self._arena.take(start, entry.size, entry)
         self.operations += 1 + len(lost)
         for other in lost:
-            self._forget_room(other)
-            self._to(other, Event.LOST)
+            self._detach_block(other)
+            self._to(other, Event.DROP)
         entry.block = block
-        if entry.known:
+        if entry.exists:
             self._count_placed(entry)
-        self._to(entry, Event.ROOM)
+        self._to(entry, Event.ALLOCATE)
 
     def _count_placed(self, entry: _Entry) -> None:
         self._placed += 1
         self.used_bytes += entry.size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def _lose(self, entry: _Entry) -> None:
-        """*entry*, whose bytes are on the drive or are none, gives its room away."""
+    def _drop_block(self, entry: _Entry) -> None:
+        """Free the block of *entry*, which is clean or without contents."""
         if entry.read is not None:
-            entry.read.void = True
+            entry.read.cancelled = True
             entry.read = None
-            entry.unused = False
-        self._to(entry, Event.LOST)
-        self._vacate(entry)
+            entry.prefetched_unused = False
+        self._to(entry, Event.DROP)
+        self._free_block(entry)
 
-    def _vacate(self, entry: _Entry) -> None:
+    def _free_block(self, entry: _Entry) -> None:
         block = entry.block
         if block is not None:
-            self._forget_room(entry)
+            self._detach_block(entry)
             self._arena.free(block)
-        elif not entry.known:
-            self._kept_for.pop(entry.name, None)
+        elif not entry.exists:
+            self._reservations.pop(entry.name, None)
 
-    def _forget_room(self, entry: _Entry) -> None:
+    def _detach_block(self, entry: _Entry) -> None:
         entry.block = None
         entry.stamp = 0
-        entry.leaves = False
-        if entry.known:
+        entry.evict_after_write = False
+        if entry.exists:
             self._placed -= 1
             self.used_bytes -= entry.size
-        self.dropped_unused += entry.unused
-        entry.unused = False
-        self._not_ahead(entry)
-        if not entry.known:
-            self._kept_for.pop(entry.name, None)
+        self.unused_prefetches += entry.prefetched_unused
+        entry.prefetched_unused = False
+        self._unmark_prefetched(entry)
+        if not entry.exists:
+            self._reservations.pop(entry.name, None)
 
     def _start_read(self, entry: _Entry) -> None:
         block = entry.block
@@ -523,71 +523,71 @@ class Schedule:
         after = [write for write in block.writes if not write.ended]
         if entry.write is not None and entry.write not in after:
             after.append(entry.write)
-        entry.read = Transfer(False, entry.name, block.start, entry.kept, entry.size, tuple(after))
-        entry.unused = True
-        self._to(entry, Event.READ)
-        self._out.append(entry.read)
+        entry.read = Transfer(
+            False, entry.name, block.start, entry.value_bytes, entry.size, tuple(after)
+        )
+        entry.prefetched_unused = True
+        self._to(entry, Event.START_READ)
+        self._to_start.append(entry.read)
 
     def _start_write(self, entry: _Entry) -> None:
         block = entry.block
         assert block is not None
-        entry.write = Transfer(True, entry.name, block.start, entry.kept, entry.size)
+        entry.write = Transfer(True, entry.name, block.start, entry.value_bytes, entry.size)
         block.writes = (entry.write,)
-        self._to(entry, Event.WRITE)
-        self._out.append(entry.write)
+        self._to(entry, Event.START_WRITE)
+        self._to_start.append(entry.write)
 
     def _evict(self, entry: _Entry) -> None:
-        """Offer the room of *entry*, which is idle; where only memory has its bytes, they are
-        written.
-        """
+        """Make the block of *entry*, which is idle, reclaimable; a dirty value is written back."""
         block = entry.block
         assert block is not None
         if entry.state == State.DIRTY:
             self._start_write(entry)
         if entry.state in _EVICTABLE:
             entry.stamp = 0
-            entry.leaves = False
-            if not block.open:
-                self._arena.open(block)
+            entry.evict_after_write = False
+            if not block.reclaimable:
+                self._arena.offer(block)
         elif entry.state == State.REDIRTY:
-            entry.leaves = True
+            entry.evict_after_write = True
 
-    def _take_back(self, entry: _Entry, write: Transfer) -> None:
-        """The *write* of *entry* has failed, whose room was given away: who is there has no bytes
-        yet, and goes.
+    def _restore_failed_write(self, entry: _Entry, write: Transfer) -> None:
+        """The write of *entry* failed after its block was given away: give the block back. The new
+        owner has no contents yet.
         """
         if entry.block is not None:
-            self._lose(entry)
-        start, end = write.offset, write.offset + write.room
+            self._drop_block(entry)
+        start, end = write.offset, write.offset + write.block_bytes
         for block in self._arena.overlapping(start, end):
             other = block.owner
             if other is None:
                 continue
             assert other.state in (State.RESERVED, State.READING)
-            self._lose(other)
-        entry.block, lost = self._arena.take(start, write.room, entry)
+            self._drop_block(other)
+        entry.block, lost = self._arena.take(start, write.block_bytes, entry)
         assert not lost
         self._count_placed(entry)
 
-    # Who stays, and who leaves.
+    # Residency and eviction.
 
     def _priority(self, entry: _Entry) -> int:
-        """How late *entry* is used again."""
+        """The next use of *entry*: the larger, the later."""
         hint = self.order.hinted(entry.name)
         if hint is not None:
             return _HINTED + hint
         position = self.order.next_use(entry.name)
         return _UNKNOWN + entry.last_use if position is None else position
 
-    def _stays(self, entry: _Entry) -> bool:
-        return self._stay_all or (
+    def _is_resident(self, entry: _Entry) -> bool:
+        return self._all_resident or (
             entry.home is not None and entry.block is not None and entry.block.start == entry.home
         )
 
-    def _idle(self, entry: _Entry) -> None:
-        """*entry* is idle from now on: it stays, or it leaves."""
+    def _on_idle(self, entry: _Entry) -> None:
+        """*entry* became idle: keep it, or evict it."""
         if self.order.followed:
-            if not self._stays(entry):
+            if not self._is_resident(entry):
                 position = self.order.next_use(entry.name)
                 if (
                     position is not None
@@ -596,26 +596,26 @@ class Schedule:
                 ):
                     self._evict(entry)
                     return
-            self._keep(entry)
+            self._add_candidate(entry)
             return
-        self._keep(entry)
+        self._add_candidate(entry)
         if self._placed < len(self._entries):
             self._evict_for_lookahead()
 
-    def _idle_or_keep(self, entry: _Entry) -> None:
-        """*entry* was read: for its user, for a use ahead, or in vain."""
-        if entry is self._needed or entry.ahead is not None:
-            self._keep(entry)
+    def _on_read(self, entry: _Entry) -> None:
+        """*entry* was read: for its user, as a prefetch, or in vain."""
+        if entry is self._needed or entry.prefetched_for is not None:
+            self._add_candidate(entry)
         else:
-            self._idle(entry)
+            self._on_idle(entry)
 
-    def _keep(self, entry: _Entry) -> None:
-        """*entry* stays in memory until somebody needs its room more."""
+    def _add_candidate(self, entry: _Entry) -> None:
+        """Keep *entry* in memory as an eviction candidate."""
         if entry is self._needed:
             return
         self._stamps += 1
         entry.stamp = self._stamps
-        heap = self._heaps[self._stays(entry)]
+        heap = self._heaps[self._is_resident(entry)]
         heapq.heappush(heap, (-self._priority(entry), self._stamps, entry))
         if len(heap) > 2 * len(self._entries) + 64:
             heap[:] = [item for item in heap if item[2].stamp == item[1]]
@@ -623,15 +623,15 @@ class Schedule:
 
     def _evict_for_lookahead(self) -> None:
         heap = self._heaps[False]
-        while self._arena.open_bytes < self.lookahead_bytes:
+        while self._arena.reclaimable_bytes < self.lookahead_bytes:
             victim = self._pop_victim(heap, -1)
             if victim is None:
                 return
             self._evict(victim)
 
     def _pop_victim(self, heap: list[tuple[int, int, _Entry]], beyond: int) -> _Entry | None:
-        """The idle value of *heap* that is used last, if that is later than *beyond*; it is in no
-        heap then.
+        """Remove and return the candidate of *heap* whose next use is farthest, if that is later
+        than *beyond*.
         """
         renewed = 0
         while heap:
@@ -639,7 +639,7 @@ class Schedule:
             if (
                 entry.stamp != stamp
                 or entry.state not in _EVICTABLE
-                or (entry.block is not None and entry.block.open)
+                or (entry.block is not None and entry.block.reclaimable)
             ):
                 heapq.heappop(heap)
                 self.operations += 1
@@ -659,9 +659,10 @@ class Schedule:
         return None
 
     def _choose_residents(self, packed: bool) -> None:
-        """Choose who stays in memory, for the order that is expected from now on, and where.
+        """Choose the residents of the expected order, and their offsets.
 
-        Where all values fit, each stays where it is, unless they have to be *packed* to find room.
+        Where all values fit they stay where they are, unless they must be *packed* because of
+        fragmentation.
         """
         period = self.order.period
         sizes = {use.name: self._rounded(use.nbytes) for use in period.uses}
@@ -673,27 +674,27 @@ class Schedule:
             ),
             default=0,
         )
-        room = self.nbytes - lowest
-        fits = sum(sizes.values()) <= room
+        available = self.nbytes - lowest
+        fits = sum(sizes.values()) <= available
         if fits and not packed:
-            self._stay_all = True
+            self._all_resident = True
             if self._homes:
                 self._set_homes({}, 0)
             return
         chooser = Chooser(period, sizes, self._in_use_bytes, self._asked_lookahead)
         if fits:
-            names, passing, saved = [*sizes], 0, 0
+            names, transient, saved = [*sizes], 0, 0
         else:
-            names, passing, saved = chooser.choose(room)
-        self._stay_all = False
-        kept = chooser.passing(self._homes).nbytes
-        fit = self._arena.boundary <= self.nbytes - kept and all(
+            names, transient, saved = chooser.choose(available)
+        self._all_resident = False
+        transient_now = chooser.transient(self._homes).nbytes
+        fit = self._arena.boundary <= self.nbytes - transient_now and all(
             sizes.get(name, size) == size for name, (_, size) in self._homes.items()
         )
         if fit and not packed and chooser.saved(self._homes) >= _GOOD_ENOUGH * saved:
-            self._passing_bytes = kept
+            self._transient_bytes = transient_now
             return
-        self._passing_bytes = passing
+        self._transient_bytes = transient
         homes: dict[str, tuple[int, int]] = {}
         for name in names:
             homes[name] = (lowest, sizes[name])
@@ -708,28 +709,28 @@ class Schedule:
             self.operations += 1
             home = homes.get(entry.name)
             entry.home = None if home is None or home[1] != entry.size else home[0]
-            if entry.state in _IDLE and entry.block is not None and not entry.block.open:
+            if entry.state in _IDLE and entry.block is not None and not entry.block.reclaimable:
                 idle.append(entry)
         self._heaps = ([], [])
         for entry in idle:
-            if not homes or self._stays(entry) or entry.state not in _EVICTABLE:
-                self._keep(entry)
+            if not homes or self._is_resident(entry) or entry.state not in _EVICTABLE:
+                self._add_candidate(entry)
             else:
-                # it is in the way of those that stay, or where others are to pass
+                # it is in the residents' part, or in the part of the transient values
                 self._evict(entry)
 
-    # Making room.
+    # Allocation.
 
-    def _bring_needed(self, entry: _Entry) -> None:
-        """See that the needed *entry* has its room, and that its bytes are on their way."""
+    def _provide_needed(self, entry: _Entry) -> None:
+        """Allocate the block of the needed *entry*, and start its read."""
         self._claim(entry)
         block = entry.block
         if entry.read_failed and not self._creates:
             return
         if block is None:
-            if not self._homes and self._back(entry):
+            if not self._homes and self._reattach(entry):
                 return
-            start = self._room(entry, None)
+            start = self._find_space(entry, None)
             if start is None:
                 return
             self._place(entry, start)
@@ -737,96 +738,107 @@ class Schedule:
             self._start_read(entry)
 
     def _claim(self, entry: _Entry) -> None:
-        """*entry* is not on offer any more; but where it is in the way of those that stay, it
-        moves, through the drive.
+        """Make *entry* not reclaimable. In the residents' part it is dropped instead, to be read to
+        its own part.
         """
         block = entry.block
         if block is None:
             return
-        if block.open:
-            # Who creates it anew does not wait for its write, so that it stays where that is.
+        if block.reclaimable:
+            # A create does not wait for the write of the old contents if the block stays.
             movable = entry.write is None or entry is not self._needed or not self._creates
-            if self._homes and movable and not self._stays(entry) and self._may_move(entry, block):
-                self._lose(entry)
+            if (
+                self._homes
+                and movable
+                and not self._is_resident(entry)
+                and self._may_move(entry, block)
+            ):
+                self._drop_block(entry)
                 return
-            self._arena.close(block)
-            self._keep(entry)
-        if entry.leaves:
-            entry.leaves = False
-            self._keep(entry)
+            self._arena.claim(block)
+            self._add_candidate(entry)
+        if entry.evict_after_write:
+            entry.evict_after_write = False
+            self._add_candidate(entry)
 
     def _may_move(self, entry: _Entry, block: _Block) -> bool:
-        """Whether there is room where *entry* belongs, and it is elsewhere."""
+        """Whether *entry* is in the wrong part, and there is space in the right one."""
         if entry.home is not None:
-            return self._arena.is_open(entry.home, entry.home + entry.size)
+            return self._arena.is_reclaimable(entry.home, entry.home + entry.size)
         return (
             block.start < self._arena.boundary
             and self._arena.best_fit(entry.size, above=True) is not None
         )
 
-    def _back(self, entry: _Entry) -> bool:
-        """Take back the room from which *entry* is still being written, if nobody else has it."""
+    def _reattach(self, entry: _Entry) -> bool:
+        """Give *entry* back the block from which it is being written, if that is not reused."""
         write = entry.write
-        if write is None or not self._arena.is_open(write.offset, write.offset + write.room):
+        if write is None or not self._arena.is_reclaimable(
+            write.offset, write.offset + write.block_bytes
+        ):
             return False
-        entry.block, lost = self._arena.take(write.offset, write.room, entry)
+        entry.block, lost = self._arena.take(write.offset, write.block_bytes, entry)
         assert not lost
         entry.block.writes = (write,)
         self._count_placed(entry)
-        self._to(entry, Event.BACK)
-        self._keep(entry)
+        self._to(entry, Event.REATTACH)
+        self._add_candidate(entry)
         return True
 
-    def _room(self, entry: _Entry, position: int | None) -> int | None:
-        """Where *entry* can be placed at once; values that are used later than *position* leave for
-        it, or any where it is needed now.
+    def _find_space(self, entry: _Entry, position: int | None) -> int | None:
+        """Where *entry* can be placed at once, or None. Evicts values used later than *position*;
+        any, where *position* is None (needed now).
         """
         if entry.lowest:
             return self._lowest(entry.size)
-        if entry.home is not None and self._arena.is_open(entry.home, entry.home + entry.size):
+        if entry.home is not None and self._arena.is_reclaimable(
+            entry.home, entry.home + entry.size
+        ):
             return entry.home
         start = self._arena.best_fit(entry.size, above=True)
         if start is None and not self._homes and position is None:
             start = self._arena.best_fit(entry.size, above=False)
         if start is None:
-            start = self._make_room(entry.size, self._heaps[False], position)
+            start = self._evict_for(entry.size, self._heaps[False], position)
         if start is None and position is None:
             start = self._arena.best_fit(entry.size, above=False)
             if start is None:
                 self._forced = True
-                start = self._make_room(entry.size, self._heaps[True], None)
+                start = self._evict_for(entry.size, self._heaps[True], None)
             if start is None:
-                start = self._clear(entry.size, self._longest(entry.size))
+                start = self._evict_range(entry.size, self._largest_gap(entry.size))
         return start
 
-    def _make_room(
+    def _evict_for(
         self, size: int, heap: list[tuple[int, int, _Entry]], position: int | None
     ) -> int | None:
-        """Make those leave who are used last, with their neighbours, until *size* bytes in one
-        piece are on offer; where that is.
+        """Evict the candidates whose next use is farthest, with their neighbours, until *size*
+        contiguous bytes are reclaimable; their start, or None.
         """
         beyond = (_HINTED << 1) if position is None else position
         tried: list[_Entry] = []
         found = None
-        while found is None and len(tried) < (_VICTIMS_A_ROOM if position is None else 2):
+        while found is None and len(tried) < (_MAX_VICTIMS if position is None else 2):
             victim = self._pop_victim(heap, beyond)
             if victim is None:
                 break
-            stretch = self._grow(victim, size, beyond, position is not None)
-            if stretch is None:
+            blocks = self._extend_victim(victim, size, beyond, position is not None)
+            if blocks is None:
                 tried.append(victim)
                 continue
-            found = stretch[0].start
-            for block in stretch:
-                if block.owner is not None and not block.open:
+            found = blocks[0].start
+            for block in blocks:
+                if block.owner is not None and not block.reclaimable:
                     self._evict(block.owner)
         for entry in tried:
-            self._keep(entry)
+            self._add_candidate(entry)
         return found
 
-    def _grow(self, victim: _Entry, size: int, beyond: int, above: bool) -> list[_Block] | None:
-        """The block of *victim* and as many neighbours, those first that are used later, as have
-        *size* bytes; None where that is not to be had.
+    def _extend_victim(
+        self, victim: _Entry, size: int, beyond: int, above: bool
+    ) -> list[_Block] | None:
+        """The block of *victim* with neighbours, those with the farthest next use first, that have
+        *size* bytes together; None where there are none.
         """
         low = high = victim.block
         assert low is not None
@@ -835,8 +847,8 @@ class Schedule:
             return None
         blocks = deque([low])
         left, right = (
-            self._cost(low.previous, beyond, above),
-            self._cost(high.following, beyond, above),
+            self._eviction_priority(low.previous, beyond, above),
+            self._eviction_priority(high.following, beyond, above),
         )
         while high.end - low.start < size:
             self.operations += 1
@@ -846,31 +858,35 @@ class Schedule:
                 assert low.previous is not None
                 low = low.previous
                 blocks.appendleft(low)
-                left = self._cost(low.previous, beyond, above)
+                left = self._eviction_priority(low.previous, beyond, above)
             else:
                 assert high.following is not None
                 high = high.following
                 blocks.append(high)
-                right = self._cost(high.following, beyond, above)
+                right = self._eviction_priority(high.following, beyond, above)
         return list(blocks)
 
-    def _cost(self, block: _Block | None, beyond: int, above: bool) -> int | None:
-        """How late the owner of *block* is used, the later the better it leaves; None where it
-        cannot or must not.
+    def _eviction_priority(self, block: _Block | None, beyond: int, above: bool) -> int | None:
+        """The next use of the owner of *block*: the later, the better a victim. None where it must
+        stay.
         """
         if block is None or (above and block.start < self._arena.boundary):
             return None
-        if block.open:
+        if block.reclaimable:
             return _UNKNOWN << 1
         owner = block.owner
         assert owner is not None
-        if owner.state not in _EVICTABLE or owner is self._needed or (above and self._stays(owner)):
+        if (
+            owner.state not in _EVICTABLE
+            or owner is self._needed
+            or (above and self._is_resident(owner))
+        ):
             return None
         priority = self._priority(owner)
         return priority if priority > beyond else None
 
-    def _stretches(self) -> list[tuple[int, int]]:
-        """Start and end of every stretch of memory between values in use."""
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Start and end of each gap between values in use."""
         found = []
         position = 0
         for block in sorted(
@@ -884,30 +900,30 @@ class Schedule:
             found.append((position, self.nbytes))
         return found
 
-    def _longest(self, size: int) -> int:
-        return max(self._stretches(), key=lambda stretch: (stretch[1] - stretch[0], -stretch[0]))[0]
+    def _largest_gap(self, size: int) -> int:
+        return max(self._gaps(), key=lambda gap: (gap[1] - gap[0], -gap[0]))[0]
 
     def _lowest(self, size: int) -> int | None:
-        return self._clear(
-            size, next(start for start, end in self._stretches() if end - start >= size)
+        return self._evict_range(
+            size, next(start for start, end in self._gaps() if end - start >= size)
         )
 
-    def _clear(self, size: int, start: int) -> int | None:
-        """Make everybody leave the *size* bytes from *start*, where nobody is in use; *start* once
-        that is done, None while it takes a wait.
+    def _evict_range(self, size: int, start: int) -> int | None:
+        """Evict everything in *size* bytes from *start*, where nothing is in use. Returns *start*,
+        or None while that waits for transfers.
         """
         end = start + size
         self._awaited = []
-        stuck = None
+        failed = None
         for block in self._arena.overlapping(start, end):
             owner = block.owner
             self.operations += 1
-            if owner is None or block.open:
+            if owner is None or block.reclaimable:
                 continue
-            if owner.state == State.STUCK:
-                stuck = owner
+            if owner.state == State.DIRTY_FAILED:
+                failed = owner
             elif owner.state == State.RESERVED:
-                self._lose(owner)
+                self._drop_block(owner)
             elif owner.state == State.READING:
                 assert owner.read is not None
                 self._awaited += [
@@ -919,25 +935,25 @@ class Schedule:
                 self._awaited.append(owner.write)
             else:
                 self._evict(owner)
-        if stuck is not None and not self._awaited:
-            if stuck is not self._tried_again:
-                self._obstacle = stuck.name
-                self._tried_again = stuck
+        if failed is not None and not self._awaited:
+            if failed is not self._retried:
+                self._failed_write = failed.name
+                self._retried = failed
                 return None
-            self._tried_again = None
-            self._start_write(stuck)
-            self._evict(stuck)
-            return self._clear(size, start)
+            self._retried = None
+            self._start_write(failed)
+            self._evict(failed)
+            return self._evict_range(size, start)
         return None if self._awaited else start
 
-    # Looking ahead.
+    # Prefetch.
 
     def _need(self, entry: _Entry, created: bool) -> None:
         self._needed = entry
-        entry.stamp = 0  # it does not leave
+        entry.stamp = 0  # not a candidate
         self._creates = created
-        self._obstacle = None
-        self._tried_again = None
+        self._failed_write = None
+        self._retried = None
         self._awaited = []
         self._uses += 1
         order = self.order
@@ -946,39 +962,41 @@ class Schedule:
             self.step()
         if self._cursor < order.now:
             self._cursor = order.now
-        self._pass_over()
+        self._drop_missed()
 
-    def _pass_over(self) -> None:
-        """What was read or reserved ahead, and not used when it was its turn, waits no longer."""
-        ahead = self._ahead
+    def _drop_missed(self) -> None:
+        """Drop prefetches that were not used at their turn."""
+        ahead = self._prefetched
         while ahead:
             entry = ahead[0]
-            if entry.ahead is not None and entry is not self._needed:
-                if entry.ahead >= self.order.now or (
-                    entry.ahead < 0 and self.order.hinted(entry.name) is not None
+            if entry.prefetched_for is not None and entry is not self._needed:
+                if entry.prefetched_for >= self.order.now or (
+                    entry.prefetched_for < 0 and self.order.hinted(entry.name) is not None
                 ):
                     return
                 self.operations += 1
-                self._not_ahead(entry)
+                self._unmark_prefetched(entry)
                 if entry.state == State.RESERVED:
-                    self._lose(entry)
-                elif entry.state in _IDLE and entry.block is not None and not entry.block.open:
-                    self._idle(entry)
+                    self._drop_block(entry)
+                elif (
+                    entry.state in _IDLE and entry.block is not None and not entry.block.reclaimable
+                ):
+                    self._on_idle(entry)
             ahead.popleft()
 
-    def _not_ahead(self, entry: _Entry) -> None:
-        if entry.ahead is not None:
-            entry.ahead = None
-            self._ahead_bytes -= entry.size
+    def _unmark_prefetched(self, entry: _Entry) -> None:
+        if entry.prefetched_for is not None:
+            entry.prefetched_for = None
+            self._prefetched_bytes -= entry.size
 
-    def _is_ahead(self, entry: _Entry, position: int) -> None:
-        if entry.ahead is None:
-            self._ahead_bytes += entry.size
-            self._ahead.append(entry)
-        entry.ahead = position
+    def _mark_prefetched(self, entry: _Entry, position: int) -> None:
+        if entry.prefetched_for is None:
+            self._prefetched_bytes += entry.size
+            self._prefetched.append(entry)
+        entry.prefetched_for = position
 
-    def _look_ahead(self) -> None:
-        """Move the second cursor on, as far as there is room."""
+    def _prefetch(self) -> None:
+        """Advance the prefetch cursor as far as memory allows."""
         hints = self._hints
         while hints:
             self.operations += 1
@@ -988,7 +1006,7 @@ class Schedule:
             if (
                 entry is not None
                 and hint is not None
-                and not self._prepare(entry, -1, _HINTED + hint)
+                and not self._prefetch_value(entry, -1, _HINTED + hint)
             ):
                 return
             hints.popleft()
@@ -996,7 +1014,7 @@ class Schedule:
         if not order.followed:
             return
         length = len(order.period)
-        last = min(order.now + length, self._cursor + _PLACES_A_CALL)
+        last = min(order.now + length, self._cursor + _POSITIONS_PER_CALL)
         while self._cursor < last:
             position = self._cursor
             use = order.at(position)
@@ -1005,70 +1023,68 @@ class Schedule:
             if entry is None:
                 if (
                     use.created
-                    and use.name not in self._kept_for
+                    and use.name not in self._reservations
                     and not self._reserve(use.name, use.nbytes, position)
                 ):
                     return
             elif (
                 use.created
                 and entry is not self._needed
-                and (entry.block is None or entry.block.open)
+                and (entry.block is None or entry.block.reclaimable)
             ):
                 if entry.block is not None and entry.write is not None:
-                    return  # by then it is on offer and written, or needed where it is
+                    return  # it will be reclaimable and written then, or needed in place
                 self._claim(entry)
                 if entry.block is not None:
                     self._cursor = position + 1
                     continue
-                # it has no other room before it is dropped
+                # it keeps its size until it is discarded
                 if entry.size != self._rounded(use.nbytes):
                     self._cursor = position + 1
                     continue
-                if not self._fits_ahead(entry.size):
+                if not self._fits_prefetch(entry.size):
                     return
-                start = self._room(entry, position)
+                start = self._find_space(entry, position)
                 if start is None:
                     return
                 self._place(entry, start)
-                self._is_ahead(entry, position)
-            elif not self._prepare(entry, position, position):
+                self._mark_prefetched(entry, position)
+            elif not self._prefetch_value(entry, position, position):
                 return
             self._cursor = position + 1
 
-    def _fits_ahead(self, size: int) -> bool:
-        """Whether *size* bytes more may be read ahead: where values pass beside those that stay,
-        what is not in use there may all be.
+    def _fits_prefetch(self, size: int) -> bool:
+        """Whether *size* more bytes may be prefetched: with residents, into all of the transient
+        memory that is not in use.
         """
-        taken = self._ahead_bytes + size
+        taken = self._prefetched_bytes + size
         return (
-            taken + self._in_passing <= self._passing_bytes
+            taken + self._transient_in_use_bytes <= self._transient_bytes
             if self._homes
             else taken <= self.lookahead_bytes
         )
 
     def _reserve(self, name: str, nbytes: int, position: int) -> bool:
-        """Keep room for *name*, which is created at *position*; whether the cursor may pass."""
+        """Reserve a block for *name*, created at *position*; whether the cursor may advance."""
         size = self._rounded(nbytes)
-        if not self._fits_ahead(size):
+        if not self._fits_prefetch(size):
             return False
         entry = self._new_entry(name, nbytes, size)
-        entry.known = False
-        start = self._room(entry, position)
+        entry.exists = False
+        start = self._find_space(entry, position)
         if start is None:
             return False
         self._place(entry, start)
-        self._kept_for[name] = entry
-        self._is_ahead(entry, position)
+        self._reservations[name] = entry
+        self._mark_prefetched(entry, position)
         return True
 
-    def _prepare(self, entry: _Entry, position: int, priority: int) -> bool:
-        """See that *entry*, which is used at *position*, is in memory then; whether the cursor may
-        pass.
-        """
+    def _prefetch_value(self, entry: _Entry, position: int, priority: int) -> bool:
+        """Get *entry* into memory for its use at *position*; whether the cursor may advance."""
         if entry is self._needed or entry.read_failed:
             return True
         block = entry.block
-        below = block is not None and block.open and block.start < self._arena.boundary
+        below = block is not None and block.reclaimable and block.start < self._arena.boundary
         if (
             block is not None
             and below
@@ -1076,29 +1092,28 @@ class Schedule:
             and entry.home is None
             and not self._may_move(entry, block)
         ):
-            # where it is it would be in the way of those that stay; it is on offer, but not lost
-            # yet
+            # it would stay in the residents' part; it is reclaimable there, and not lost yet
             return False
         self._claim(entry)
         if entry.block is not None:
             return True
-        if entry.state != State.OFFLOADED:  # nobody has given it bytes
+        if entry.state != State.OFFLOADED:  # it has no contents
             return True
-        if not self._fits_ahead(entry.size):
+        if not self._fits_prefetch(entry.size):
             return False
-        if self._homes or not self._back(entry):
-            start = self._room(entry, priority)
+        if self._homes or not self._reattach(entry):
+            start = self._find_space(entry, priority)
             if start is None:
                 return False
             self._place(entry, start)
             self._start_read(entry)
-        self._is_ahead(entry, position)
+        self._mark_prefetched(entry, position)
         return True
 
-    # What is asked for.
+    # Checks.
 
     def _rounded(self, nbytes: int) -> int:
-        # who has no bytes has a place all the same
+        # a value of 0 bytes has a block too
         return max(-(-nbytes // self._granule), 1) * self._granule
 
     def _entry(self, name: str) -> _Entry:
@@ -1112,11 +1127,11 @@ class Schedule:
             raise UsageError(f"{entry.name!r} is in use already: release it first")
 
     def _check_fits(self, name: str, nbytes: int, size: int) -> None:
-        """Raises: OutOfHostMemoryError, with what would do, when what is in use leaves no room for
-        *size* bytes.
+        """Check that *size* bytes fit next to the values in use. Raises: OutOfHostMemoryError, with
+        the cure.
         """
         if self._arena.best_fit(size, above=True) is not None or any(
-            end - start >= size for start, end in self._stretches()
+            end - start >= size for start, end in self._gaps()
         ):
             return
         in_use = sorted(
@@ -1130,6 +1145,6 @@ class Schedule:
         listed = ", ".join(f"{entry.name!r} ({format_bytes(entry.nbytes)})" for entry in in_use[:8])
         more = f" and {len(in_use) - 8} more" if len(in_use) > 8 else ""
         raise OutOfHostMemoryError(
-            f"no room for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
+            f"no space for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
             f"{f' by {listed}{more}' if in_use else ''}; release some first, or make the budget at least {enough} bytes"
         )

@@ -1,16 +1,15 @@
-"""`TensorSwapper`: named tensors in a fixed budget of memory where they fit, and on the drive where
-they do not.
-"""
+"""`TensorSwapper`: named tensors in a fixed memory budget, backed by a store."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import OffloadError, UsageError, WaitTimeout
@@ -24,21 +23,29 @@ if TYPE_CHECKING:
     from ..io.pool import PinnedPool
     from ..store.store import StoreTicket, TensorStore
 
-# after which a wait says what it is for; then after twice as long, and so on
-_PATIENCE_SECONDS = 5.0
+# a wait is logged after this, then after twice as long, and so on
+_FIRST_WARNING_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapperStats:
-    """What a swapper did since it was made.
+    """Counters of a swapper since it was made.
 
-    bytes_read, bytes_written: from and to the drive. read_wait_seconds, room_wait_seconds: that
-    callers waited for a read, and for room. hits, misses: swap-ins of values that were in memory
-    since their last use, and of values that had to be read, ahead of need or not. resident_bytes,
-    peak_bytes: of the budget that values take, now and at most. unused_prefetches: values read
-    ahead that left before their use.
+    Attributes
+    ----------
+    bytes_read, bytes_written : int
+        From and to the drive.
+    read_wait_seconds, room_wait_seconds : float
+        Time that callers waited for a read, and for memory to become free.
+    hits, misses : int
+        Swap-ins of values still in memory since their last use, and of values that were read,
+        prefetched or not.
+    resident_bytes, peak_bytes : int
+        Bytes of the budget that values occupy, now and at most.
+    unused_prefetches : int
+        Values that were prefetched and evicted before use.
     """
 
     bytes_read: int
@@ -51,26 +58,49 @@ class SwapperStats:
     peak_bytes: int
     unused_prefetches: int
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that callers waited for the drive: `read_wait_seconds` and `room_wait_seconds`."""
+        return self.read_wait_seconds + self.room_wait_seconds
+
 
 class TensorSwapper(Closing):
-    """Named arrays of bytes in the memory of *pool*, all of which it takes, and in *store* where
-    they do not fit.
+    """Named byte arrays in the memory of a pool, swapped to a store where they do not fit.
 
-    A value is in use from `create` or `swap_in` to `release`: its tensor is the memory itself, and
-    must not be touched afterwards. What is not in use stays in memory while there is room, without
-    touching the drive; otherwise what is needed last leaves, and is read back ahead of need. The
-    order of need is learned from one `step` to the next, and taken from `prefetch`. With one value
-    in use at a time every budget will do that holds the largest. *lookahead_bytes* is how much is
-    read ahead: by default as much as the next two values take once the order is known, and until
-    then twice the largest value, at most half of the memory.
+    A value is in use from `create` or `swap_in` to `release`: its tensor is the memory of the pool
+    itself, and must not be used afterwards. An idle value stays in memory while there is space,
+    without I/O. Otherwise the value needed last is evicted (written back if it changed), and
+    prefetched before it is needed again. The order of need is learned from one `step` to the next,
+    and taken from `prefetch`.
 
-    What comes next starts when the transfers end that it waits for, in the engine's threads: it
-    takes no call. All methods may be called from any thread; one that waits for the drive makes the
-    others wait.
+    All methods are thread-safe; a call that waits for the drive blocks the others. Transfers that
+    wait for other transfers are started by the engine's threads, without a call.
 
-    Lifetime: the store and the pool are the caller's, and closed after this. What was not flushed
-    is gone when this is closed. Raises: UsageError, as every method that is given a wrong name or
-    size; the drive's errors as said at each.
+    Parameters
+    ----------
+    store : TensorStore
+        The caller's; close it after the swapper.
+    pool : PinnedPool
+        The caller's, unused so far; the swapper takes all of its memory. With one value in use at a
+        time, a pool that holds the largest value is enough.
+    lookahead_bytes : int, optional
+        How much to prefetch. By default the size of the next two values of a learned order; before
+        that, twice the largest value, at most half of the memory.
+
+    Raises
+    ------
+    UsageError
+        An argument is invalid, or memory of the pool is in use.
+
+    Notes
+    -----
+    Values that were not flushed are lost when the swapper is closed. Every method raises
+    `UsageError` for an unknown name, an invalid size, or a closed swapper.
     """
 
     def __init__(
@@ -82,24 +112,24 @@ class TensorSwapper(Closing):
             raise UsageError(f"{lookahead_bytes} bytes cannot be read ahead")
         if pool.used_bytes:
             raise UsageError(
-                f"a swapper takes the whole memory of its pool, of which {format_bytes(pool.used_bytes)} are in use"
+                f"a swapper takes all memory of its pool, of which {format_bytes(pool.used_bytes)} are in use"
             )
         self._store = store
         self._pool = pool
-        # of the pool, so that nobody else has it
+        # all memory of the pool: nobody else can allocate it
         self._taken = [pool.empty(pool.nbytes, torch.uint8)]
         self._memory: torch.Tensor | None = self._taken[0]
-        # for all that follows; held through a whole call, waits included
+        # guards all attributes below; held for a whole call, including waits
         self._lock = threading.RLock()
         self._schedule = Schedule(pool.nbytes, lookahead_bytes)
-        self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers under way
-        # reads and writes, the first started first
-        self._under_way: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
-        self._empty: list[Transfer] = []  # reads of no bytes, while they wait for others
-        self._to_start: deque[Transfer] = deque()  # decided, and not started yet
-        self._interrupted = False  # an exception ended the call that was to start them
-        self._on_drive: set[str] = set()  # names that were put into the store
-        self._write_errors: dict[str, OffloadError] = {}  # that nobody was told of
+        self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers in flight
+        # reads and writes, in order of start
+        self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
+        self._empty: list[Transfer] = []  # reads of 0 bytes that wait for other transfers
+        self._to_start: deque[Transfer] = deque()  # planned and not started
+        self._interrupted = False  # an exception ended the call that was starting them
+        self._on_drive: set[str] = set()  # names in the store
+        self._write_errors: dict[str, OffloadError] = {}  # not raised yet
         self._read_errors: dict[str, OffloadError] = {}
         self._bytes = {False: 0, True: 0}
         self._read_wait_seconds = 0.0
@@ -108,22 +138,39 @@ class TensorSwapper(Closing):
         self._misses = 0
 
     def create(self, name: str, nbytes: int, *, lowest: bool = False) -> torch.Tensor:
-        """Make room for a new value *name*, in place of an older one; it is in use, its contents
-        are undefined.
+        """Create a value, replacing an existing one. It is in use; its contents are undefined.
 
-        What stays in use for long is best placed *lowest*, whoever has to leave, so that it does
-        not divide the room of others.
+        Parameters
+        ----------
+        name : str
+            The name.
+        nbytes : int
+            Size in bytes.
+        lowest : bool
+            Place it at the lowest free address, evicting what is there. For long uses, which would
+            otherwise fragment the memory.
 
-        Shapes: one dimension of *nbytes* unsigned bytes. Raises: UsageError when *name* is in use;
-        OutOfHostMemoryError when what is in use leaves no room, which says what would; the error of
-        a write that was to make room, which leaves that value in memory, and *name* without one.
+        Returns
+        -------
+        torch.Tensor
+            One dimension of *nbytes* unsigned bytes, valid until `release`.
+
+        Raises
+        ------
+        UsageError
+            *name* is in use.
+        OutOfHostMemoryError
+            The values in use leave no space; the message gives a sufficient size.
+        OffloadError
+            The error of a write-back that was to free memory. That value stays in memory, and
+            *name* is not created.
         """
         nbytes = operator.index(nbytes)
         with self._lock:
             self._live()
-            while (hindrance := self._schedule.hinders_create(name, nbytes)) is not None:
-                self._start_all(self._schedule.decided())
-                self._finish(hindrance)
+            while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
+                self._start_all(self._schedule.take_pending())
+                self._finish(blocking)
             self._schedule.create(name, nbytes, lowest)
             self._write_errors.pop(name, None)  # that value is no more
             self._read_errors.pop(name, None)
@@ -135,11 +182,29 @@ class TensorSwapper(Closing):
                 raise
 
     def swap_in(self, name: str) -> torch.Tensor:
-        """Bring the value *name* into memory; it is in use. Waits for the drive and for room.
+        """Bring a value into memory. It is in use. Waits for the drive and for memory.
 
-        Shapes: one dimension of as many unsigned bytes as it was created with; where it was
-        released with fewer, only those have its value. Raises: as `create`; IOFailure,
-        TruncatedError or CorruptionError when it cannot be read, which may be tried again.
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        torch.Tensor
+            One dimension of unsigned bytes, as many as created, valid until `release`. After a
+            release with fewer bytes only those have contents.
+
+        Raises
+        ------
+        UsageError
+            There is no such value, or it is in use.
+        OutOfHostMemoryError
+            The values in use leave no space.
+        IOFailure, TruncatedError, CorruptionError
+            The value cannot be read; the call can be repeated.
+        OffloadError
+            The error of a write-back that was to free memory, as in `create`.
         """
         with self._lock:
             self._live()
@@ -151,8 +216,21 @@ class TensorSwapper(Closing):
             return tensor
 
     def release(self, name: str, *, changed: bool, nbytes: int | None = None) -> None:
-        """The caller is done with *name*, and has *changed* it or not. Of a changed value only the
-        first *nbytes* need be kept. Never waits.
+        """End the use of a value. Never waits.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+        changed : bool
+            Whether the contents changed since `swap_in`; a value that was created has changed.
+        nbytes : int, optional
+            Of a changed value, the leading bytes to keep; all unless given.
+
+        Raises
+        ------
+        UsageError
+            The value is not in use, or *nbytes* is out of range.
         """
         with self._lock:
             self._live()
@@ -162,23 +240,39 @@ class TensorSwapper(Closing):
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of *tensor*, on whatever device, as the value *name*, in place of an older
-        one. Raises: as `create`.
+        """Store a copy of a tensor as a value, replacing an existing one.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+        tensor : torch.Tensor
+            On any device.
+
+        Raises
+        ------
+        UsageError, OutOfHostMemoryError, OffloadError
+            As `create`.
         """
         import torch
 
         source = tensor.detach().reshape(-1)
-        room = self.create(name, source.numel() * source.element_size())
+        memory = self.create(name, source.numel() * source.element_size())
         try:
-            room.copy_(source.view(torch.uint8))
+            memory.copy_(source.view(torch.uint8))
         except BaseException:
             self.discard(name)
             raise
         self.release(name, changed=True)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """*names* are used next, in this order; after what was hinted before and is not among them.
-        Never waits; unknown names are passed over.
+        """Hint which values are used next. Never waits.
+
+        Parameters
+        ----------
+        names : iterable of str
+            In order of use; after earlier hints, except for names that are repeated here. Unknown
+            names are ignored.
         """
         with self._lock:
             self._live()
@@ -186,15 +280,25 @@ class TensorSwapper(Closing):
             self._pump()
 
     def discard(self, name: str) -> None:
-        """Forget the value *name*, in use or not; its tensor must not be touched any more. Waits
-        for a transfer of it that is under way.
+        """Delete a value, in use or not; its tensor must not be used any more. Waits for a transfer
+        of it in flight.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            There is no such value.
         """
         with self._lock:
             self._live()
-            self._schedule.size(name)  # refuses an unknown one
-            while (hindrance := self._schedule.hindrance(name)) is not None:
-                self._start_all(self._schedule.decided())
-                self._finish(hindrance)
+            self._schedule.size(name)  # raises for an unknown name
+            while (blocking := self._schedule.blocking_transfer(name)) is not None:
+                self._start_all(self._schedule.take_pending())
+                self._finish(blocking)
             self._schedule.discard(name)
             self._write_errors.pop(name, None)
             self._read_errors.pop(name, None)
@@ -203,56 +307,75 @@ class TensorSwapper(Closing):
 
     @property
     def learned(self) -> bool:
-        """Whether an order of use is known: a whole period of it has been seen."""
+        """Whether an order of use has been learned: a whole period was seen."""
         with self._lock:
             return self._schedule.order.learned
 
     def step(self) -> None:
-        """One period of the order of use ends here: call it once a training step."""
+        """End a period of the order of use; call it once per training step."""
         with self._lock:
             self._live()
             self._schedule.step()
             self._pump()
 
     def flush(self) -> None:
-        """Return when every changed value that is not in use is on the drive; it stays in memory as
-        well.
+        """Write back every changed value that is not in use, and wait. The values stay in memory.
 
-        Raises: the first error of a write, after the others were tried; what could not be written
-        stays in memory, and is tried again by the next.
+        Raises
+        ------
+        OffloadError
+            The first error of a write, after all were tried. A value whose write failed stays in
+            memory, and the next `flush` writes it again.
         """
         with self._lock:
             self._live()
             self._start_all()
             tried: set[str] = set()
-            while transfers := [*self._schedule.write_all(but=tried), *self._under_way[True]]:
+            while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
                 for transfer in transfers:
                     if transfer not in self._tickets and not transfer.ended:
                         tried.add(transfer.name)
                         self._start_all([transfer])
-                while self._under_way[True]:
-                    self._finish(self._under_way[True][0])
+                while self._in_flight[True]:
+                    self._finish(self._in_flight[True][0])
             self._raise_write_errors()
             self._pump()
 
     def lacks_writes(self) -> bool:
-        """Whether a write has failed that nobody was told of, once those under way are done: the
-        value is in memory, and `flush` tries it again.
+        """Wait for writes in flight; whether one failed that no call has raised. Its value is in
+        memory, and `flush` writes it again.
         """
         with self._lock:
             self._live()
-            while self._under_way[True]:
-                self._finish(self._under_way[True][0])
+            while self._in_flight[True]:
+                self._finish(self._in_flight[True][0])
             return bool(self._write_errors)
 
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Context in which calls of other threads wait, so that none of them finds memory taken by a
+        value that is in use in the context alone.
+        """
+        with self._lock:
+            yield
+
     def in_use(self) -> bool:
-        """Whether any value is between `create` or `swap_in` and `release`."""
+        """Whether any value is in use: between `create` or `swap_in` and `release`."""
         with self._lock:
             return self._schedule.in_use()
 
     def grow(self, nbytes: int) -> None:
-        """Have a budget of *nbytes* in all, which the pool grows to: values stay where they are,
-        those in use too. Raises: as `PinnedPool.grow`.
+        """Grow the pool and the budget. Values stay where they are, including those in use.
+
+        Parameters
+        ----------
+        nbytes : int
+            The budget in all, in bytes.
+
+        Raises
+        ------
+        UsageError, MemoryError, UnsupportedError
+            As `PinnedPool.grow`.
         """
         import torch
 
@@ -267,12 +390,28 @@ class TensorSwapper(Closing):
                 self._pump()
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the room of *name*, as it was created. Raises: UsageError when there is none."""
+        """Size of a value as created.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        int
+            Bytes.
+
+        Raises
+        ------
+        UsageError
+            There is no such value.
+        """
         with self._lock:
             return self._schedule.size(name)
 
     def names(self) -> list[str]:
-        """Every value, in memory or not."""
+        """List every value, in memory or not."""
         with self._lock:
             return self._schedule.names()
 
@@ -281,7 +420,13 @@ class TensorSwapper(Closing):
             return name in self._schedule
 
     def stats(self) -> SwapperStats:
-        """Counters since the swapper was made; cheap enough to poll."""
+        """Counters since the swapper was made. Cheap enough to poll.
+
+        Returns
+        -------
+        SwapperStats
+            A snapshot.
+        """
         with self._lock:
             return SwapperStats(
                 bytes_read=self._bytes[False],
@@ -292,14 +437,17 @@ class TensorSwapper(Closing):
                 misses=self._misses,
                 resident_bytes=self._schedule.used_bytes,
                 peak_bytes=self._schedule.peak_bytes,
-                unused_prefetches=self._schedule.dropped_unused,
+                unused_prefetches=self._schedule.unused_prefetches,
             )
 
     def close(self) -> None:
-        """Wait for the transfers under way, delete what is in the store, and let the memory go; a
+        """Wait for transfers in flight, delete the values from the store, and release the memory. A
         second call does nothing.
 
-        Raises: the first error of a write that no call has raised.
+        Raises
+        ------
+        OffloadError
+            The first error of a write that no call has raised.
         """
         with self._lock:
             if self._memory is None:
@@ -316,17 +464,19 @@ class TensorSwapper(Closing):
         return f"<TensorSwapper {'closed' if self._memory is None else f'{len(self._schedule.names())} values, {used} of {total} in memory'}>"
 
     def _obtain(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Bring what the schedule was told to be needed; its tensor, and whether it was read."""
+        """Provide the value that the schedule was told to need; its tensor, and whether it was
+        read.
+        """
         try:
             self._pump()
             while not self._schedule.ready(name):
                 if name in self._read_errors:
                     raise self._read_errors.pop(name)
-                failed = self._schedule.obstacle()
+                failed = self._schedule.failed_write()
                 if failed is not None:
                     if failed in self._write_errors:
                         raise self._write_errors.pop(failed)
-                    self._pump()  # everybody knows: try it again
+                    self._pump()  # the error was raised already: try again
                     continue
                 awaited = self._schedule.waits_for(name)
                 started = time.perf_counter()
@@ -338,19 +488,17 @@ class TensorSwapper(Closing):
                     self._room_wait_seconds += seconds
                 self._pump()
         except BaseException:
-            self._schedule.give_up(name)
+            self._schedule.cancel_need(name)
             raise
         offset, was_read = self._schedule.take(name)
         return self._live()[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
-        """Note which transfers have ended, the first started first, and start those that
-        come next.
-        """
+        """Note the transfers that have ended, in order of start, and start the next ones."""
         tickets = self._tickets
-        for under_way in self._under_way:
-            while under_way and (under_way[0].ended or tickets[under_way[0]].done()):
-                self._finish(under_way[0])
+        for in_flight in self._in_flight:
+            while in_flight and (in_flight[0].ended or tickets[in_flight[0]].done()):
+                self._finish(in_flight[0])
         while transfers := self._schedule.plan():
             self._start_all(transfers)
 
@@ -359,7 +507,8 @@ class TensorSwapper(Closing):
         starting.
         """
         if self._interrupted:
-            # the one that was being started then: two reads to one place must not be under way
+            # the transfer that was being started may be in flight: two reads into one block must
+            # not overlap
             self._store.drain()
             self._interrupted = False
         self._to_start.extend(transfers)
@@ -378,14 +527,14 @@ class TensorSwapper(Closing):
                 raise
 
     def _start(self, transfer: Transfer) -> None:
-        if transfer.void:  # it waits for one that could not even be started
-            self._schedule.finished(transfer, well=False)
+        if transfer.cancelled:  # a transfer that it waits for could not be started
+            self._schedule.finished(transfer, succeeded=False)
             return
         if transfer.nbytes == 0:
             if any(not blocker.ended for blocker in transfer.after):
                 self._empty.append(transfer)
             else:
-                self._schedule.finished(transfer, well=True)
+                self._schedule.finished(transfer, succeeded=True)
             return
         memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
         try:
@@ -400,22 +549,20 @@ class TensorSwapper(Closing):
         except OffloadError as error:
             for blocker in transfer.after:
                 if blocker.name == transfer.name and not blocker.ended:
-                    self._finish(blocker)  # whose failure the store told, perhaps
+                    self._finish(blocker)  # the store may have raised its failure
             self._note(transfer, error)
         else:
             self._tickets[transfer] = ticket
-            self._under_way[transfer.writes].append(transfer)
+            self._in_flight[transfer.writes].append(transfer)
 
     def _finish(self, transfer: Transfer) -> None:
-        """Wait for *transfer*, and for all that it waits for; those that have ended are noted, and
-        no more under way.
-        """
+        """Wait for *transfer* and all that it waits for, and note those that have ended."""
         if self._interrupted:
             self._start_all()
         for blocker in transfer.after:
             if not blocker.ended:
                 self._finish(blocker)
-        under_way = self._under_way[transfer.writes]
+        in_flight = self._in_flight[transfer.writes]
         ticket = self._tickets.pop(transfer, None)
         if ticket is not None:
             error = None
@@ -429,31 +576,31 @@ class TensorSwapper(Closing):
             self._note(transfer, error)
         elif not transfer.ended:
             self._empty.remove(transfer)
-            self._schedule.finished(transfer, well=True)
-        while under_way and under_way[0].ended:
-            under_way.popleft()
+            self._schedule.finished(transfer, succeeded=True)
+        while in_flight and in_flight[0].ended:
+            in_flight.popleft()
 
     def _finish_all(self) -> None:
         self._start_all()
-        while any(self._under_way) or self._empty:
-            for transfers in (*self._under_way, self._empty):
+        while any(self._in_flight) or self._empty:
+            for transfers in (*self._in_flight, self._empty):
                 while transfers:
                     self._finish(transfers[0])
-            self._start_all(self._schedule.decided())
+            self._start_all(self._schedule.take_pending())
 
     def _wait(self, transfer: Transfer, ticket: StoreTicket) -> None:
-        """Wait for *ticket*, and say so where that takes long. Raises: OffloadError."""
-        patience, waited = _PATIENCE_SECONDS, 0.0
+        """Wait for *ticket*, and log it where that takes long. Raises: OffloadError."""
+        next_warning, waited = _FIRST_WARNING_SECONDS, 0.0
         while True:
             try:
-                ticket.wait(patience)
+                ticket.wait(next_warning)
                 return
             except WaitTimeout:
-                waited += patience
-                patience = waited
+                waited += next_warning
+                next_warning = waited
                 what = "write" if transfer.writes else "read"
                 _log.warning(
-                    "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are under way",
+                    "waiting for the drive for %d s: the %s of %s of %r; %d transfers of %s are in flight",
                     waited,
                     what,
                     format_bytes(transfer.nbytes),
@@ -463,26 +610,26 @@ class TensorSwapper(Closing):
                 )
 
     def _note(self, transfer: Transfer, error: OffloadError | None) -> None:
-        void = transfer.void
-        self._schedule.finished(transfer, well=error is None)
-        if void:  # one that it waited for has failed, which says why
+        cancelled = transfer.cancelled
+        self._schedule.finished(transfer, succeeded=error is None)
+        if cancelled:  # the transfer that it waited for reports the failure
             return
         if error is None:
             self._bytes[transfer.writes] += transfer.nbytes
             self._write_errors.pop(transfer.name, None)
             return
-        # Kept until it is raised to somebody else: the frames that it came through, and all that
-        # they hold, are not kept with it.
+        # Kept until a call raises it: drop the traceback and the context, and what their frames
+        # reference.
         error.with_traceback(None).__context__ = None
         if transfer.writes:
             self._write_errors[transfer.name] = error
-        else:  # raised where it is needed; where it was read ahead, it is read again then
+        else:  # raised when the value is needed; a failed prefetch is read again then
             self._read_errors[transfer.name] = error
 
     def _delete(self, name: str) -> None:
         if name in self._on_drive:
             self._on_drive.remove(name)
-            if name in self._store:  # not where its only write failed
+            if name in self._store:  # absent where its only write failed
                 self._store.delete(name)
 
     def _raise_write_errors(self) -> None:

@@ -1,6 +1,4 @@
-"""`Tier`: the drives and the host memory that one rank trains with: a store, and a swapper with one
-budget in front of it.
-"""
+"""`Tier`: the drives and the host memory of one rank: a store, and a swapper with one budget."""
 
 from __future__ import annotations
 
@@ -27,29 +25,54 @@ from .swapper import SwapperStats, TensorSwapper
 if TYPE_CHECKING:
     import torch
 
-# Of the memory that is available, what "auto" leaves to everything else: activations, the data
-# loader, the page cache of a checkpoint.
+# Share of the available memory that "auto" takes. The rest is for activations, the data loader, and
+# the page cache of a checkpoint.
 _AUTO_SHARE = 0.7
-# of host memory that is taken, so that it need not grow with every small parameter
+# the smallest pool: without it the pool would grow with every small parameter
 _LEAST_BYTES = 64 << 20
 
 _log = logging.getLogger(__name__)
 
 
 class Tier:
-    """A store on the drives of *paths*, and a swapper with the one budget of host memory in front
-    of it.
+    """The drives and the host memory of one rank: a store, and a swapper with one memory budget.
 
-    Whatever streams through a tier shares its budget. The memory is taken as `require` learns how
-    much of it can be used.
+    Everything that streams through a tier shares the budget. The pool grows as `require` is told
+    how much memory is useful.
 
-    *aio* are the engine's settings; *host_memory* is a number of bytes, or "auto" for a share of
-    what is available now to each rank of this machine; *weights* are the shares of the paths, equal
-    unless given; with *checksum* every byte that comes back is compared with what was written.
+    Parameters
+    ----------
+    paths : sequence of str
+        Existing directories, as a rule one per drive.
+    aio : AioConfig
+        Settings of the engine.
+    host_memory : int or "auto"
+        The budget in bytes. "auto" takes 70 % of the memory available now, divided by the ranks of
+        this machine.
+    weights : sequence of float
+        Shares of the paths; equal unless given.
+    checksum : bool
+        Verify every byte that is read against what was written.
 
-    Attributes: *cap_bytes*, the most host memory that this rank may hold. Lifetime: closed by
-    `close`, when the last object that uses it is gone, or when the process ends. Raises: UsageError
-    where a directory is missing; IOFailure or UnsupportedError where one cannot be used.
+    Attributes
+    ----------
+    cap_bytes : int
+        The budget: the most host memory that this rank may use.
+    store : TensorStore
+        Of the tier.
+    aio, paths
+        As given.
+
+    Raises
+    ------
+    UsageError
+        A directory is missing.
+    IOFailure, UnsupportedError
+        A directory cannot be used.
+
+    Notes
+    -----
+    Closed by `close`, when its last user is gone, or when the process ends.
     """
 
     def __init__(
@@ -70,9 +93,9 @@ class Tier:
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
         self._pool: PinnedPool | None = None
-        self._abandoned: deque[Collection[str]] = deque()  # names whose owners are gone
+        self._abandoned: deque[Collection[str]] = deque()  # names whose owners were collected
         self._needed_bytes = 0
-        self._most_bytes = 0  # that the pool can grow to
+        self._most_bytes = 0  # the reserved size of the pool
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = (
@@ -84,31 +107,42 @@ class Tier:
 
     @property
     def swapper(self) -> TensorSwapper:
-        """The swapper. Raises: UsageError before the first `require`."""
+        """The swapper. Raises `UsageError` before the first `require`."""
         if self._swapper is None:
-            raise UsageError("no memory was asked for yet")
+            raise UsageError("no host memory was requested yet")
         while self._abandoned:
-            _discard(self._swapper, self._abandoned.popleft())
+            with contextlib.suppress(IndexError):  # another thread was faster
+                _discard(self._swapper, self._abandoned.popleft())
         return self._swapper
 
     def counters(self) -> SwapperStats | None:
-        """What moved so far; None before the first `require`. For any thread."""
+        """Counters of the swapper; None before the first `require`. Thread-safe."""
         swapper = self._swapper
         return swapper.stats() if swapper is not None else None
 
     def forget(self, names: Collection[str]) -> None:
-        """Forget the values *names*, as far as there are such."""
+        """Discard the values *names* that exist."""
         _discard(self.swapper, names)
 
     def abandon_with(self, owner: object, names: Collection[str]) -> None:
-        """Forget the values *names*, whatever they are by then, when *owner* is gone."""
-        # Not at once: the garbage collector may find that out in the middle of any line, also of
-        # the swapper's and the store's own.
+        """Discard the values in *names*, as it is then, after *owner* is garbage-collected."""
+        # Deferred: the garbage collector may run in the middle of any line, including the swapper's
+        # and the store's own.
         weakref.finalize(owner, self._abandoned.append, names).atexit = False
 
     def require(self, nbytes: int) -> None:
-        """*nbytes* more of host memory can be used: see that they are there, as far as the cap
-        allows. Let go with `give_back`.
+        """Announce that *nbytes* more of host memory are useful: the pool grows as far as the
+        budget allows. Undone by `give_back`.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes.
+
+        Raises
+        ------
+        MemoryError
+            The memory cannot be mapped.
         """
         self._needed_bytes += nbytes
         wanted = min(max(self._needed_bytes, _LEAST_BYTES), self.cap_bytes)
@@ -116,31 +150,31 @@ class Tier:
             self._swapper = TensorSwapper(self.store, self._make_pool(wanted))
             self._resources.callback(self._swapper.close)
         elif wanted > self._held_bytes:
-            # Twice as much, since CUDA is told anew of all memory at every change.
+            # Doubled, since every change registers the whole pool with CUDA again.
             self._swapper.grow(
                 min(max(wanted, 2 * self._held_bytes), self.cap_bytes, self._most_bytes)
             )
             self._tell_memory()
 
     def give_back(self, nbytes: int) -> None:
-        """The opposite of `require`: so many bytes are no longer of use to who asked for them."""
+        """Undo a `require` of *nbytes*."""
         self._needed_bytes -= nbytes
 
     def make_scratch(self, name: str, nbytes: int) -> None:
-        """Take *nbytes* of the host memory for good: see `scratch`, and `drop_scratch`. Raises: as
+        """Allocate *nbytes* of host memory until `drop_scratch`: see `scratch`. Raises: as
         `TensorSwapper.create`.
         """
-        # not in the midst, where it would divide the rest
+        # lowest: in the middle it would fragment the rest
         self._scratch[name] = self.swapper.create(name, nbytes, lowest=True)
 
     def scratch(self, name: str) -> torch.Tensor:
-        """The memory of `make_scratch`. Shapes: unsigned bytes. Lifetime: to be asked for at every
-        use; `require` may move it, without its contents.
+        """The memory of `make_scratch`, as unsigned bytes. Fetch it again for every use: `require`
+        may move it, without its contents.
         """
         return self._scratch[name]
 
     def drop_scratch(self, name: str) -> None:
-        """Give back the memory of `make_scratch`."""
+        """Free the memory of `make_scratch`."""
         if self._scratch.pop(name, None) is not None:
             self.swapper.discard(name)
 
@@ -167,10 +201,21 @@ class Tier:
         )
 
     def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
-        """See that host memory is there for all *whole_bytes* of the model, or the cap of them, and
-        for *beside_bytes* beside; "auto" gives way to those.
+        """Check that the host memory is available before training starts. With "auto" the budget is
+        reduced by *beside_bytes*.
 
-        Raises: UsageError with the numbers, rather than that the kernel ends the process later.
+        Parameters
+        ----------
+        whole_bytes : int
+            Bytes of everything that is offloaded; the pool takes no more than the budget of it.
+        beside_bytes : int
+            Bytes of host memory that this rank needs outside of the pool.
+
+        Raises
+        ------
+        UsageError
+            It is not available; with the numbers. Without this check the kernel's OOM killer would
+            end the process later.
         """
         ranks = local_ranks()
         available = available_bytes() // ranks
@@ -182,15 +227,22 @@ class Tier:
         if held + beside_bytes > available:
             raise UsageError(
                 f"each of the {ranks} ranks here needs {format_bytes(held)} of host memory for what it offloads"
-                f"{f' and {format_bytes(beside_bytes)} beside' if beside_bytes else ''}, and {format_bytes(available)} are available to it: "
+                f"{f' and {format_bytes(beside_bytes)} for other buffers' if beside_bytes else ''}, and {format_bytes(available)} are available to it: "
                 'lower "host_memory", or use fewer ranks or a smaller model'
             )
 
     def require_space(self, nbytes: int) -> None:
-        """See that *nbytes* more fit on the drives, beside what the other ranks of this machine put
-        there.
+        """Check that *nbytes* more per rank fit on the drives.
 
-        Raises: NoSpaceError with the numbers.
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of this rank; the other ranks of this machine are assumed to need as many.
+
+        Raises
+        ------
+        NoSpaceError
+            They do not fit; with the numbers.
         """
         ranks = local_ranks()
         free = sum(
@@ -211,11 +263,11 @@ class Tier:
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine, as the launcher tells; where it tells only how many there
-    are, no more than this machine has GPUs.
+    """The number of ranks on this machine, from the launcher's environment. Where that has only the
+    total, at most the number of GPUs here.
 
     Source: the environment that torchrun, the deepspeed launcher and MPI set. Lightning's launcher,
-    and its plugin for Slurm, have WORLD_SIZE alone.
+    and its plugin for Slurm, set WORLD_SIZE only.
     """
     told = (
         os.environ.get(name)
@@ -236,8 +288,8 @@ def local_ranks() -> int:
 
 
 def engine_config(path: str, backend: str = "libaio") -> AioConfig:
-    """What `nvme-sweep` chose for the drive of *path*, or the engine's defaults where it was never
-    swept; direct wherever the filesystem can.
+    """The settings that `nvme-sweep` chose for the drive of *path*, or the defaults where it was
+    never swept; O_DIRECT where the filesystem has it.
     """
     try:
         return AioConfig.for_path(path, backend=backend, direct="auto")
@@ -247,7 +299,7 @@ def engine_config(path: str, backend: str = "libaio") -> AioConfig:
 
 
 def memory_size(value: object) -> int | Literal["auto"]:
-    """*value* as the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises:
+    """Parse the `host_memory` of a `Tier`: "auto", bytes, or a size such as "8GB". Raises:
     ValueError.
     """
     if value == "auto":
@@ -261,40 +313,44 @@ def memory_size(value: object) -> int | Literal["auto"]:
 
 
 def _check_directory(path: str) -> None:
-    """See that *path* is there. It is not made: below an unmounted drive, or with a typing error,
-    that would be on another one.
+    """Check that *path* exists. It is not created: below the mount point of an unmounted drive, or
+    with a typing error, it would be on another drive.
     """
+    if not path.strip():
+        raise UsageError(
+            "a path is empty: is a variable of the shell not set? Give a directory on the drive"
+        )
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
         raise UsageError(
-            f"{path} {what}, and none is made: mount the drive, or make the directory on it with mkdir -p, or correct the path"
+            f"{path} {what}, and is not created: mount the drive, or create the directory on it with mkdir -p, or correct the path"
         )
     _check_profile(path)
     drive = describe(path)
     if drive.is_memory:
         _log.warning(
-            '%s is held in memory (%s): what goes there takes host memory beside "host_memory"',
+            '%s is in memory (%s): what is offloaded there takes host memory in addition to "host_memory"',
             path,
             drive.filesystem,
         )
     elif Path(path).stat().st_dev == Path("/").stat().st_dev:
         _log.warning(
-            "%s is on the root filesystem: see that the drive is mounted, unless this is where the states should go",
+            "%s is on the root filesystem: check that the drive is mounted, unless the states should go there",
             path,
         )
 
 
 @functools.cache
 def _check_profile(path: str) -> None:
-    """Tell, once, of a *path* on another drive than when it was swept: as a rule its drive is not
-    mounted.
+    """Warn, once, where *path* is on another drive than when it was swept: its drive is probably
+    not mounted.
     """
     with contextlib.suppress(OffloadError, OSError):
         swept, drive = profile_shelf.swept_elsewhere(path), describe(path)
         if swept is not None:
             was = " ".join(filter(None, (swept.drive["model"], swept.drive["device"])))
             _log.warning(
-                "%s is on %s, and nvme-sweep measured it on %s: mount that drive, or run `nvme-sweep %s` for this one, of which there are no tuned settings",
+                "%s is on %s, and nvme-sweep measured it on %s: mount that drive, or run `nvme-sweep %s` for this one, which has no tuned settings",
                 *(path, drive.device, was, path),
             )
 

@@ -1,4 +1,4 @@
-"""The states of a value between memory and drive, and what leads from one to another: one table."""
+"""The states of a value between memory and drive, and the transitions: one table."""
 
 from __future__ import annotations
 
@@ -6,102 +6,103 @@ from enum import IntEnum
 
 
 class State(IntEnum):
-    """Where the bytes of a value are. The newest are in memory from `CLEAN` on."""
+    """Where the bytes of a value are. From `CLEAN` on, memory has the newest."""
 
-    NOWHERE = 0  # to be created; no room
-    OFFLOADED = 1  # on the drive, or on their way there from a room that was given away; no room
-    RESERVED = 2  # has room, without bytes
-    READING = 3  # has room, which a read fills, once it may
+    NEW = 0  # to be created; no block
+    # no block; on the drive, or being written from a block that another value may get
+    OFFLOADED = 1
+    RESERVED = 2  # has a block, without contents
+    READING = 3  # has a block; a read fills it, or waits to
     CLEAN = 4  # in memory and on the drive
-    DIRTY = 5  # in memory alone
-    STUCK = 6  # in memory alone, because the last write failed
-    WRITING = 7  # in memory, and being written
-    REDIRTY = 8  # in memory alone, while an older version is being written
-    USED = 9  # by its user, as on the drive
-    USED_NEW = 10  # in memory alone
-    USED_WRITING = 11  # while it is being written
-    USED_OVER = 12  # in memory alone, while an older version is being written
+    DIRTY = 5  # in memory only
+    DIRTY_FAILED = 6  # in memory only: the last write failed
+    WRITING = 7  # in memory, being written
+    REDIRTY = 8  # in memory only, while an older version is being written
+    USED = 9  # in use; on the drive too
+    USED_DIRTY = 10  # in use; in memory only
+    USED_WRITING = 11  # in use, while it is being written
+    USED_REDIRTY = 12  # in use; in memory only, while an older version is being written
 
 
 class Event(IntEnum):
     """What happens to a value."""
 
-    ROOM = 0  # it gets room
-    READ = 1  # a read of it is started
-    READ_WELL = 2
-    LOST = 3  # its room is given to another, or its read has failed
-    TAKE = 4  # its bytes are used
-    CREATE = 5  # its room is used for new bytes
-    SAME = 6  # its user is done, and has not changed it
-    CHANGED = 7
-    WRITE = 8  # a write of it is started
-    WRITTEN = 9
+    ALLOCATE = 0  # it gets a block
+    START_READ = 1
+    READ_DONE = 2
+    DROP = 3  # its block goes to another value, or its read failed
+    USE = 4  # its user gets its contents
+    CREATE = 5  # its user gets the block for new contents
+    RELEASE_CLEAN = 6  # its user is done and has not changed it
+    RELEASE_DIRTY = 7
+    START_WRITE = 8
+    WRITE_DONE = 9
     WRITE_FAILED = 10
-    BACK = 11  # the room from which it is still being written is its own again
+    REATTACH = 11  # it gets back the block from which it is still being written
 
 
 _ROWS: dict[State, dict[Event, State]] = {
-    State.NOWHERE: {Event.ROOM: State.RESERVED},
+    State.NEW: {Event.ALLOCATE: State.RESERVED},
     State.OFFLOADED: {
-        Event.ROOM: State.RESERVED,
-        Event.WRITTEN: State.OFFLOADED,
-        Event.WRITE_FAILED: State.STUCK,
-        Event.BACK: State.WRITING,
+        Event.ALLOCATE: State.RESERVED,
+        Event.WRITE_DONE: State.OFFLOADED,
+        Event.WRITE_FAILED: State.DIRTY_FAILED,
+        Event.REATTACH: State.WRITING,
     },
     State.RESERVED: {
-        Event.READ: State.READING,
-        Event.CREATE: State.USED_NEW,
-        Event.LOST: State.OFFLOADED,
-        Event.WRITTEN: State.RESERVED,
+        Event.START_READ: State.READING,
+        Event.CREATE: State.USED_DIRTY,
+        Event.DROP: State.OFFLOADED,
+        Event.WRITE_DONE: State.RESERVED,
     },
     State.READING: {
-        Event.READ_WELL: State.CLEAN,
-        Event.LOST: State.OFFLOADED,
-        Event.WRITTEN: State.READING,
+        Event.READ_DONE: State.CLEAN,
+        Event.DROP: State.OFFLOADED,
+        Event.WRITE_DONE: State.READING,
     },
     State.CLEAN: {
-        Event.TAKE: State.USED,
-        Event.CREATE: State.USED_NEW,
-        Event.LOST: State.OFFLOADED,
+        Event.USE: State.USED,
+        Event.CREATE: State.USED_DIRTY,
+        Event.DROP: State.OFFLOADED,
     },
     State.DIRTY: {
-        Event.TAKE: State.USED_NEW,
-        Event.CREATE: State.USED_NEW,
-        Event.WRITE: State.WRITING,
+        Event.USE: State.USED_DIRTY,
+        Event.CREATE: State.USED_DIRTY,
+        Event.START_WRITE: State.WRITING,
     },
-    State.STUCK: {
-        Event.TAKE: State.USED_NEW,
-        Event.CREATE: State.USED_NEW,
-        Event.WRITE: State.WRITING,
+    State.DIRTY_FAILED: {
+        Event.USE: State.USED_DIRTY,
+        Event.CREATE: State.USED_DIRTY,
+        Event.START_WRITE: State.WRITING,
     },
     State.WRITING: {
-        Event.TAKE: State.USED_WRITING,
-        Event.CREATE: State.USED_OVER,
-        Event.LOST: State.OFFLOADED,
-        Event.WRITTEN: State.CLEAN,
-        Event.WRITE_FAILED: State.STUCK,
+        Event.USE: State.USED_WRITING,
+        Event.CREATE: State.USED_REDIRTY,
+        Event.DROP: State.OFFLOADED,
+        Event.WRITE_DONE: State.CLEAN,
+        Event.WRITE_FAILED: State.DIRTY_FAILED,
     },
     State.REDIRTY: {
-        Event.TAKE: State.USED_OVER,
-        Event.CREATE: State.USED_OVER,
-        Event.WRITTEN: State.DIRTY,
+        Event.USE: State.USED_REDIRTY,
+        Event.CREATE: State.USED_REDIRTY,
+        Event.WRITE_DONE: State.DIRTY,
         Event.WRITE_FAILED: State.DIRTY,
     },
-    State.USED: {Event.SAME: State.CLEAN, Event.CHANGED: State.DIRTY},
-    State.USED_NEW: {Event.SAME: State.DIRTY, Event.CHANGED: State.DIRTY},
+    State.USED: {Event.RELEASE_CLEAN: State.CLEAN, Event.RELEASE_DIRTY: State.DIRTY},
+    State.USED_DIRTY: {Event.RELEASE_CLEAN: State.DIRTY, Event.RELEASE_DIRTY: State.DIRTY},
     State.USED_WRITING: {
-        Event.SAME: State.WRITING,
-        Event.CHANGED: State.REDIRTY,
-        Event.WRITTEN: State.USED,
-        Event.WRITE_FAILED: State.USED_NEW,
+        Event.RELEASE_CLEAN: State.WRITING,
+        Event.RELEASE_DIRTY: State.REDIRTY,
+        Event.WRITE_DONE: State.USED,
+        Event.WRITE_FAILED: State.USED_DIRTY,
     },
-    State.USED_OVER: {
-        Event.SAME: State.REDIRTY,
-        Event.CHANGED: State.REDIRTY,
-        Event.WRITTEN: State.USED_NEW,
-        Event.WRITE_FAILED: State.USED_NEW,
+    State.USED_REDIRTY: {
+        Event.RELEASE_CLEAN: State.REDIRTY,
+        Event.RELEASE_DIRTY: State.REDIRTY,
+        Event.WRITE_DONE: State.USED_DIRTY,
+        Event.WRITE_FAILED: State.USED_DIRTY,
     },
 }
 
-# By state, then by event; None where the event cannot happen.
+# By state, then by event; None: the event cannot happen.
 TABLE: list[list[State | None]] = [[_ROWS[state].get(event) for event in Event] for state in State]

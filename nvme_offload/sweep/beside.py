@@ -1,4 +1,4 @@
-"""The chosen setting beside something else, interleaved: A B A B A, each B judged by the two As
+"""The chosen setting beside others, interleaved: A B C A B C A, each B and C judged by the two As
 around it, since the drive drifts.
 """
 
@@ -12,14 +12,16 @@ from nvme_offload.hardware.profile import Beside
 
 
 def by_turns(
-    one: Callable[[], float], other: Callable[[], float], rounds: int
-) -> tuple[list[float], list[float]]:
-    """Run *one* before, between and after *rounds* of *other*; returns what each gave."""
-    ones, others = [one()], []
+    one: Callable[[], float], others: Sequence[Callable[[], float]], rounds: int
+) -> tuple[list[float], list[list[float]]]:
+    """Run *one* before, between and after *rounds* of all *others*; returns what each gave."""
+    ones: list[float] = [one()]
+    found: list[list[float]] = [[] for _ in others]
     for _ in range(rounds):
-        others.append(other())
+        for series, other in zip(found, others, strict=True):
+            series.append(other())
         ones.append(one())
-    return ones, others
+    return ones, found
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:

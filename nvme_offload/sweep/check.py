@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from nvme_offload.hardware.profile import PHASES, Profile, Setting
+from nvme_offload.hardware.profile_grade import quantile
 
 from .progress import describe
-from .verdict import ALIKE, STEP_BYTES, quantile
+from .verdict import ALIKE, STEP_BYTES
 
 LEAST_ROUNDS = 3
 # of a step's time on the drive, beyond noise: more, and the settings no longer hold

@@ -25,7 +25,7 @@ from nvme_offload.hardware.drive import Drive, short_name
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
 from nvme_offload.units import format_bytes, parse_bytes
 
-from . import launcher, preflight, results, space
+from . import launcher, preflight, results, space, specification
 from .journal import Journal, journal_path
 from .preflight import Refusal
 from .progress import Progress, describe
@@ -33,15 +33,15 @@ from .tune import Options, fill, open_rig, tune
 
 MOST_SECONDS = 86400
 LEAST_SUSTAINED_BYTES = 1 << 30
-NO_LONGER_HOLDS = 3  # the exit status of a check
+NOT_SO = 3  # the exit status where the answer is no
 
 _progress = Progress(sys.stderr)
 _journals: list[Journal] = []  # of the sweep that is under way
 
 
 def main() -> int:
-    """Run the command; returns 0 when the drive is tuned, 1 after a failure, 2 for what was asked
-    wrongly. A signal exits with 128 + its number.
+    """Run the command; returns 0 when the drive is tuned and as wanted, 1 after a failure, 2 for what
+    was asked wrongly, 3 where the answer is no. A signal exits with 128 + its number.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -77,6 +77,12 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(128 + number)
 
 
+def _named(text: str) -> Path:
+    """The type of options that name a file or a directory. Raises: Refusal for an empty one."""
+    preflight.require_named(text)
+    return Path(text)
+
+
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 _engine_option = click.option(
     "--engine",
@@ -94,24 +100,24 @@ _ranks_option = click.option(
 _force_option = click.option(
     "--force",
     is_flag=True,
-    help="Measure also memory, a network filesystem, or one without direct I/O.",
+    help="Measure also memory, a network filesystem, or one without direct I/O; replace also a profile with more evidence.",
 )
 
 
 @click.command(context_settings=_SETTINGS)
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.argument("paths", metavar="PATH...", nargs=-1)
 @click.option(
     "--config",
     "configs",
     metavar="FILE",
     multiple=True,
-    type=Path,
+    type=_named,
     help="A DeepSpeed config (JSON or hjson) whose aio section is set, or Accelerate's YAML that names one. Repeatable.",
 )
 @click.option(
     "--report-dir",
     metavar="DIR",
-    type=Path,
+    type=_named,
     default="reports",
     show_default=True,
     help="Where the report gets a directory of its own.",
@@ -147,10 +153,23 @@ _force_option = click.option(
     "--resume", is_flag=True, help="Go on with a sweep of the same drive that was interrupted."
 )
 @click.option(
+    "--spec",
+    metavar="SPEEDS",
+    help="Pass or fail against a data sheet, such as read=7000,write=5000,within=5% (MB/s, or with a unit).",
+)
+@click.option(
+    "--junit",
+    metavar="FILE",
+    type=_named,
+    help="Write the outcome, that of --spec too, as JUnit XML.",
+)
+@click.option(
     "--json",
-    "as_json",
-    is_flag=True,
-    help="Print the profile as JSON, without its samples over time.",
+    "json_to",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value="-",
+    help="Write the outcome and the profile to FILE as JSON; without FILE, print the profile. Neither has samples over time.",
 )
 @_force_option
 # DeepSpeed's launcher adds it; the variables say the same
@@ -167,9 +186,11 @@ def command(
     ranks: int | None,
     sustained: str | None,
     resume: bool,
-    as_json: bool,
+    spec: str | None,
+    junit: Path | None,
+    json_to: str | None,
     force: bool,
-) -> None:
+) -> int:
     """Find the I/O settings with which training from the drive of PATH, a directory, is fastest.
 
     Measures reads, writes and both at once on files without a name, which leave nothing behind, and
@@ -179,19 +200,27 @@ def command(
     node contend, and rank 0 reports for all nodes.
 
     \b
-    nvme-sweep show [PATH]                 print what was found before
-    nvme-sweep compare A B                 two profiles or reports side by side
+    nvme-sweep show [PATH]                 print what was found before; --history: by every sweep
+    nvme-sweep compare A [B]               two profiles or reports side by side; A's last two sweeps
     nvme-sweep check PATH --config FILE    whether a config's settings still hold
     deepspeed --hostfile=FILE --module nvme_offload.sweep PATH    every node's drive
 
-    Exit status: 0 tuned, 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
+    Exit status: 0 tuned, and --spec is met; 3 it is not, or a config was not set because a profile
+    with more evidence is kept; 1 failed, 2 wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
     """
+    # --json may stand before PATH, and then has taken it; no file has the name of a directory
+    if json_to not in (None, "-") and Path(json_to).is_dir():
+        paths, json_to = (json_to, *paths), "-"
+    if not paths:
+        raise click.UsageError("Missing argument 'PATH...'")
+    preflight.require_named(*paths, json_to)
+    wanted = _specification(spec)
     if not 1 <= seconds <= MOST_SECONDS:
         raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
     where = _place()
     if where and where.local_rank:
-        return  # the first process of each node sweeps for all of them
-    drives = [preflight.look_at(Path(path), force) for path in paths]
+        return 0  # the first process of each node sweeps for all of them
+    drives = [preflight.look_at(path, force) for path in paths]
     if len(drives) > 1:
         from .several import require_apart
 
@@ -200,6 +229,9 @@ def command(
     if where is None or where.rank == 0:  # who alone writes to either; both may be shared
         places = [preflight.config_file(config) for config in configs]
         preflight.check_report_directory(report_dir)
+        for option, file in (("--junit", junit), ("--json", json_to)):
+            if file not in (None, "-"):
+                preflight.check_file(Path(file), option)
     # torch builds it under a lock, which a build that was killed leaves behind
     if engine == "deepspeed" and backend == "libaio":
         _progress.show(
@@ -210,13 +242,43 @@ def command(
     ranks = ranks or (where.local_ranks if where else preflight.default_ranks())
     options = Options(seconds, size, engine, backend, ranks, force, _sustained_bytes(sustained))
     profiles = _sweep(drives, options, resume)
-    notes = list(filter(None, map(results.keep, profiles)))
+    kept = [results.keep(profile, force) for profile in profiles]
     nodes = [("", profiles)]
     if where and where.nodes > 1:
         _progress.show("nodes", f"waiting for {where.nodes} of them")
         nodes = launcher.gather(where, profiles, len(paths) * options.seconds)
-    if nodes:
-        _report(nodes, notes, report_dir, places, as_json)
+    if not nodes:
+        return 0
+    outcome = [
+        (_of_host(profile, host), specification.checks(profile, wanted))
+        for host, profiles in nodes
+        for profile in profiles
+    ]
+    notes = specification.lines(outcome) if wanted else []
+    notes += [each.note for each in kept if each.note]
+    unset = places if any(each.refused for each in kept) else []
+    notes += [f"{config}: not set, for the same reason." for config in unset]
+    _report(nodes, notes, report_dir, [] if unset else places, json_to == "-")
+    if junit is not None:
+        commit.write_file(junit, specification.junit(outcome))
+    if json_to not in (None, "-"):
+        commit.write_file(Path(json_to), specification.as_json(outcome))
+    met = wanted is None or all(specification.passed(found) for _, found in outcome)
+    return 0 if met and not unset else NOT_SO
+
+
+def _specification(text: str | None) -> specification.Specification | None:
+    try:
+        return specification.parse(text) if text is not None else None
+    except ValueError as error:
+        raise Refusal(f"--spec: {error}") from None
+
+
+def _of_host(profile: Profile, host: str) -> Profile:
+    """*profile* with the name of its host, where there are several."""
+    return (
+        dataclasses.replace(profile, engine={**profile.engine, "host": host}) if host else profile
+    )
 
 
 def _place() -> launcher.Place | None:
@@ -285,7 +347,7 @@ def _report(
     for host, profiles in nodes:
         for profile in profiles:
             if host:
-                profile = dataclasses.replace(profile, engine={**profile.engine, "host": host})
+                profile = _of_host(profile, host)
                 said += [f"{host}:", ""]
             name = "-".join(
                 filter(
@@ -295,11 +357,7 @@ def _report(
             )
             report = results.write_report(profile, name, report_dir, _progress)
             said += [*results.summary(profile), "", f"Report: {report / 'report.html'}", ""]
-            bare = dataclasses.replace(
-                profile,
-                trials=tuple(dataclasses.replace(trial, samples=()) for trial in profile.trials),
-            )
-            printed.append(bare.to_json())
+            printed.append(specification.without_samples(profile).to_json())
             if as_json:
                 _progress.say(f"report: {report}")
         if profiles[0].stripe:
@@ -326,16 +384,34 @@ def _report(
 
 
 @click.command(context_settings=_SETTINGS)
-@click.argument("path", metavar="[PATH]", required=False, type=Path)
-def show(path: Path | None) -> None:
+@click.argument("path", metavar="[PATH]", required=False)
+@click.option(
+    "--history",
+    "with_history",
+    is_flag=True,
+    help="Every sweep of the drive of PATH, a directory, and what changed between them.",
+)
+def show(path: str | None, with_history: bool) -> None:
     """Print what a sweep found for the drive of PATH, a profile.json or a report's directory;
     without PATH, a line on each drive that was swept.
     """
+    from . import history
     from .compare import load
 
+    preflight.require_named(path)
+    if with_history:
+        if path is None:
+            raise click.UsageError("--history: name a directory on the drive")
+        found = _history(path, 1)
+        try:
+            in_use: Profile | None = load(Path(path))
+        except OffloadError:  # removed by hand, or damaged
+            in_use = None
+        results.print_out("\n".join(history.lines(found, in_use)) + "\n")
+        return
     if path is not None:
         try:
-            profile = load(path)
+            profile = load(Path(path))
         except UsageError as error:
             raise Refusal(str(error)) from None
         said = [
@@ -359,20 +435,40 @@ def show(path: Path | None) -> None:
     )
 
 
+def _history(path: str, least: int) -> list[Profile]:
+    """The sweeps of the drive of *path*. Raises: Refusal when there are fewer than *least*."""
+    from nvme_offload.hardware import profile_shelf
+
+    if not Path(path).is_dir():
+        raise Refusal(f"{path} is not a directory: give a directory on the drive")
+    found = profile_shelf.history(path)
+    if len(found) < least:
+        raise Refusal(
+            f"the history of the drive of {path} has {len(found)} of {least} sweeps: run nvme-sweep again, or name two profiles"
+        )
+    return found
+
+
 @click.command(context_settings=_SETTINGS)
-@click.argument("first", metavar="A", type=Path)
-@click.argument("second", metavar="B", type=Path)
-def compare(first: Path, second: Path) -> None:
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="[B]", required=False)
+def compare(first: str, second: str | None) -> None:
     """Two profiles side by side: drives, kernels, settings, and what B gives over A. Each is a
-    profile.json, a report's directory, or a directory on a drive that was swept.
+    profile.json, a report's directory, or a directory on a drive that was swept. Without B, the
+    last two sweeps of the drive of A, a directory.
     """
     from .compare import lines, load
 
+    preflight.require_named(first, second)
+    if second is None:
+        one, other = _history(first, 2)[-2:]
+        results.print_out("\n".join(lines(one, other, ("the one before", "the last"))) + "\n")
+        return
     try:
-        one, other = load(first), load(second)
+        one, other = load(Path(first)), load(Path(second))
     except UsageError as error:
         raise Refusal(str(error)) from None
-    results.print_out("\n".join(lines(one, other, (str(first), str(second)))) + "\n")
+    results.print_out("\n".join(lines(one, other, (first, second))) + "\n")
 
 
 @click.command(context_settings=_SETTINGS)
@@ -380,7 +476,7 @@ def compare(first: Path, second: Path) -> None:
 @click.option(
     "--config",
     metavar="FILE",
-    type=Path,
+    type=_named,
     required=True,
     help="The DeepSpeed config, or Accelerate's YAML that names one.",
 )
@@ -402,7 +498,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
 
     if not 1 <= seconds <= MOST_SECONDS:
         raise Refusal(f"--seconds must be from 1 to {MOST_SECONDS}, not {seconds:g}")
-    found = preflight.look_at(Path(path), force)
+    found = preflight.look_at(path, force)
     try:
         config = ds_config.locate(config)
         aio = ds_config.read_aio(config)
@@ -434,7 +530,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))
     _progress.clear()
     results.print_out("\n".join(checking.lines(checked, setting, profile)) + "\n")
-    return 0 if checked.holds else NO_LONGER_HOLDS
+    return 0 if checked.holds else NOT_SO
 
 
 _OTHERS = {"show": show, "compare": compare, "check": check}

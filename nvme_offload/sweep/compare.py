@@ -9,10 +9,11 @@ from pathlib import Path
 
 from nvme_offload.errors import OffloadError, UsageError
 from nvme_offload.hardware.profile import PHASES, Profile
+from nvme_offload.hardware.profile_grade import final_trials, grade, quantile
 from nvme_offload.hardware.profile_shelf import find
+from nvme_offload.units import format_change, format_speed
 
 from .progress import describe
-from .verdict import quantile
 
 SLIM = 0.02  # a relative spread below this is not believed of few runs
 
@@ -20,7 +21,8 @@ SLIM = 0.02  # a relative spread below this is not believed of few runs
 @dataclasses.dataclass(frozen=True)
 class Change:
     """The second's chosen setting over the first's under *phase*: a ratio of speeds, and the middle
-    90 % of where it may be.
+    90 % of where it may be, by the scatter of the final runs. *trusted*: neither sweep has poor
+    evidence, whose runs scatter less than the drive does.
     """
 
     phase: str
@@ -29,6 +31,7 @@ class Change:
     ratio: float
     low: float
     high: float
+    trusted: bool = True
 
 
 def load(place: Path) -> Profile:
@@ -55,16 +58,23 @@ def load(place: Path) -> Profile:
 def changes(first: Profile, second: Profile) -> list[Change]:
     """By phase, from the final runs of either's chosen setting. Pure."""
     found = []
+    trusted = all(grade(profile).name != "poor" for profile in (first, second))
     for phase in PHASES:
         one, other = _final_logs(first, phase), _final_logs(second, phase)
         if not one or not other:
             continue
-        gap = statistics.median(other) - statistics.median(one)
+        before, after = (each.performance[phase].gb_per_s for each in (first, second))
+        gap = math.log(after / before)
         reach = quantile(len(one) + len(other) - 2) * math.hypot(_error(one), _error(other))
-        before, after = (math.exp(statistics.median(logs)) for logs in (one, other))
         found.append(
             Change(
-                phase, before, after, math.exp(gap), math.exp(gap - reach), math.exp(gap + reach)
+                phase,
+                before,
+                after,
+                math.exp(gap),
+                math.exp(gap - reach),
+                math.exp(gap + reach),
+                trusted,
             )
         )
     return found
@@ -79,19 +89,7 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     middle = max(len(row[1]) for row in rows)
     said = [f"{label:{width}}  {one:{middle}}  {other}".rstrip() for label, one, other in rows]
     said.append("")
-    for change in changes(first, second):
-        sure = (
-            "cannot be told apart"
-            if change.low <= 1 <= change.high
-            else "faster"
-            if change.ratio > 1
-            else "slower"
-        )
-        percent = [100 * (value - 1) for value in (change.ratio, change.low, change.high)]
-        said.append(
-            f"{change.phase:6}  {change.first_gb_per_s:.2f} -> {change.second_gb_per_s:.2f} GB/s, {percent[0]:+.0f} % "
-            f"({percent[1]:+.0f} to {percent[2]:+.0f} %): {sure}"
-        )
+    said += map(line, changes(first, second))
     said += [
         "",
         "The intervals are those of the runs; that a drive is faster on one day than on another is not in them.",
@@ -99,6 +97,24 @@ def lines(first: Profile, second: Profile, names: tuple[str, str]) -> list[str]:
     if first.drive.get("identity") != second.drive.get("identity"):
         said.append("These are different drives.")
     return said
+
+
+def line(change: Change) -> str:
+    """A line on one load: speeds, the change with its spread, and what that says."""
+    sure = (
+        "the evidence is too poor to tell"
+        if not change.trusted
+        else "cannot be told apart"
+        if change.low <= 1 <= change.high
+        else "faster"
+        if change.ratio > 1
+        else "slower"
+    )
+    low, high = (format_change(value).removesuffix(" %") for value in (change.low, change.high))
+    return (
+        f"{change.phase:6}  {format_speed(change.first_gb_per_s)} -> {format_speed(change.second_gb_per_s)} GB/s, "
+        f"{format_change(change.ratio)} ({low} to {high} %): {sure}"
+    )
 
 
 def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
@@ -109,7 +125,7 @@ def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
     engines = [profile.engine for profile in (first, second)]
     gains = [
         ", ".join(
-            f"{phase} {100 * (profile.performance[phase].relative - 1):+.0f} %" for phase in PHASES
+            f"{phase} {format_change(profile.performance[phase].relative)}" for phase in PHASES
         )
         for profile in (first, second)
     ]
@@ -131,17 +147,13 @@ def _facts(first: Profile, second: Profile) -> dict[str, tuple[str, str]]:
         "ranks": both(*(profile.workload.get("ranks", 1) for profile in (first, second))),
         "setting": (describe(first.chosen), describe(second.chosen)),
         "over the defaults": (gains[0], gains[1]),
+        "evidence": both(*(grade(profile).name for profile in (first, second))),
         "steady": both(*("yes" if profile.steady else "no" for profile in (first, second))),
     }
 
 
 def _final_logs(profile: Profile, phase: str) -> list[float]:
-    runs = [
-        trial
-        for trial in profile.trials
-        if (trial.setting, trial.phase, trial.stage, trial.flaw)
-        == (profile.chosen, phase, "final", "")
-    ]
+    runs = final_trials(profile, phase)
     return [math.log(trial.gb_per_s) for trial in runs if trial.gb_per_s > 0]
 
 

@@ -1,22 +1,23 @@
-"""What a drive says of its own health, by nvme-cli or smartctl where one is installed and
-may ask.
+"""What a drive says of its own health: by its SMART log, which the kernel hands to root, by nvme-cli
+or smartctl where one is installed and may ask, and its temperature by sysfs, which anybody may read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from nvme_offload.hardware import nvme_log, sysfs
 from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.nvme_log import UNIT_BYTES, SmartLog
 from nvme_offload.hardware.profile import Health
 from nvme_offload.planning.traffic import STEP_BYTES_7B
 
-# in which NVMe drives count what is written. Source: NVM Express base specification, SMART / Health
-# Information
-UNIT_BYTES = 512_000
 WORN = 0.8
 TELLING_WEAR = 0.03  # below, whole percents tell too little of a life's length
 
@@ -34,17 +35,18 @@ def ask(drive: Drive) -> Health | None:
     found = [
         health for device in drive.physical_devices if (health := _of_disk(device)) is not None
     ]
+    warmest, limit = temperature(drive), _limit(drive)
+    if warmest is None:
+        warmest = drive.temperature_celsius
     if not found:
-        return (
-            Health("sysfs", drive.temperature_celsius)
-            if drive.temperature_celsius is not None
-            else None
-        )
+        if warmest is None:
+            return None
+        return Health("sysfs", warmest, limit_celsius=limit)
     return Health(
         source=found[0].source,
         temperature_celsius=max(
             (each.temperature_celsius for each in found if each.temperature_celsius is not None),
-            default=drive.temperature_celsius,
+            default=warmest,
         ),
         wear=max((each.wear for each in found if each.wear is not None), default=None),
         written_bytes=max(
@@ -55,7 +57,39 @@ def ask(drive: Drive) -> Health | None:
             default=None,
         ),
         critical="; ".join(dict.fromkeys(each.critical for each in found if each.critical)),
+        limit_celsius=limit,
     )
+
+
+def temperature(drive: Drive, sys: Path = Path("/sys")) -> float | None:
+    """Of the warmest of the drive's disks now, by sysfs; None where it has no sensor there."""
+    found = map(sysfs.temperature, sysfs.lineages_of(drive.physical_devices, sys))
+    return max((each for each in found if each is not None), default=None)
+
+
+def _limit(drive: Drive, sys: Path = Path("/sys")) -> float | None:
+    found = map(sysfs.temperature_limit, sysfs.lineages_of(drive.physical_devices, sys))
+    return min((each for each in found if each is not None), default=None)
+
+
+class Thermometer:
+    """The highest temperature that was seen of *drive*, in degrees Celsius."""
+
+    def __init__(self, drive: Drive) -> None:
+        self._drive = drive
+        self.highest: float | None = None
+
+    def look(self) -> None:
+        """Take the temperature of now into account."""
+        now = temperature(self._drive)
+        if now is not None:
+            self.highest = now if self.highest is None else max(self.highest, now)
+
+    def noted(self, health: Health | None) -> Health | None:
+        """*health* with what was seen."""
+        seen = [self.highest, health.temperature_celsius] if health else []
+        highest = max((each for each in seen if each is not None), default=None)
+        return health and dataclasses.replace(health, highest_celsius=highest)
 
 
 def warnings(before: Health | None, after: Health | None) -> list[str]:
@@ -73,6 +107,16 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
         said.append(
             f"The drive slowed itself down for {seconds} s of the sweep, for its heat{at}: give it air or a heat sink, and sweep again."
         )
+    if (
+        after
+        and after.highest_celsius is not None
+        and after.limit_celsius is not None
+        and after.highest_celsius >= after.limit_celsius
+    ):
+        said.append(
+            f"The drive became {after.highest_celsius:.0f} \N{DEGREE SIGN}C warm during the sweep, and warns from "
+            f"{after.limit_celsius:.0f} \N{DEGREE SIGN}C on: it may have slowed down; give it air or a heat sink, and sweep again."
+        )
     if after and after.wear is not None and after.wear >= WORN:
         said.append(
             f"The drive has used {after.wear:.0%} of its rated life: training would soon use the rest."
@@ -86,7 +130,19 @@ def warnings(before: Health | None, after: Health | None) -> list[str]:
     return said
 
 
+def link_warnings(before: str | None, after: str | None) -> list[str]:
+    """What a PCIe link that changed during the sweep means; links as `Drive.pcie_link` has them."""
+    if not before or not after or before == after:
+        return []
+    return [
+        f"The drive's PCIe link ran at {before} when the sweep began, and at {after} when it ended: heat or power saving slowed its clock. "
+        "Look at the power settings of the firmware, and sweep again."
+    ]
+
+
 def _of_disk(device: str) -> Health | None:
+    if (smart := nvme_log.read(device)) is not None:
+        return smart_log(smart)
     if device.startswith("/dev/nvme") and (
         log := _json(["nvme", "smart-log", device, "--output-format=json"])
     ):
@@ -94,6 +150,18 @@ def _of_disk(device: str) -> Health | None:
     if log := _json(["smartctl", "--json", "--all", device]):
         return smartctl(log)
     return None
+
+
+def smart_log(log: SmartLog) -> Health:
+    """What the drive's own log says."""
+    return Health(
+        source="SMART log",
+        temperature_celsius=log.temperature_celsius,
+        wear=log.wear,
+        written_bytes=log.written_bytes,
+        throttled_seconds=log.throttled_seconds or log.warm_seconds,
+        critical=_critical(log.critical_warning),
+    )
 
 
 def nvme_cli(log: dict[str, Any]) -> Health | None:

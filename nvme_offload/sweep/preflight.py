@@ -39,10 +39,22 @@ class Failure(click.ClickException):
     exit_code = 1
 
 
-def look_at(directory: Path, force: bool) -> Drive:
-    """What *directory* sits on. Raises: Refusal when it is not a drive's directory that this user
-    can write to.
+def require_named(*places: str | os.PathLike[str] | None) -> None:
+    """Raises: Refusal when one of *places*, as the user wrote them, is empty: `Path` would take it for
+    the current directory.
     """
+    if any(place is not None and not os.fspath(place).strip() for place in places):
+        raise Refusal(
+            "a path is empty: is a variable of the shell not set? Give a directory on the drive"
+        )
+
+
+def look_at(path: str, force: bool) -> Drive:
+    """What the directory *path* sits on. Raises: Refusal when it is not a drive's directory that
+    this user can write to.
+    """
+    require_named(path)
+    directory = Path(path)
     try:
         if not directory.is_dir():
             what = "is not a directory" if directory.exists() else "does not exist"
@@ -93,6 +105,14 @@ def check_report_directory(directory: Path) -> None:
                 place.rmdir()
 
 
+def check_file(path: Path, option: str) -> None:
+    """Raises: Refusal when no file can be written at *path*, which *option* names."""
+    if path.is_dir():
+        raise Refusal(f"{option}: {path} is a directory; give a file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise Refusal(f"{option}: no file can be written to {path.parent}")
+
+
 def check_engine(engine: str, backend: str) -> None:
     """Raises: Refusal when that engine does not run here on that backend. Loads DeepSpeed's op,
     which builds it at its first use.
@@ -141,6 +161,8 @@ def file_bytes(size: str | None, found: Drive, ranks: int) -> int:
         )
     if wanted < least or wanted > found.free_bytes:
         needed = max(wanted, 2 * least) if size is None else wanted
+        if found.free_bytes >= least:
+            less = f"; --size {least >> 20}MiB is the least, and fits{less}"
         raise Refusal(
             f"{found.path} is too small: the sweep needs {format_bytes(needed)}{of_ranks}, and {format_bytes(found.free_bytes)} are free{less}"
         )

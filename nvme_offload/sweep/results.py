@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,11 +16,14 @@ from nvme_offload.errors import OffloadError
 from nvme_offload.files import commit
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.profile import PHASES, Beside, Best, Profile, StripePath
-from nvme_offload.units import format_bytes
+from nvme_offload.hardware.profile_grade import grade
+from nvme_offload.units import format_bytes, format_change, format_milliseconds, format_speed
 
 from .preflight import Failure
 from .progress import Progress, describe
 from .proof import prove
+
+LONGER = "A longer sweep has more: --seconds, while nobody else uses the drive."
 
 
 def write_report(profile: Profile, name: str, directory: Path, progress: Progress) -> Path:
@@ -34,7 +38,7 @@ def write_report(profile: Profile, name: str, directory: Path, progress: Progres
         # of sweeps that were killed, on other days and of other drives
         commit.remove_abandoned(directory, r".+-\d{4}-\d\d-\d\d")
     wanted = directory / f"{name}-{profile.created[:10]}"
-    with commit.aside_directory(wanted) as aside:
+    with commit.partial_directory(wanted) as aside:
         (aside / "profile.json").write_text(profile.to_json(), encoding="utf-8")
         (aside / "ds_config.json").write_text(
             ds_config.zero_infinity(profile, profile.drive["path"]), encoding="utf-8"
@@ -49,22 +53,45 @@ def _named(aside: Path, wanted: Path) -> Path:
     for number in range(1, 1000):
         target = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with contextlib.suppress(FileExistsError):
-            commit.show_directory(aside, target)
+            commit.publish_directory(aside, target)
             return target
     raise Failure(f"there are too many reports named {wanted}: move some away")
 
 
-def keep(profile: Profile) -> str:
-    """Put *profile* on its user's shelf, where `AioConfig.for_path` finds it; returns a line on why
-    not, "" when it is there.
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Whether a profile was put on its user's shelf, and a line on why not, or on its grade; "" where
+    there is nothing to say. refused: a profile with more evidence is there.
+    """
+
+    note: str
+    refused: bool = False
+
+
+def keep(profile: Profile, force: bool) -> Kept:
+    """Put *profile* on its user's shelf, where `AioConfig.for_path` finds it, and into the drive's
+    history. One with more evidence is replaced only with *force*.
     """
     if not profile.engine["direct"]:
-        return "Not kept for AioConfig.for_path: these are speeds of the page cache."
+        return Kept("Not kept for AioConfig.for_path: these are speeds of the page cache.")
+    found = grade(profile)
     try:
-        profile_shelf.keep(profile)
+        better = None if force else profile_shelf.better(profile)
+        if better is None:
+            profile_shelf.keep(profile)
+        with contextlib.suppress(OSError):  # what is kept counts also without a history
+            profile_shelf.remember(profile)
     except (OffloadError, OSError) as error:
-        return f"Not kept for AioConfig.for_path: {error}."
-    return ""
+        return Kept(f"Not kept for AioConfig.for_path: {error}.")
+    if better is not None:
+        return Kept(
+            f"Not kept for AioConfig.for_path: the evidence of this sweep is {found}, and that of the profile of {better.created[:10]} "
+            f"is {grade(better).name}. Sweep longer (--seconds), or replace it all the same (--force).",
+            refused=True,
+        )
+    if found.name != "good":
+        return Kept(f"Kept for AioConfig.for_path, with {found.name} evidence. {LONGER}")
+    return Kept("")
 
 
 def apply(config: Path, profile: Profile) -> str:
@@ -118,19 +145,24 @@ def summary(profile: Profile) -> list[str]:
         "",
         f"  block_size {chosen.block_size} ({format_bytes(chosen.block_size)}), queue_depth {chosen.queue_depth}, thread_count {chosen.thread_count}",
         "",
-        "           GB/s   over DeepSpeed's defaults (90 % interval)   the best found",
+        "           GB/s   over DeepSpeed's defaults (90 % interval)   the best of the finals",
     ]
     for phase in PHASES:
         reached, best = profile.performance[phase], profile.best[phase]
         other = (
             "the same"
             if best.setting == chosen
-            else f"{best.gb_per_s:.2f} with {describe(best.setting)}"
+            else f"{format_speed(best.gb_per_s)} with {describe(best.setting)}"
         )
-        lines.append(f"  {phase:6}  {reached.gb_per_s:5.2f}   {_gain(reached):40}   {other}")
+        lines.append(
+            f"  {phase:6}  {format_speed(reached.gb_per_s):>5}   {_gain(reached):40}   {other}"
+        )
+    lines += ["", f"Evidence: {grade(profile)}."]
     fio = {one.phase: one for one in profile.beside if one.name == "fio"}
     if fio:
-        speeds = ", ".join(f"{phase} {one.gb_per_s:.2f}" for phase, one in fio.items())
+        speeds = ", ".join(
+            f"{phase} {format_speed(profile.beside_gb_per_s(one))}" for phase, one in fio.items()
+        )
         lines += [
             "",
             f"fio ({next(iter(fio.values())).version}) at the same setting, GB/s: {speeds}; the engine beside it "
@@ -139,9 +171,22 @@ def summary(profile: Profile) -> list[str]:
     if profile.latencies:
         timed = [one for one in profile.latencies if one.setting == chosen]
         lines.append(
-            "A block takes, in ms (p50, p99): "
-            + ", ".join(f"{one.phase} {one.p50_ms:.2f}, {one.p99_ms:.2f}" for one in timed)
+            "Block latency, ms (p50, p99, p99.9): "
+            + "; ".join(
+                f"{one.phase} {format_milliseconds(one.p50_ms)}, {format_milliseconds(one.p99_ms)}, "
+                + (
+                    format_milliseconds(one.p999_ms)
+                    if one.p999_ms is not None
+                    else "too few blocks"
+                )
+                for one in timed
+            )
         )
+    rates = (
+        f"{phase} {1e9 * profile.performance[phase].gb_per_s / chosen.block_size:,.0f}"
+        for phase in PHASES
+    )
+    lines.append(f"IOPS, blocks of {format_bytes(chosen.block_size)}: {', '.join(rates)}")
     lines += ["", *profile.reasons]
     lines += [f"Warning: {warning}" for warning in profile.warnings]
     return lines
@@ -160,7 +205,7 @@ def shelf_lines() -> list[str]:
         by = ", DeepSpeed's own op" if profile.engine.get("name") == "deepspeed" else ""
         lines.append(
             f"{drive['path']}: {drive['model'] or drive['device']}, {drive['filesystem']}, {profile.created[:10]}: {describe(profile.chosen)}, "
-            f"mixed {mixed.gb_per_s:.2f} GB/s{by}"
+            f"mixed {format_speed(mixed.gb_per_s)} GB/s{by}, evidence {grade(profile).name}"
         )
     return lines
 
@@ -170,11 +215,12 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
     lines = ["All paths at once, GB/s of each; in brackets alone:", ""]
     for one in stripe:
         speeds = ", ".join(
-            f"{phase} {one.together[phase]:.2f} ({one.alone[phase]:.2f})" for phase in PHASES
+            f"{phase} {format_speed(one.together[phase])} ({format_speed(one.alone[phase])})"
+            for phase in PHASES
         )
         lines.append(f"  {one.path}: {speeds}; weight {one.weight:.3f}")
     total = ", ".join(
-        f"{phase} {sum(one.together[phase] for one in stripe):.2f}" for phase in PHASES
+        f"{phase} {format_speed(sum(one.together[phase] for one in stripe))}" for phase in PHASES
     )
     return [
         *lines,
@@ -185,7 +231,10 @@ def stripe_lines(stripe: Sequence[StripePath]) -> list[str]:
 
 
 def _shares(fio: Mapping[str, Beside]) -> str:
-    return ", ".join(f"{phase} {1 / one.relative:.0%}" for phase, one in fio.items())
+    return ", ".join(
+        f"{phase} {1 / one.relative:.0%} ({1 / one.relative_high:.0%} to {1 / one.relative_low:.0%})"
+        for phase, one in fio.items()
+    )
 
 
 def print_out(text: str) -> None:
@@ -200,8 +249,5 @@ def print_out(text: str) -> None:
 
 
 def _gain(best: Best) -> str:
-    middle, low, high = (
-        f"{round(100 * (ratio - 1)):+d}"
-        for ratio in (best.relative, best.relative_low, best.relative_high)
-    )
-    return f"{middle} %" + (f" ({low} to {high} %)" if low != high else "")
+    middle, low, high = map(format_change, (best.relative, best.relative_low, best.relative_high))
+    return middle + (f" ({low.removesuffix(' %')} to {high})" if low != high else "")

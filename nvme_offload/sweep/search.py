@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from nvme_offload.hardware.profile import PHASES, Setting
 
@@ -23,8 +23,11 @@ GROUP = 4  # trials of other settings between two runs of the control
 MIN_WINDOW_SECONDS = 0.1  # or a hundredth of the budget, where that is less
 MAX_WINDOW_SECONDS = 2.0
 MIXED_WINDOWS = 2  # mixed counts most and swings most, so its windows are this much longer
-FINAL_ROUNDS = 8
+FINAL_WINDOW_SECONDS = 0.6  # at least, where there is time: shorter is no final evidence
+FINAL_ROUNDS = 8  # that windows longer than that are made for
 LEAST_FINAL_ROUNDS = 2
+# (rounds, finalists) that the time of the finals is used for: the first that fit, with whole windows
+_FINAL_PLANS = ((4, 6), (4, 4), (4, 3), (4, 2), (3, 2), (2, 2), (2, 1))
 REPEAT_SHARE = 0.15  # of the time, for trials whose neighbouring controls jumped
 
 _Asks = Generator[Ask, Result, None]
@@ -76,9 +79,10 @@ class Search:
 
     def asks(self) -> _Asks:
         """Yield the trials to run one by one; send the `Result` of each."""
-        yield from self._controls("screen", PHASES, self._least_window)
-        yield from self._screen(end=0.35)
-        for keep, end in ((6, 0.50), (4, 0.60)):
+        least = {phase: self._least_window * _windows(phase) for phase in PHASES}
+        yield from self._controls("screen", PHASES, least)
+        yield from self._screen(end=0.30)
+        for keep, end in ((6, 0.42), (4, 0.50)):
             room = self._affordable(end)
             if room >= 4:
                 chosen = self._survivors(min(keep, room // 2))
@@ -107,31 +111,39 @@ class Search:
         """The finalists and the control interleaved, mixed in every round, read and write in every
         other one.
         """
-        finalists = self._survivors(2 if self.seconds < 9 else 4 if self.seconds < 90 else 6)
+        left = self.seconds_left()
+        most = 2 if self.seconds < 9 else 4 if self.seconds < 90 else 6
+        each = FINAL_WINDOW_SECONDS + self._overhead_seconds()
+        # two more for the control before the first round
+        fitting = [
+            plan
+            for plan in _FINAL_PLANS
+            if plan[1] <= most and (2 * plan[0] * (plan[1] + 1) + 2) * each <= left
+        ]
+        rounds, count = fitting[0] if fitting else (LEAST_FINAL_ROUNDS, most)
+        finalists = self._survivors(count)
         if not finalists:
             return
-        champions: dict[str, list[Setting]] = {}
-        for phase in ("read", "write"):
-            gains = {
-                setting: gain
-                for setting, gain in self.evidence.gains(phase).items()
-                if setting not in finalists
-            }
-            champions[phase] = sorted(gains, key=lambda setting: -gains[setting])[:1]
-        left = self.seconds_left()
-        trials = 2 * (len(finalists) + 1) + 1
+        trials = 2 * (len(finalists) + 1)
         window = self._clamped(
             (left / FINAL_ROUNDS - trials * self._overhead_seconds())
             / (trials + (MIXED_WINDOWS - 1) * (len(finalists) + 1))
         )
-        yield from self._controls("final", ("read", "write"), window)
+        windows = {phase: window * _windows(phase) for phase in PHASES}
+        if fitting:
+            windows = {phase: max(FINAL_WINDOW_SECONDS, one) for phase, one in windows.items()}
+        yield from self._controls("final", ("read", "write"), windows)
         done = 0
-        while done < LEAST_FINAL_ROUNDS or self.seconds_left() > 0.6 * left / done:
-            phase = ("read", "write")[done % 2]
-            entries: list[_Entry] = [(setting, ("mixed", phase)) for setting in finalists]
-            entries += [(setting, (phase,)) for setting in champions[phase]]
+        while (
+            done < LEAST_FINAL_ROUNDS
+            or (done < rounds and self.seconds_left() > 0)
+            or self.seconds_left() > 0.6 * left / done
+        ):
+            entries: list[_Entry] = [
+                (setting, ("mixed", ("read", "write")[done % 2])) for setting in finalists
+            ]
             self._order.shuffle(entries)
-            yield from self._group("final", entries, window)
+            yield from self._group("final", entries, windows)
             done += 1
 
     def _stage(self, stage: str, entries: Sequence[_Entry], end: float) -> _Asks:
@@ -145,11 +157,16 @@ class Search:
         window = self._clamped(left / max(1, sum(map(_windows, trials))))
         order = list(entries)
         self._order.shuffle(order)
+        windows = {phase: window * _windows(phase) for phase in PHASES}
         for index in range(groups):
-            yield from self._group(stage, order[index::groups], window)
+            yield from self._group(stage, order[index::groups], windows)
 
     def _group(
-        self, stage: str, entries: Sequence[_Entry], window: float, repeated: bool = False
+        self,
+        stage: str,
+        entries: Sequence[_Entry],
+        windows: Mapping[str, float],
+        repeated: bool = False,
     ) -> _Asks:
         """Try *entries*, then the control; once more where the control says that the drive changed
         meanwhile.
@@ -159,11 +176,9 @@ class Search:
         began = self._clock()
         for setting, phases in entries:
             for phase in phases:
-                yield from self._try(
-                    Ask(setting, phase, window * _windows(phase), stage, control=False)
-                )
+                yield from self._try(Ask(setting, phase, windows[phase], stage, control=False))
         tried = [phase for phase in PHASES if any(phase in phases for _, phases in entries)]
-        yield from self._controls(stage, tried, window)
+        yield from self._controls(stage, tried, windows)
         after = self._latest_control_speeds()
         drifted = [
             phase for phase in tried if phase in before and jumped(before[phase], after[phase])
@@ -179,12 +194,12 @@ class Search:
             (setting, tuple(phase for phase in phases if phase in drifted))
             for setting, phases in entries
         ]
-        yield from self._group(stage, again, window, repeated=True)
+        yield from self._group(stage, again, windows, repeated=True)
 
-    def _controls(self, stage: str, phases: Iterable[str], window: float) -> _Asks:
+    def _controls(self, stage: str, phases: Iterable[str], windows: Mapping[str, float]) -> _Asks:
         for phase in phases:
             yield from self._try(
-                Ask(self.evidence.control, phase, window * _windows(phase), stage, control=True)
+                Ask(self.evidence.control, phase, windows[phase], stage, control=True)
             )
 
     def _try(self, ask: Ask) -> _Asks:

@@ -16,7 +16,7 @@ from nvme_offload.errors import OffloadError
 from nvme_offload.hardware.profile import Setting, Sustained
 from nvme_offload.io.engine import Engine, Ticket, allocate
 from nvme_offload.planning.traffic import STEP_BYTES_7B
-from nvme_offload.units import format_bytes
+from nvme_offload.units import format_bytes, format_speed
 
 from . import steady
 from .trial import REQUEST_BYTES
@@ -122,8 +122,8 @@ def warnings(found: Sustained) -> list[str]:
         return []
     steps = STEP_BYTES_7B / found.cache_ends_bytes
     return [
-        f"The drive writes at {found.first_gb_per_s:.2f} GB/s until its cache is full, after {format_bytes(found.cache_ends_bytes)}, then at "
-        f"{found.steady_gb_per_s:.2f} GB/s. One optimizer step of a 7B model writes {STEP_BYTES_7B / 1e9:.0f} GB, {steps:.2g} times that cache: "
+        f"The drive writes at {format_speed(found.first_gb_per_s)} GB/s until its cache is full, after {format_bytes(found.cache_ends_bytes)}, then at "
+        f"{format_speed(found.steady_gb_per_s)} GB/s. One optimizer step of a 7B model writes {STEP_BYTES_7B / 1e9:.0f} GB, {steps:.2g} times that cache: "
         "plan with the lower speed, or with a drive that holds the higher one."
     ]
 

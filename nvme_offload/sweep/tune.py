@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import math
 import os
 import platform
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
 from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
 from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
@@ -28,7 +30,7 @@ from nvme_offload.hardware.profile import (
     Setting,
     Sustained,
 )
-from nvme_offload.units import format_bytes
+from nvme_offload.units import format_bytes, format_change
 
 from . import fio, health, space
 from .beside import by_turns, judged
@@ -45,9 +47,12 @@ if TYPE_CHECKING:
 FILL_SETTING = Setting(block_size=1 << 20, queue_depth=16, thread_count=1)
 FILL_SHARE = 0.1  # of the seconds, for writing the files that are measured
 LINK_TOLERANCE = 1.03  # of its nominal speed, for clocks
-LATENCY_SHARE, LATENCY_SECONDS = 0.04, 5  # of the seconds, where there are so many
-BESIDE_SHARE, BESIDE_SECONDS = 0.16, 20  # for fio and the other backend
-FIO_WINDOW_SHARE = 0.6  # of its time; the rest goes into starting it
+LATENCY_SHARE, LATENCY_SECONDS = 0.07, 5  # of the seconds, where there are so many
+LATENCY_OF_CHOSEN = 3  # times as long as of another setting: its 99.9th percentile is wanted
+BESIDE_SHARE, BESIDE_SECONDS = 0.25, 40  # for fio and the other backend
+BESIDE_WINDOW_SECONDS = 0.5
+BESIDE_ROUNDS = range(2, 9)
+RUN_OVERHEAD_SECONDS, FIO_OVERHEAD_SECONDS = 0.1, 0.4  # to start and to drain
 WORTH = 1.03  # from here on another backend is recommended
 
 
@@ -94,6 +99,7 @@ def tune(
             "Measured with the posix backend, which ignores queue_depth: for DeepSpeed, whose op is built on libaio, measure with --backend libaio."
         )
     health_before = health.ask(found)
+    thermometer = health.Thermometer(found)
     if journal.begun:  # as much as was in use then
         file_bytes = journal.begun.file_bytes // options.ranks
     with open_rig(found, file_bytes, options) as rig:
@@ -109,11 +115,12 @@ def tune(
                 file_bytes=rig.file_bytes,
                 bytes_per_second=speed,
                 copy_bytes_per_second=rig.memory_bytes_per_second(),
-                search_seconds=(1 - _share_beside(options)) * options.seconds
+                search_seconds=options.seconds
+                - _seconds_after(options)
                 - (time.monotonic() - began),
             )
         )
-        search, verdict = _search(rig, found, options, begun, journal, progress)
+        search, verdict = _search(rig, found, options, begun, journal, progress, thermometer)
         latencies = _latencies(rig, search, verdict, options, progress)
         beside = _beside(rig, verdict.chosen, options, progress)
         measured = _engine_facts(rig, begun, options)
@@ -130,7 +137,10 @@ def tune(
         from .sustained import warnings as sustained_warnings
 
         warnings += sustained_warnings(sustained)
+        thermometer.look()
         health_after = health.ask(found)
+    health_after = thermometer.noted(health_after)
+    warnings += health.link_warnings(found.pcie_link, describe_drive(found.path).pcie_link)
     return Profile(
         tool_version=__version__,
         created=created,
@@ -142,6 +152,7 @@ def tune(
         best=verdict.best,
         chosen=verdict.chosen,
         performance=verdict.performance,
+        finals=verdict.finals,
         reasons=(*verdict.reasons, *_backend_reasons(beside, options)),
         steady=verdict.steady,
         warnings=(*warnings, *health.warnings(health_before, health_after), *verdict.warnings),
@@ -205,6 +216,7 @@ def _search(
     begun: Begun,
     journal: Journal,
     progress: Progress,
+    thermometer: health.Thermometer,
 ) -> tuple[Search, Verdict]:
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
     cpu_count = len(os.sched_getaffinity(0))
@@ -225,7 +237,9 @@ def _search(
             ask.stage,
             f"{ask.phase}{by} with {describe(ask.setting)}{so_far}, {search.seconds_left():.0f} s left",
         )
-        return rig.run(ask.setting, ask.phase, ask.seconds)
+        result = rig.run(ask.setting, ask.phase, ask.seconds)
+        thermometer.look()
+        return result
 
     playback = Playback(journal, measure)
     search = Search(
@@ -246,85 +260,88 @@ def _latencies(
     settings = dict.fromkeys(
         [verdict.chosen, search.evidence.control, verdict.best["mixed"].setting]
     )
-    window = LATENCY_SHARE * options.seconds / (len(settings) * len(PHASES))
+    parts = LATENCY_OF_CHOSEN + len(settings) - 1
+    window = LATENCY_SHARE * options.seconds / (parts * len(PHASES))
     found = []
     for setting in settings:
+        times = LATENCY_OF_CHOSEN if setting == verdict.chosen else 1
         for phase in PHASES:
             progress.show("latency", f"{phase} with {describe(setting)}")
-            found.append(percentiles(setting, phase, rig.block_seconds(setting, phase, window)))
+            taken = rig.block_seconds(setting, phase, times * window)
+            found.append(percentiles(setting, phase, taken))
     return found
 
 
-def _share_beside(options: Options) -> float:
-    share = (
-        LATENCY_SHARE if options.seconds >= LATENCY_SECONDS and options.engine == "native" else 0.0
+def _seconds_after(options: Options) -> float:
+    """What latencies and comparisons take after the search."""
+    timed = options.seconds >= LATENCY_SECONDS and options.engine == "native"
+    return (LATENCY_SHARE * options.seconds if timed else 0.0) + len(PHASES) * _beside_seconds(
+        _names_beside(options), _beside_rounds(options)
     )
-    return share + (
-        BESIDE_SHARE
-        if options.seconds >= BESIDE_SECONDS and (fio.version() or _other_backend(options))
-        else 0.0
-    )
+
+
+def _names_beside(options: Options) -> list[str]:
+    """What runs beside the engine, where there is the time: the other backend, and fio."""
+    if options.seconds < BESIDE_SECONDS:
+        return []
+    return [*filter(None, (_other_backend(options), "fio" if fio.version() else None))]
+
+
+def _beside_seconds(names: Sequence[str], rounds: int) -> float:
+    """What *rounds* of *names* take under one load."""
+    run = BESIDE_WINDOW_SECONDS + RUN_OVERHEAD_SECONDS
+    each = run * (1 + len(names)) + FIO_OVERHEAD_SECONDS * ("fio" in names)
+    return rounds * each + run if names else 0.0
+
+
+def _beside_rounds(options: Options) -> int:
+    """As many as there is time for; two at the least, which show a spread."""
+    names = _names_beside(options)
+    share = BESIDE_SHARE * options.seconds / len(PHASES)
+    fitting = [rounds for rounds in BESIDE_ROUNDS if _beside_seconds(names, rounds) <= share]
+    return max(fitting, default=BESIDE_ROUNDS[0])
 
 
 def _beside(
     rig: Rig | Ranks, chosen: Setting, options: Options, progress: Progress
 ) -> list[Beside]:
-    """fio, and the other backend, at the chosen setting interleaved with the engine."""
-    if options.seconds < BESIDE_SECONDS:
-        return []
-    each = BESIDE_SHARE * options.seconds / 2 / len(PHASES)
-    other, version = _other_backend(options), fio.version()
+    """fio, and the other backend, at the chosen setting, interleaved with the engine."""
+    names = _names_beside(options)
+    rounds = _beside_rounds(options)
     found = []
-    for phase in PHASES:
-        if other:
-            progress.show("backends", f"{phase} with {other}")
-            found.append(_beside_backend(rig, chosen, other, phase, each))
-        if version:
-            progress.show("fio", f"{phase} with {describe(chosen)}")
-            with contextlib.suppress(UnsupportedError):  # the sweep's own result stands without it
-                found.append(_beside_fio(rig, chosen, version, phase, each, options.ranks))
+    for phase in PHASES if names else ():
+        progress.show("beside", f"{phase} with {' and '.join(names)}, {rounds} rounds")
+
+        def run(name: str, phase: str = phase) -> float:
+            if name == "fio":
+                return _by_fio(rig, chosen, phase, options.ranks)
+            backend = name or chosen.backend
+            setting = dataclasses.replace(chosen, backend=backend)
+            return rig.run(setting, phase, BESIDE_WINDOW_SECONDS).bytes_per_second
+
+        try:
+            runs = [functools.partial(run, name) for name in names]
+            ones, others = by_turns(functools.partial(run, ""), runs, rounds)
+        except UnsupportedError:  # fio failed: the sweep's own result stands without it
+            names = [name for name in names if name != "fio"]
+            if not names:
+                break
+            runs = [functools.partial(run, name) for name in names]
+            ones, others = by_turns(functools.partial(run, ""), runs, rounds)
+        for name, series in zip(names, others, strict=True):
+            version = fio.version() or "" if name == "fio" else ""
+            found.append(judged(name, version, phase, ones, series))
     return found
 
 
-def _beside_backend(
-    rig: Rig | Ranks, chosen: Setting, other: str, phase: str, seconds: float
-) -> Beside:
-    window = max(0.1, seconds / 5 - 0.1)
-
-    def run(setting: Setting) -> float:
-        return rig.run(setting, phase, window).bytes_per_second
-
-    return judged(
-        other,
-        "",
-        phase,
-        *by_turns(lambda: run(chosen), lambda: run(dataclasses.replace(chosen, backend=other)), 2),
-    )
-
-
-def _beside_fio(
-    rig: Rig | Ranks, chosen: Setting, version: str, phase: str, seconds: float, ranks: int
-) -> Beside:
-    window = max(0.2, FIO_WINDOW_SHARE * seconds / 3)
+def _by_fio(rig: Rig | Ranks, chosen: Setting, phase: str, ranks: int) -> float:
+    """Bytes per second of fio on the rig's files."""
     paths = {
         direction: rig.paths(direction)
         for direction in (("read", "write") if phase == "mixed" else (phase,))
     }
-
-    def ours() -> float:
-        return rig.run(chosen, phase, window).bytes_per_second
-
-    return judged(
-        "fio",
-        version,
-        phase,
-        *by_turns(
-            ours,
-            lambda: fio.bytes_per_second(
-                paths, rig.file_bytes // ranks, chosen, window, rig.direct
-            ),
-            1,
-        ),
+    return fio.bytes_per_second(
+        paths, rig.file_bytes // ranks, chosen, BESIDE_WINDOW_SECONDS, rig.direct
     )
 
 
@@ -347,7 +364,7 @@ def _backend_reasons(beside: list[Beside], options: Options) -> list[str]:
     if not found:
         return []
     mixed = found["mixed"]
-    speeds = ", ".join(f"{phase} {100 * (one.relative - 1):+.0f} %" for phase, one in found.items())
+    speeds = ", ".join(f"{phase} {format_change(one.relative)}" for phase, one in found.items())
     said = f"With the same numbers {mixed.name} moves, beside {options.backend}: {speeds}. "
     if mixed.relative_low < WORTH:
         return [said + f"That is no reason to leave {options.backend}."]

@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`, and
-`disable()` to put DeepSpeed back as it was.
+"""DeepSpeed ZeRO-3 on this package: `enable()` before `deepspeed.initialize` or `zero.Init`;
+`disable()` restores DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,32 +14,43 @@ from . import compat
 if TYPE_CHECKING:
     from .step_stats import StepStats
 
-OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = compat.OLDEST, compat.NEWEST  # that were tried
+OLDEST_DEEPSPEED, NEWEST_DEEPSPEED = compat.OLDEST, compat.NEWEST  # the releases that are tested
 is_too_old, is_too_new = compat.is_too_old, compat.is_too_new
 
-_log = logging.getLogger("nvme_offload")  # also what is below this speaks: memory, drives
+_log = logging.getLogger("nvme_offload")  # the whole package's logger: memory and drives log too
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("[%(asctime)s] nvme_offload: %(message)s"))
 
 # object, attribute and DeepSpeed's own value, in the order of replacement
 _replaced: list[tuple[Any, str, Any]] = []
+_disabled = False  # by `disable`, after which a configuration alone enables nothing
 
 
 def enable() -> None:
-    """Have DeepSpeed offload to drives through this package, in this process, from now on; a second
-    call does nothing.
+    """Make DeepSpeed offload to drives through this package, in this process.
 
-    Its `async_io` op becomes this package's, so that nothing is compiled at the first step.
-    Parameters and optimizer states with `"device": "nvme"` go through this package's swappers,
-    unless the section "nvme_offload" of the configuration says `"swappers": "deepspeed"`. Engines
-    that exist already keep what they have. What is chosen and what steps spend is logged, to stderr
-    where the program has set up no logging. Raises: UnsupportedError when DeepSpeed is not
-    installed, is older than `OLDEST_DEEPSPEED`, or lacks any name that is used (`zero3.compat`);
-    nothing is replaced then.
+    Call it before `deepspeed.initialize` and `zero.Init`. A second call does nothing. Engines that
+    exist already are not changed.
+
+    Raises
+    ------
+    UnsupportedError
+        DeepSpeed is not installed, is older than `OLDEST_DEEPSPEED`, or lacks a name that is used
+        (`zero3.compat`). Nothing is replaced then.
+
+    Notes
+    -----
+    DeepSpeed's `async_io` op is replaced by this package's, which is therefore not compiled; others
+    are at their first use, such as CPU Adam, and a line of the log says so. Parameters and
+    optimizer states with "device": "nvme" go through this package's swappers, unless the section
+    "nvme_offload" of the configuration has "swappers": "deepspeed".
+
+    The choices made and the time that steps take are logged at level INFO on rank 0: to stderr
+    where the program has not configured logging.
     """
     if _replaced:
         return
-    # all ranks choose and spend alike
+    # all ranks would log the same
     _log.setLevel(logging.INFO if _is_first_rank() else logging.WARNING)
     if not logging.getLogger().handlers:
         _log.addHandler(_handler)
@@ -51,13 +62,15 @@ def enable() -> None:
     import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
     import deepspeed.runtime.zero.stage3 as stage3
+    from deepspeed.ops.op_builder.builder import OpBuilder
 
-    from . import checkpoint, op, precision
+    from . import checkpoint, compiling, op, overlap, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
     from .stage3 import Stage3
 
     op.install()
+    _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(
@@ -65,6 +78,8 @@ def enable() -> None:
         "AsyncPartitionedParameterSwapper",
         parameter_swapper(partition_parameters.AsyncPartitionedParameterSwapper),
     )
+    entered = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    _replace(entered, "__enter__", overlap.waiting(entered.__enter__))
     for name, method in checkpoint.engine_methods(engine.DeepSpeedEngine).items():
         _replace(engine.DeepSpeedEngine, name, method)
     _replace(
@@ -75,9 +90,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Put DeepSpeed back as it was before `enable`. Engines that exist keep what they have, and go
-    on working.
+    """Restore DeepSpeed as it was before `enable`.
+
+    Engines that exist keep this package's parts and keep working. From now on, a configuration with
+    the section "nvme_offload" enables nothing by itself (`nvme_offload.autoload`); `enable` does. A
+    second call does nothing.
     """
+    global _disabled
+    _disabled = True
     if not _replaced:
         return
     from . import op
@@ -89,17 +109,35 @@ def disable() -> None:
     _be_quiet()
 
 
+def _enable_unless_disabled() -> None:
+    if not _disabled:
+        enable()
+
+
 def _be_quiet() -> None:
     _log.removeHandler(_handler)
     _log.setLevel(logging.NOTSET)
 
 
 def stats(engine: Any) -> StepStats:
-    """What the last step of the DeepSpeed *engine* spent where; without an optimizer, what its last
-    forward pass did.
+    """What the last step of an engine took.
 
-    Raises: UsageError when the engine has neither parameters nor optimizer states on a drive behind
-    this package, or has made no step.
+    Parameters
+    ----------
+    engine
+        A DeepSpeed engine, or a wrapper with its optimizer as `optimizer`. Without an optimizer a
+        step is a forward pass.
+
+    Returns
+    -------
+    StepStats
+        Of the last step. It is not updated by later steps.
+
+    Raises
+    ------
+    UsageError
+        The engine has neither parameters nor optimizer states on a drive behind this package, or
+        has made no step yet.
     """
     from .step_stats import clock_of
 
@@ -110,8 +148,8 @@ def stats(engine: Any) -> StepStats:
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0, as far as the launcher has said it by now: Lightning's own tells only
-    which one of this machine.
+    """Whether this is rank 0, from the environment that launchers set. Lightning's own launcher
+    sets only the rank on this machine.
     """
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"

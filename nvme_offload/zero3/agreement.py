@@ -1,4 +1,4 @@
-"""What the ranks of a training agree on before it begins."""
+"""What the ranks agree on before training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..errors import OffloadError, UsageError
 
 
 def least(number: int) -> int:
-    """The least that any rank has, so that all plan alike."""
+    """The minimum of *number* over all ranks, so that all plan alike."""
     numbers = torch.tensor([number], device=get_accelerator().current_device_name())
     dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
     return int(numbers.item())
 
 
 def all_or_none(action: Callable[[], None]) -> None:
-    """Do *action* on every rank. Where it fails on one, the others raise too: they would wait for
-    that one for ever.
+    """Run *action* on every rank. Where it fails on one, the others raise too instead of waiting
+    for it for ever.
     """
     failure = None
     try:
@@ -31,4 +31,4 @@ def all_or_none(action: Callable[[], None]) -> None:
     if failure is not None:
         raise failure
     if anywhere:
-        raise UsageError("another rank cannot train with this configuration, and says why")
+        raise UsageError("another rank cannot train with this configuration; its message says why")

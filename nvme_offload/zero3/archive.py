@@ -1,10 +1,10 @@
-"""Files of `torch.save` written and read piece by piece, by the engine: a tensor of a file need not
-be in memory, nor even be in one piece.
+"""Writes and reads files of `torch.save` piece by piece with the engine: a tensor in a file need
+not be in memory, nor be in one piece.
 
-A tensor that is *offloaded* holds no memory; it says of which parts it consists and how each is
-brought to memory for a moment. `write` has torch lay out the file with room for every tensor, and
-fills the room. The file is one like any other: torch.load reads it, also with mmap, except that it
-has no checksums of its tensors, which torch does not look at.
+An *offloaded* tensor has no memory. It names its parts and how each is brought to memory for a
+moment. `write` lets torch lay out the file with space for every tensor, and fills that. torch.load
+reads the file like any other, also with mmap. Only its zip checksums are missing, which torch does
+not check.
 
 Source: torch.serialization.skip_data, torch.utils.serialization.config for the alignment.
 """
@@ -27,14 +27,14 @@ from torch.utils.serialization import config as serialization
 from ..io.engine import Engine, File, Ticket
 from .manifest import PIECE_BYTES, Piece
 
-_ALIGNMENT_BYTES = 4096  # of each tensor in the file, so that it is written and read directly
+_ALIGNMENT_BYTES = 4096  # of each tensor in the file, for O_DIRECT
 
-# brings some tensors to memory, by name, for the time of the context
+# Context that has some tensors in memory, by key.
 Provider = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
 class Part(NamedTuple):
-    """What *provider* has under *key*, which has its place from element *start* of a tensor."""
+    """The tensor that *provider* has under *key*: the elements from *start* of a larger one."""
 
     provider: Provider
     key: str
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def offloaded(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
-    """A tensor of one dimension that holds no memory, and consists of *parts*."""
+    """A tensor of one dimension without memory, which consists of *parts*."""
     with FakeTensorMode():
         tensor = torch.empty(numel, dtype=dtype)
     tensor.parts = tuple(parts)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def offloaded(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Te
 
 
 def has_offloaded(tree: Any) -> bool:
-    """Whether a tensor of *tree* is offloaded."""
+    """Whether a tensor in *tree* is offloaded."""
     return any(True for _ in _offloaded(tree))
 
 
@@ -59,21 +59,45 @@ def gather(tree: Any) -> Any:
     gathered = {
         id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _offloaded(tree)
     }
-    for provider, lent in _by_provider(
+    for provider, wanted in _by_provider(
         (gathered[id(tensor)], tensor.parts) for tensor in _offloaded(tree)
     ).items():
         with provider() as values:
-            for key, tensor, start in lent:
+            for key, tensor, start in wanted:
                 tensor[start : start + values[key].numel()].copy_(values[key])
     return _replaced(tree, gathered)
 
 
 def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Piece]:
-    """Make the file *path* of *tree*, as torch.save would, and return when it is on the drive to
-    stay; the pieces written by the engine if *summed*.
+    """Write *tree* to the file *path*, as torch.save would.
 
-    Raises: NoSpaceError before anything but the layout is written, where the drive is full;
-    IOFailure; what a provider raises. The file is then of no use, and for the caller to delete.
+    Parameters
+    ----------
+    path
+        The file. It is created.
+    tree
+        What torch.save takes; tensors in it may be offloaded.
+    engine
+        Writes the tensors.
+    summed
+        Whether to compute checksums of what the engine writes.
+
+    Returns
+    -------
+    list of Piece
+        The pieces with checksums; empty unless *summed*.
+
+    Raises
+    ------
+    NoSpaceError
+        The drive is full: before anything but the layout is written.
+    IOFailure
+        A write failed.
+
+    Notes
+    -----
+    The file is on the drive, synced, when this returns. After an exception, also one from a
+    provider, it is unusable, and the caller deletes it.
     """
     storages = _lay_out(path, tree)
     parts = {
@@ -129,22 +153,22 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
                     )
                 ]
             )
-        for provider, lent in _by_provider(places).items():
+        for provider, wanted in _by_provider(places).items():
             with provider() as values:
                 put(
                     (offset + begin * itemsize, values[key].flatten())
-                    for key, (offset, itemsize), begin in lent
+                    for key, (offset, itemsize), begin in wanted
                 )
         file.sync()
     return written
 
 
 def read(path: str, engine: Engine) -> Any:
-    """What torch.load would make of *path*, with its tensors left in the file: `fetch` and `whole`
-    get them.
+    """What torch.load would return for *path*, with its tensors left in the file: `fetch` and
+    `whole` read them.
 
-    Tensors that are attributes of objects are in memory; a file in the format before PyTorch 1.6 is
-    as a whole. Raises: what torch.load raises; IOFailure, TruncatedError.
+    Tensors that are attributes of objects are in memory. A file in the format before PyTorch 1.6 is
+    read whole. Raises: what torch.load raises; IOFailure, TruncatedError.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
@@ -162,14 +186,14 @@ def read(path: str, engine: Engine) -> Any:
 
 
 def read_mapped(path: str, keep: str) -> Any:
-    """What torch.load makes of *path*, a mapping, in memory but for what it has under *keep*: that
-    is mapped, and takes memory when it is looked at.
+    """What torch.load returns for *path*, a mapping, in memory except for the key *keep*: that is
+    mapped, and takes memory when it is accessed.
     """
     if not zipfile.is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=False)
     try:
         tree = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except RuntimeError:  # the kernel maps no file that it could not have in memory as a whole
+    except RuntimeError:  # the kernel refuses a mapping larger than memory (vm.overcommit_memory)
         return torch.load(path, map_location="cpu", weights_only=False)
     rest = {key: value for key, value in tree.items() if key != keep}
     copies = {id(leaf): leaf.clone() for leaf in _leaves(rest) if isinstance(leaf, torch.Tensor)}
@@ -177,25 +201,25 @@ def read_mapped(path: str, keep: str) -> Any:
 
 
 def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
-    """Bring elements of *tensor*, from *start* on, to *into*: as many as it has, in its type, when
-    the tickets are done (`wait_all`).
+    """Start reading elements of *tensor*, from *start*, into *into*: as many as it has, in its
+    dtype. Wait for the tickets (`wait_all`).
 
     Shapes: *tensor*, in a file or in memory, has one dimension; *into* is contiguous. Raises:
-    IOFailure, TruncatedError, here and from the tickets.
+    IOFailure, TruncatedError, also from the tickets.
     """
     if not hasattr(tensor, "stored"):
         into.copy_(tensor.detach()[start : start + into.numel()])
         return []
     if tensor.dtype == into.dtype and into.is_cpu:
         return [tensor.stored.read(into, tensor, start + int(tensor.storage_offset()))]
-    passing = torch.empty(into.numel(), dtype=tensor.dtype)
-    wait_all(fetch(tensor, start, passing))
-    into.copy_(passing)
+    staging = torch.empty(into.numel(), dtype=tensor.dtype)
+    wait_all(fetch(tensor, start, staging))
+    into.copy_(staging)
     return []
 
 
 def whole(value: Any) -> Any:
-    """*value*, in memory if it is a tensor in a file."""
+    """*value*; in memory if it is a tensor in a file."""
     if not hasattr(value, "stored"):
         return value
     buffer = torch.empty(
@@ -217,8 +241,8 @@ class _Stored(NamedTuple):
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
-    """Wait for every one of *tickets*, which may be started as they are asked for; none is left in
-    flight, whatever starting the next one raises.
+    """Wait for all *tickets*, which an iterator may start one by one. None is left in flight, even
+    if starting one raises.
 
     Raises: the first failure, once all are finished.
     """
@@ -239,13 +263,13 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
 
 
 def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
-    """Write *path* with room for the bytes of all tensors; the storages, by the name that torch
-    gives each in the file.
+    """Write *path* with space for the bytes of all tensors. Returns the storages, by torch's names
+    in the file.
     """
     storages: dict[str, torch.UntypedStorage] = {}
 
     class Pickler(pickle.Pickler):
-        # torch.save derives a class from this and gives it the method by which it names storages.
+        # torch.save subclasses this, with the method that names storages.
         def __init_subclass__(cls) -> None:
             name_storage = cls.persistent_id
 
@@ -270,8 +294,8 @@ def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
 
 
 def _by_provider(places: Any) -> dict[Provider, list[tuple[str, Any, int]]]:
-    """For each provider, in the order of its first use, what is to be done with it: key, the place
-    of the whole tensor, and where in it.
+    """What to do with each provider, in the order of first use: the key, the place of the whole
+    tensor, and the first element in it.
     """
     found: dict[Provider, list[tuple[str, Any, int]]] = {}
     for place, parts in places:

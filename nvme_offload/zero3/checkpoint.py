@@ -1,11 +1,11 @@
-"""Checkpoints of an engine whose parameters or optimizer states are in a tier: `save_checkpoint`
-and `load_checkpoint`, in DeepSpeed's own format.
+"""Checkpoints of engines with offloaded parameters or optimizer states: `save_checkpoint` and
+`load_checkpoint`, in DeepSpeed's format.
 
-A save is a generation: every rank writes its files into one directory aside, and has them on the
-drive to stay; once all have, a manifest of them is added, and one rename shows the directory under
-its tag, in the place of what was there. So a crash at any point leaves the last checkpoint, also
-one of the same tag, or the new one. What goes wrong is raised on every rank, and training can go
-on. A load checks every byte by the manifest.
+Each save is a generation. Every rank writes its files into a temporary directory and syncs them.
+When all ranks have, the manifest is added, and one rename puts the directory under its tag, in
+place of an older one. So a crash at any point leaves either the previous checkpoint, also one with
+the same tag, or the new one. A failure is raised on every rank, and training can go on. A load
+checks every byte against the manifest.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 
-from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError, UsageError
+from ..errors import IOFailure, OffloadError, UnsupportedError, UsageError
 from ..files import commit
 from ..io import engine as io
 from . import archive, compat, manifest, states
-from .manifest import Entry, Manifest, Piece, entry_of, has_checksums
-from .param_swapper import ParameterSwapper
-from .settings import question, refuse_what_wants_memory
+from .manifest import Entry, Manifest, Piece, corrupt, entry_of, has_checksums
+from .param_swapper import is_offloaded
+from .settings import refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
 
-_SWAP_FILES = "offloaded_tensors"  # the directory of them that DeepSpeed makes beside a checkpoint
-# the ends of the names that DeepSpeed gives its files
+_SWAP_FILES = "offloaded_tensors"  # the directory that DeepSpeed copies swap files to
+# suffixes of DeepSpeed's file names
 _STATE_FILES = ("_model_states.pt", "_optim_states.pt")
-# the key in files of states; DeepSpeed looks at its own only
+# Our key in files of optimizer states; DeepSpeed reads only its own.
 _GENERATION = "nvme_offload_generation"
 _LOAD_ARGUMENTS = (
     "load_module_strict",
@@ -47,7 +47,7 @@ _LOAD_ARGUMENTS = (
     "load_lr_scheduler_states",
     "load_module_only",
 )
-# What torch.load raises for a file that is cut off or damaged.
+# What torch.load raises for a truncated or damaged file.
 _UNREADABLE = (
     RuntimeError,
     EOFError,
@@ -59,23 +59,25 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     struct.error,
 )
-# a drive with less is full: DeepSpeed and torch do not always tell why they could not write
+# Below this a drive counts as full: DeepSpeed and torch do not always say why a write failed.
 _FULL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
 
 def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
-    """The methods of *engine*, the class DeepSpeedEngine, that have to know of tiers, by name."""
+    """Replacements, by name, for the methods of *engine*, the class DeepSpeedEngine, that depend on
+    offload.
+    """
     original: Any = engine
 
     def _configure_optimizer(self: Any, *args: Any, **named: Any) -> None:
-        question(self._config._param_dict)
-        refuse_what_wants_memory(self._config._param_dict)
+        warn_of_mistakes(self._config._param_dict)
+        refuse_memory_features(self._config._param_dict)
         before["_configure_optimizer"](self, *args, **named)
 
     def zero_nvme_offload_optimizer(self: Any) -> bool:
-        # True has the engine copy a directory of swap files beside the checkpoint.
+        # If True, DeepSpeed copies a directory of swap files into the checkpoint.
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             return False
         offloads: bool = before["zero_nvme_offload_optimizer"](self)
@@ -113,15 +115,15 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
                 "load_module_only", False
             )
             _verify(self, load_dir, tag, with_states)
-        if isinstance(self.optimizer, Stage3) and self.optimizer.holds_states_away:
+        if isinstance(self.optimizer, Stage3) and self.optimizer.has_offloaded_states:
             self.optimizer.begin_load()
-            # the next micro-batch is the first of a step
+            # the next micro-batch is the first of its step
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return before["load_checkpoint"](self, load_dir, tag, *args, **named)
 
     def _load_checkpoint(self: Any, *args: Any, **named: Any) -> Any:
         streams = _streams(self)
-        if streams and any(_is_offloaded(param) for param in _frozen(self)):
+        if streams and any(is_offloaded(param) for param in _frozen(self)):
             read = functools.partial(archive.read_mapped, keep=FROZEN_PARAM_FRAGMENTS)
         else:
             read = functools.partial(torch.load, map_location="cpu", weights_only=False)
@@ -147,7 +149,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             return before["_get_zero_param_shapes"](self)
 
     def _get_param_fragment_func(self: Any, param: Any) -> torch.Tensor:
-        if not _is_offloaded(param):
+        if not is_offloaded(param):
             fragment: torch.Tensor = before["_get_param_fragment_func"](self, param)
             return fragment
         if not isinstance(self.checkpoint_engine, _Generation):
@@ -162,7 +164,7 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         self: Any, checkpoint: dict[str, Any], *args: Any, **named: Any
     ) -> None:
         frozen = checkpoint.get(FROZEN_PARAM_FRAGMENTS) or {}
-        if any(_is_offloaded(param) for param in _frozen(self)):
+        if any(is_offloaded(param) for param in _frozen(self)):
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
             _load_frozen(self, frozen)
         before["load_module_state_dict"](self, checkpoint, *args, **named)
@@ -177,13 +179,13 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
 
 
 class _Generation:
-    """Stands for *original*, the TorchCheckpointEngine of *engine*, while a checkpoint is saved:
-    what *tag* is of appears whole, or does not.
+    """Replaces *original*, the TorchCheckpointEngine of *engine*, during a save: the checkpoint
+    *tag* appears complete, or not at all.
     """
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         self.original = original
-        self.place = Path(save_dir, tag).resolve()  # what a link leads to is replaced, not the link
+        self.place = Path(save_dir, tag).resolve()  # the target of a link is replaced, not the link
         self.failure: Exception | None = None
         self.generation = ""
         self._tag = tag
@@ -201,22 +203,22 @@ class _Generation:
         self._place_lock: int | None = None
         if Path(save_dir).resolve() not in self.place.parents:
             raise UsageError(
-                f"a tag names a directory below that of the checkpoints, which {tag!r} does not"
+                f"a tag must name a directory below that of the checkpoints, not {tag!r}"
             )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
     def begin(self) -> None:
-        """Make the directory aside. Raises: what went wrong, on every rank."""
+        """Make the temporary directory. Raises: what went wrong, on every rank."""
 
         def make() -> None:
             commit.make_directory(self.place.parent)
-            # of a save that was killed
+            # left by a save that was killed
             for left in (commit.recover_directory(self.place), self._aside):
                 _clear(left, self.place)
             with contextlib.suppress(OSError):
-                # the same, of other tags
+                # the same, for other tags
                 for left in commit.abandoned(self.place.parent, r"\..+\.partial"):
                     if left.is_dir() and all(_is_ours(entry.name) for entry in left.iterdir()):
                         commit.remove(left)
@@ -225,15 +227,15 @@ class _Generation:
             commit.lock(self._place_lock)
 
         self._on_one_rank(make)
-        self.generation = str(_told(secrets.token_hex(16))[0])
+        self.generation = str(_gathered(secrets.token_hex(16))[0])
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a directory; that of the tag is aside, and there."""
+        """Make a directory. The tag's own is the temporary one, which exists."""
         if Path(path).resolve() != self.place:
             os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write the file aside."""
+        """Write a file of the checkpoint into the temporary directory."""
         final = Path(path).resolve()
         name = str(final.relative_to(self.place))
         aside = self._aside / name
@@ -254,26 +256,26 @@ class _Generation:
             raise _typed(error, final) from error
 
     def commit(self, info: Any) -> bool:
-        """Let the checkpoint appear, if every rank has written all of its files. Raises: what went
+        """Publish the checkpoint if every rank has written all of its files. Raises: what went
         wrong, on every rank.
         """
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._stage3)
         _agree(self.failure, self._tag)
-        files = tuple(entry for entries in _told(self._entries) for entry in entries)
+        files = tuple(entry for entries in _gathered(self._entries) for entry in entries)
 
         def show() -> None:
             Manifest(
                 self.generation, self._step, dist.get_world_size(), self._checksum, files
             ).write(self._aside)
-            _clear(commit.show_directory(self._aside, self.place, over=True), self.place)
+            _clear(commit.publish_directory(self._aside, self.place, over=True), self.place)
 
         self._on_one_rank(show)
         committed: bool = self.original.commit(info)
         return committed
 
     def discard(self) -> None:
-        """Delete what did not appear."""
+        """Delete the temporary directory, if it was not published."""
         if self._renames:
             with contextlib.suppress(OSError):
                 commit.remove(self._aside)
@@ -291,8 +293,8 @@ class _Generation:
 
 
 class _Complete:
-    """Stands for *original*, any checkpoint engine of DeepSpeed's, while the states of *stage3* are
-    saved: files that lack some are not written.
+    """Replaces *original*, any checkpoint engine of DeepSpeed, while *stage3* is saved: a file that
+    lacks states is not written.
     """
 
     def __init__(self, original: Any, stage3: Stage3) -> None:
@@ -304,7 +306,7 @@ class _Complete:
         return getattr(self._original, name)
 
     def save(self, state_dict: Any, path: str) -> Any:
-        """Write the file."""
+        """Write a file of the checkpoint."""
         if OPTIMIZER_STATE_DICT in state_dict:
             states.require_complete(self._stage3, state_dict)
             self._has_states = True
@@ -318,7 +320,7 @@ class _Complete:
 
 
 def _lacking(stage3: Stage3) -> OffloadError | None:
-    """What is wrong with a checkpoint that has no states of *stage3*; nothing where it has none."""
+    """The error of a checkpoint without states of *stage3*; None where it has none."""
     try:
         states.require_complete(stage3, {})
     except OffloadError as failure:
@@ -327,8 +329,8 @@ def _lacking(stage3: Stage3) -> OffloadError | None:
 
 
 class _Reader:
-    """Stands for *original*, the TorchCheckpointEngine of an engine, while a checkpoint is loaded:
-    *read* has the contents of a file.
+    """Replaces *original*, the TorchCheckpointEngine of an engine, during a load. *read* returns
+    the contents of a file.
     """
 
     def __init__(self, original: Any, read: Callable[[str], Any]) -> None:
@@ -339,16 +341,16 @@ class _Reader:
         return getattr(self._original, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The contents of the file."""
+        """The contents of *path*."""
         try:
             return self._read(path)
         except (*_UNREADABLE, OSError) as error:
-            # a place before the file's begin
+            # EINVAL: a damaged file made torch seek before its start.
             if isinstance(error, OSError) and (
                 isinstance(error, OffloadError) or error.errno != errno.EINVAL
             ):
                 raise
-            raise _corrupt(
+            raise corrupt(
                 Path(path), f"torch cannot read it: {' '.join(str(error).split())[:200]}"
             ) from error
 
@@ -379,7 +381,7 @@ def _save(
         if engine.global_rank == 0:
             latest = Path(save_dir) / "latest"
             try:
-                # DeepSpeed empties it first, so that a crash leaves no name at all
+                # DeepSpeed truncates it first, so a crash would leave no name.
                 commit.write_file(latest, tag, mode=None)
             except OSError as error:
                 failure = _typed(error, latest)
@@ -388,8 +390,8 @@ def _save(
 
 
 def _clear(directory: Path | None, place: Path) -> None:
-    """Remove what is left of a checkpoint in *directory*; what it had beside that, somebody's
-    notes, goes to *place*.
+    """Remove a checkpoint's files from *directory*. Other files in it, such as a user's notes, move
+    to *place*.
     """
     if directory is None or not directory.is_dir():
         return
@@ -413,8 +415,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> None:
-    """Check a checkpoint by its manifest, if it has one, and by what is to be loaded of it. Raises:
-    what any rank finds, on every rank.
+    """Check a checkpoint against its manifest, if it has one. Raises: what any rank finds, on every
+    rank.
     """
     latest = Path(load_dir) / "latest"
     rank, ranks = engine.global_rank, dist.get_world_size()
@@ -429,13 +431,13 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
     def check() -> None:
         place = directory()
         if tag is None and not _has_states(place):
-            raise _corrupt(latest, "it names no checkpoint that is beside it")
+            raise corrupt(latest, "it names no checkpoint in its directory")
         found = Manifest.read(place)
         if found is None:
             return
         if with_states and found.ranks != ranks:
             raise UnsupportedError(
-                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} are to load it: use as many, or convert it "
+                f"{place / manifest.NAME}: {found.ranks} ranks saved this checkpoint, and {ranks} load it: use as many, or convert it "
                 "with DeepSpeed's ds_to_universal"
             )
         for number, entry in enumerate(found.files):
@@ -443,31 +445,31 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
                 manifest.verify(place, entry, _engine_of(engine), found.checksum)
 
     if tag is None and not latest.is_file():
-        return  # DeepSpeed says that there is none
+        return  # DeepSpeed warns that there is none
     for action in (recover, check):
         failure = None
         try:
             action()
         except (OffloadError, OSError) as error:
             failure = error
-        failures = _told(failure)
+        failures = _gathered(failure)
         if any(failures):
             raise failure or next(filter(None, failures))
 
 
 def _latest(path: Path) -> str:
-    """The tag that the file *path* names. Raises: CorruptionError; OSError."""
+    """The tag in the file *path*. Raises: CorruptionError; OSError."""
     try:
         tag = path.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
         tag = ""
     if not tag or "\0" in tag or path.parent.resolve() not in (path.parent / tag).resolve().parents:
-        raise _corrupt(path, "it names no checkpoint that is beside it")
+        raise corrupt(path, "it names no checkpoint in its directory")
     return tag
 
 
 def _read_states(path: str, engine: io.Engine) -> Any:
-    """`archive.read`, of a file that belongs to the manifest beside it, if to any. Raises:
+    """`archive.read` for a file that belongs to the manifest in its directory. Raises:
     CorruptionError.
     """
     tree = archive.read(path, engine)
@@ -475,41 +477,38 @@ def _read_states(path: str, engine: io.Engine) -> Any:
     if generation is not None:
         found = Manifest.read(Path(path).parent)
         if found is None:
-            raise _corrupt(
-                Path(path).with_name(manifest.NAME), "it is missing, and with it the checksums"
+            raise corrupt(
+                Path(path).with_name(manifest.NAME),
+                "it is missing, so the checksums cannot be checked",
             )
         if found.generation != generation:
-            raise _corrupt(Path(path), f"it is of another save than {manifest.NAME} beside it")
+            raise corrupt(Path(path), f"it belongs to another save than {manifest.NAME} beside it")
     return tree
 
 
-def _corrupt(path: Path, reason: str) -> CorruptionError:
-    return CorruptionError(reason, operation="load", path=str(path), offset=0, nbytes=0, done=0)
-
-
-def _told(value: Any) -> list[Any]:
+def _gathered(value: Any) -> list[Any]:
     """*value* of every rank."""
     found: list[Any] = [None] * dist.get_world_size()
-    # which older releases of DeepSpeed do not wrap
+    # deepspeed.comm of older releases does not have it
     torch.distributed.all_gather_object(found, value)
     return found
 
 
 def _agree(failure: Exception | None, tag: str) -> None:
-    """Raises: *failure*, or where another rank has one, what that is."""
-    texts = _told(None if failure is None else f"{type(failure).__name__}: {failure}")
+    """Raises: *failure*, or the failure of another rank."""
+    texts = _gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
         if text is not None:
             raise OffloadError(
-                f"the checkpoint {tag} was not saved, because another rank could not: rank {rank} had {text}"
+                f"the checkpoint {tag} was not saved, because rank {rank} failed: {text}"
             )
 
 
 def _attempt(engine: Any, save: Callable[[], None]) -> None:
-    """Keep a failure until the ranks agree on it: they have more to do together, and one that is
-    missing there would have the others wait for it.
+    """Hold a failure back until the ranks agree: they have collective calls to make first, and
+    would wait for this one.
     """
     generation = engine.checkpoint_engine
     if not isinstance(generation, _Generation):
@@ -523,9 +522,9 @@ def _attempt(engine: Any, save: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _complete(engine: Any) -> Iterator[None]:
-    """Meanwhile nothing is saved that lacks states."""
+    """Context in which no file that lacks states is saved."""
     original = engine.checkpoint_engine
-    if isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away:
+    if isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states:
         engine.checkpoint_engine = _Complete(original, engine.optimizer)
     try:
         yield
@@ -544,17 +543,17 @@ def _reading(engine: Any, read: Callable[[str], Any]) -> Iterator[None]:
 
 
 def _streams(engine: Any) -> bool:
-    """Whether states are offloaded, and DeepSpeed would use the plain torch.save and torch.load."""
-    if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.holds_states_away):
+    """Whether states are offloaded, and DeepSpeed would use plain torch.save and torch.load."""
+    if not (isinstance(engine.optimizer, Stage3) and engine.optimizer.has_offloaded_states):
         return False
     checkpoint_engine = engine.checkpoint_engine
     if compat.writes_archives(checkpoint_engine):
         return True
-    if not getattr(engine, "told_of_checkpoint_memory", False):
-        engine.told_of_checkpoint_memory = True
+    if not getattr(engine, "_warned_of_checkpoint_memory", False):
+        engine._warned_of_checkpoint_memory = True
         _log.warning(
-            "checkpoints are written by %s, which wants the states of a rank in memory all at once; "
-            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are written from the drive',
+            "checkpoints are written by %s, which needs all states of a rank in memory at once; "
+            'without "checkpoint" and "datastates" in the DeepSpeed configuration they are streamed from the drive',
             type(checkpoint_engine).__name__,
         )
     return False
@@ -575,7 +574,7 @@ def _refuse_swap_files(load_dir: str, tag: str | None) -> None:
 def _load_frozen(engine: Any, fragments: dict[str, torch.Tensor]) -> None:
     for param in _frozen(engine) if fragments else ():
         fragment = fragments[engine.param_names[param]]
-        if not _is_offloaded(param):
+        if not is_offloaded(param):
             (param.ds_tensor if hasattr(param, "ds_id") else param).data.copy_(fragment.data)
             continue
         param.ds_tensor.data = fragment.data.to(param.ds_tensor.dtype)
@@ -594,20 +593,14 @@ def _provider(param: Any) -> archive.Provider:
     return lend
 
 
-def _is_offloaded(param: Any) -> bool:
-    return isinstance(
-        getattr(param, "nvme_swapper", None), ParameterSwapper
-    ) and param.nvme_swapper.is_offloaded(param)
-
-
 def _engine_of(engine: Any) -> io.Engine:
-    """The engine of the tier that *engine* uses."""
+    """The I/O engine of the tier of *engine*."""
     found: io.Engine = engine.optimizer.tier.store.engine
     return found
 
 
 def _typed(error: Exception, path: Path) -> Exception:
-    """*error* as one of this package's, where it is about a file."""
+    """*error* as one of `nvme_offload.errors`, if it is about a file."""
     if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
         return error
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
@@ -617,5 +610,5 @@ def _typed(error: Exception, path: Path) -> Exception:
         code = errno.ENOSPC
     if code is None:
         return error
-    reason = f"{os.strerror(code)}; the checkpoint before it is untouched"
+    reason = f"{os.strerror(code)}; the previous checkpoint is unchanged"
     return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)

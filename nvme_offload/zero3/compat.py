@@ -1,10 +1,10 @@
-"""What this package uses of DeepSpeed: every name, signature and attribute, and how releases differ
-in them. Nothing else knows it.
+"""What this package uses of DeepSpeed: every name, signature and attribute, and the differences
+between releases. No other module knows them.
 
-`check` compares the contract with the DeepSpeed that is installed, before `enable` replaces
-anything. A renamed private method would otherwise only show in what is missing: DeepSpeed goes on
-without our part, and writes checkpoints without states. What older releases lack, the functions
-behind the contract supply, so that the classes of this package are written for the newest alone.
+`check` compares the contract with the installed DeepSpeed before `enable` replaces anything.
+Otherwise a renamed private method would only show in its absence: DeepSpeed would run without our
+override, and write checkpoints without states. The functions after the contract supply what older
+releases lack, so that the other modules are written for the newest.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-# releases that the contract holds for, oldest first
+# Tested releases, oldest first.
 TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.4", "0.19.8")
 OLDEST, NEWEST = TESTED[0], TESTED[-1]
 
 _log = logging.getLogger(__name__)
 
-# By owner, "module:class" or a module, one name a line. With parameters it is a function that takes
-# these, "..." for more that are handed on as they come; without it is a constant, or an attribute
-# that the owner's code sets. At the end, the releases that have it where not all do.
+# By owner, a module or "module:class": one name a line. With parentheses it is a function with
+# these parameters, "..." for any more; without, a constant, or an attribute that the owner's code
+# sets. The bound at the end, if any, says which releases have it.
 CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": """
         __init__(module, init_optimizer, param_names, timers, ds_config, ...) >=0.18
@@ -46,7 +46,10 @@ CONTRACT: Mapping[str, str] = {
         _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights) >=0.18
         _load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights, param_shapes) <0.18
         _optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
+        _optimizer_step(sub_group_id)
+        _prepare_sub_group(sub_group_id, timer_names)
         _reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        _release_sub_group(sub_group_id, timer_names)
         _restore_from_bit16_weights()
         _rigid_load_state_dict(state_dict, load_optimizer_states)
         _rigid_state_dict()
@@ -59,6 +62,7 @@ CONTRACT: Mapping[str, str] = {
         initialize_optimizer_states()
         partition_grads(params_to_release, grad_partitions)
         reset_cpu_buffers()
+        reset_swap_buffers()
         set_local_grad_for_param(value, param)
         set_local_hp_param(value, param, optim_state_key)
         step(closure)
@@ -105,12 +109,16 @@ CONTRACT: Mapping[str, str] = {
         params_already_reduced
         params_in_ipg_bucket <0.17.2
         params_in_nvme_and_cpu
+        persistent_parameters
         reduce_and_partition_stream
         sub_group_partition_counts >=0.19
         sub_group_process_groups >=0.19
+        state
         sub_group_to_group_id
         subgroup_to_device
         swap_optimizer
+        timers
+        torch_autocast_gradscaler >=0.17.6
     """,
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
         elements >=0.17.2
@@ -160,6 +168,7 @@ CONTRACT: Mapping[str, str] = {
         partition_numel
         status
     """,
+    "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses": "__enter__()",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": """
         AVAILABLE
         INFLIGHT
@@ -190,10 +199,15 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.comm:ReduceOp": "MIN",
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": """
+        Stream
+        current_device()
         current_device_name()
         current_stream(...)
+        device_name(device_index)
         is_synchronized_device()
         resolves_data_dependency()
+        set_device(device_index)
+        stream(stream)
     """,
     "deepspeed.accelerator": "get_accelerator()",
     "deepspeed.ops.op_builder:AsyncIOBuilder": """
@@ -201,10 +215,11 @@ CONTRACT: Mapping[str, str] = {
         _loaded_ops
         is_compatible(...)
     """,
+    "deepspeed.ops.op_builder.builder:OpBuilder": "jit_load(verbose)",
 }
 
-# What DeepSpeed calls on a swapper that it holds under one of these names, and ours need not have,
-# because ours are asked in another way before.
+# Methods that DeepSpeed calls on its swappers, by the attribute that holds them, and that ours do
+# not need: an earlier call has replaced them.
 _SWAPPERS = {
     "nvme_swapper": {"get_path", "release_reserved_buffers", "reserve_available_buffers"},
     "optimizer_swapper": {
@@ -218,8 +233,8 @@ _LINE = re.compile(r"(?P<name>\w+)(\((?P<parameters>.*)\))?( (?P<bound><|>=)(?P<
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One name of DeepSpeed that is used; *owner* has it. parameters: what it takes, of a function;
-    "..." at the end for more.
+    """A name of DeepSpeed that this package uses. *owner* has it. *parameters* are those of a
+    function, with "..." at the end for any more.
     """
 
     owner: str
@@ -231,7 +246,7 @@ class Use:
 
 
 def uses(version: str) -> Iterator[Use]:
-    """The contract as it is for the release *version*."""
+    """The contract for the release *version*."""
     for owner, lines in CONTRACT.items():
         for line in filter(None, map(str.strip, lines.splitlines())):
             found = _LINE.fullmatch(line)
@@ -249,25 +264,25 @@ def uses(version: str) -> Iterator[Use]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The release of *version*, to be compared."""
+    """The release numbers of *version*, for comparison."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a DeepSpeed of this *version* is older than any that was tried."""
+    """Whether *version* of DeepSpeed is older than all tested ones."""
     return numbers(version) < numbers(OLDEST)
 
 
 def is_too_new(version: str) -> bool:
-    """Whether a DeepSpeed of this *version* is newer than any that was tried."""
+    """Whether *version* of DeepSpeed is newer than all tested ones."""
     return numbers(version) > numbers(NEWEST)
 
 
 def check() -> None:
-    """See that the DeepSpeed that is installed has all of the contract. A release newer than any
-    that was tried is named in a warning.
+    """Check that the installed DeepSpeed has everything in the contract. Warns of a release newer
+    than the tested ones.
 
-    Raises: UnsupportedError with the names that are missing, the release, and one that has them.
+    Raises: UnsupportedError with the missing names, the release, and one that has them.
     """
     try:
         version: str = importlib.import_module("deepspeed").__version__
@@ -284,18 +299,18 @@ def check() -> None:
     lacking = [fault for use in uses(version) if (fault := _fault(use))] + _unanswered()
     if lacking:
         raise UnsupportedError(
-            f"DeepSpeed {version} is not as nvme_offload expects it: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
+            f"DeepSpeed {version} does not match what nvme_offload uses: {'; '.join(lacking[:3])} ({len(lacking)} in all): pip install deepspeed=={NEWEST}"
         )
     if is_too_new(version):
         _log.warning(
-            "DeepSpeed %s is newer than %s, the newest that was tried: it has every name that is used, and no more is known",
+            "DeepSpeed %s is newer than %s, the newest that was tested: every name that is used exists, nothing else was checked",
             version,
             NEWEST,
         )
 
 
 def _fault(use: Use) -> str:
-    """What is wrong with *use*, "" where nothing is."""
+    """What is wrong with *use*; "" for nothing."""
     try:
         owner = _owner(use.owner)
     except (ImportError, AttributeError):
@@ -319,7 +334,7 @@ def _fault(use: Use) -> str:
 
 
 def _unanswered() -> list[str]:
-    """What DeepSpeed calls on swappers and ours do not have."""
+    """What DeepSpeed calls on swappers that ours do not have."""
     from .optimizer_swapper import OptimizerSwapper
     from .param_swapper import ParameterSwapper
 
@@ -361,7 +376,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def _undecorated(function: Any) -> Any:
-    """What decorators of DeepSpeed's and torch's stand around: not all of them say so."""
+    """*function* without the decorators of DeepSpeed and torch, not all of which set `__wrapped__`."""
     while True:
         inside = [
             cell.cell_contents
@@ -381,9 +396,7 @@ def _undecorated(function: Any) -> Any:
 
 @functools.lru_cache
 def _codes(owner: Any) -> tuple[types.CodeType, ...]:
-    """The code of all functions of *owner*, a class with those that it is made of, or a module with
-    its classes.
-    """
+    """The code of all functions of *owner*: a class with its bases, or a module with its classes."""
     return tuple(_codes_of(owner))
 
 
@@ -414,7 +427,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _sets(owner: Any, name: str) -> bool:
-    """Whether *owner*'s code sets the attribute *name* of anything."""
+    """Whether *owner*'s code sets an attribute *name*."""
     instructions = (
         found
         for code in _codes(owner)
@@ -425,7 +438,7 @@ def _sets(owner: Any, name: str) -> bool:
 
 
 def _called_on(owner: Any, holder: str) -> Iterator[str]:
-    """What *owner*'s code takes from attributes that are called *holder*."""
+    """The names that *owner*'s code takes from attributes called *holder*."""
     for code in _codes(owner):
         before = None
         for found in dis.get_instructions(code) if holder in code.co_names else ():
@@ -437,11 +450,11 @@ def _called_on(owner: Any, holder: str) -> Iterator[str]:
                 before = None
 
 
-# What older releases lack, for the classes of this package, which are written for the newest.
+# What older releases lack: the other modules are written for the newest.
 
 
 def stage3() -> Any:
-    """DeepSpeed's ZeRO-3 optimizer, to derive from."""
+    """DeepSpeed's ZeRO-3 optimizer, as a base class."""
     import torch
     from deepspeed import comm as dist
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as base
@@ -464,20 +477,22 @@ def stage3() -> Any:
     return type(base.__name__, (base,), missing) if missing else base
 
 
-@property  # type: ignore[misc]  # a descriptor for a class that is made above
+@property  # type: ignore[misc]  # set on the class that stage3 makes
 def _parameter_names(self: Any) -> dict[Any, str]:
     return {param: name for name, param in self.module.named_parameters()}
 
 
 def at_accumulation_boundary(stage3: Any) -> bool:
-    """Whether the micro-batch is the last of its step: once an attribute, now a method."""
-    told = stage3.is_gradient_accumulation_boundary
-    return bool(told() if callable(told) else told)
+    """Whether the micro-batch is the last of its step. An attribute in older releases, a method
+    now.
+    """
+    boundary = stage3.is_gradient_accumulation_boundary
+    return bool(boundary() if callable(boundary) else boundary)
 
 
 def end_backward(stage3: Any) -> None:
-    """Leave a backward pass that an exception has cut short: what it has not reduced is forgotten,
-    which the next pass would reduce as its own.
+    """Discard a backward pass that an exception ended. The next pass would otherwise reduce what it
+    left.
     """
     for bucket in stage3.ipg_buckets.values() if hasattr(stage3, "ipg_buckets") else ():
         bucket.params.clear()
@@ -487,12 +502,12 @@ def end_backward(stage3: Any) -> None:
     for identifier in stage3.params_already_reduced:
         stage3.params_already_reduced[identifier] = False
     if hasattr(stage3, "_backward_active_depth"):
-        # how deep passes are nested: the next would not be taken for the outermost
+        # nesting depth: otherwise the next pass would not count as the outermost
         stage3._backward_active_depth = 0
 
 
 def lists_by_sub_group(stage3: Any) -> list[str]:
-    """The attributes, not in all releases, that have an item for each sub-group."""
+    """The attributes, not in all releases, that are lists with an item for each sub-group."""
     return [
         name
         for name in ("sub_group_process_groups", "sub_group_partition_counts")
@@ -500,8 +515,23 @@ def lists_by_sub_group(stage3: Any) -> list[str]:
     ]
 
 
+def keeps_powers_for_a_step() -> bool:
+    """Whether DeepSpeed's Adam for the CPU has the same powers of its betas for every sub-group of a
+    step. In older releases the first one is multiplied from that of the last step.
+    """
+    return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
+
+
+def compiles_deeply(stage3: Any) -> bool:
+    """Whether the engine may be compiled with DeepCompile, whose code in C++ has the partitions."""
+    section = stage3._ds_config.get("compile")
+    return isinstance(section, Mapping) and bool(section.get("deepcompile"))
+
+
 def is_trained(param: Any) -> bool:
-    """Whether *param* is the optimizer's: newer releases leave out those without elements, too."""
+    """Whether *param* belongs to the optimizer. Newer releases also exclude parameters without
+    elements.
+    """
     asked = getattr(
         importlib.import_module("deepspeed.runtime.utils"), "is_optimized_parameter", None
     )
@@ -509,7 +539,7 @@ def is_trained(param: Any) -> bool:
 
 
 def writes_archives(checkpoint_engine: Any) -> bool:
-    """Whether *checkpoint_engine* is the one that uses plain torch.save and torch.load."""
+    """Whether *checkpoint_engine* uses plain torch.save and torch.load."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     return type(checkpoint_engine) is TorchCheckpointEngine and getattr(
@@ -518,5 +548,5 @@ def writes_archives(checkpoint_engine: Any) -> bool:
 
 
 def tag_of(commit_info: Any) -> str:
-    """The tag that is committed: once the argument itself, now in it."""
+    """The tag that is committed: the argument itself in older releases, an attribute of it now."""
     return str(getattr(commit_info, "tag", commit_info))

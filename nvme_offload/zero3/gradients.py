@@ -1,9 +1,9 @@
-"""`Gradients`: what ZeRO-3 reduces in backward, each sub-group's one value of a tier from its first
-reduction until the optimizer has used it.
+"""`Gradients`: the gradients that ZeRO-3 reduces in backward. Each sub-group's are one value of a
+tier, from the first reduction until the optimizer has used them.
 
-They share the budget of host memory with parameters and states, and go to the drive where they do
-not fit, like those. They are in the type that they are reduced in, as a rule of 16 bit, and widened
-for the optimizer a sub-group at a time. At most one of them is in use, and none while states are.
+They share the host memory budget with parameters and states, and go to the drive where they do not
+fit. They are kept in the dtype in which they are reduced, normally 16-bit, and widened for the
+optimizer one sub-group at a time. At most one is in use, and none while states are.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..errors import UsageError
 from ..swap.tier import Tier
 
 _serial = itertools.count()
-Slices = dict[int, int]  # of a sub-group: elements, by the first of them
+Slices = dict[int, int]  # of a sub-group: number of elements, by the offset of the first
 
 
 class Gradients:
     """The gradients of sub-groups of *numels* elements, in *dtype*; the optimizer gets them in
     *widened_dtype*.
 
-    *settle* returns when no copy to or from an accelerator that was started here is under way any
-    more.
+    *wait_for_copies* returns when no copy to or from the accelerator that was started here is in
+    flight.
 
-    Lifetime: forgotten by `close`, or when this is dropped. Raises: as `TensorSwapper`'s methods,
-    wherever a gradient is brought or stored.
+    Lifetime: forgotten by `close`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
+    gradient is brought or stored.
     """
 
     def __init__(
@@ -38,33 +38,33 @@ class Gradients:
         numels: Sequence[int],
         dtype: torch.dtype,
         widened_dtype: torch.dtype,
-        settle: Callable[[], None],
+        wait_for_copies: Callable[[], None],
     ) -> None:
         self._tier = tier
         self._numels = numels
         self._dtype = dtype
         self._widened_dtype = widened_dtype
-        self._settle = settle
+        self._wait_for_copies = wait_for_copies
         prefix = f"gradient{next(_serial)}"
         self._names = [f"{prefix}/{index}" for index in range(len(numels))]
         self._replacements = [f"{name}/replaced" for name in self._names]
         self._reduced: dict[int, Slices] = {}  # by sub-group: what was reduced since the last step
-        # likewise: what was reduced since all of it was replaced
+        # By sub-group that was replaced: what was reduced since.
         self._replaced: dict[int, Slices] = {}
-        # the value that is added to, by its name
+        # The value that is being added to, and its name.
         self._open: tuple[str, torch.Tensor] | None = None
-        self._taken: str | None = None  # the value that is in use, or was to be
+        self._taken: str | None = None  # the value that is in use, or is about to be
         self._scratch = f"{prefix}/widened"
         tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
         tier.abandon_with(self, [*self._names, *self._replacements])
 
     def close(self) -> None:
-        """Forget everything; nothing else may be called afterwards."""
+        """Forget everything. Nothing else may be called afterwards."""
         self.forget_all()
         self._tier.drop_scratch(self._scratch)
 
     def name(self, index: int) -> str:
-        """What the gradient of sub-group *index* is called in the tier."""
+        """The name in the tier of the gradient of sub-group *index*."""
         return self._names[index]
 
     # Backward.
@@ -72,10 +72,10 @@ class Gradients:
     def add(
         self, index: int, partitions: Sequence[tuple[int, torch.Tensor]], *, to_earlier: bool
     ) -> list[torch.Tensor]:
-        """Take *partitions* of sub-group *index*, each with the offset of its first element;
-        *to_earlier* ones of this step they are added.
+        """Add *partitions* of sub-group *index*, each with the offset of its first element;
+        *to_earlier* says whether they accumulate on those of earlier micro-batches of the step.
 
-        Returns: the sums, each on its partition's device, until something else is done here.
+        Returns: the sums, each on its partition's device. Valid until the next call.
         """
         slices = self._reduced.get(index, {})
         flat = self._opened(index)
@@ -84,7 +84,7 @@ class Gradients:
             place = flat.narrow(0, offset, partition.numel())
             total = partition.view(-1).to(self._dtype)
             if to_earlier and offset in slices:
-                # there: an accelerator adds faster, and makes a norm of it next
+                # Added on the accelerator: that is faster, and the norm is computed there next.
                 total = place.to(partition.device, non_blocking=True).add_(total)
             place.copy_(total, non_blocking=True)
             totals.append(total)
@@ -95,85 +95,77 @@ class Gradients:
         return totals
 
     def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """What *partitions* of sub-group *index* have is the gradient of the step: of no interest
-        here.
-        """
+        """*partitions* of sub-group *index* are the complete gradient of the step. Not needed here."""
 
     def reduced(self, index: int) -> Mapping[int, int]:
-        """What was reduced of sub-group *index* since the last step: numbers of elements, by the
-        offset of the first.
-        """
+        """What was reduced of sub-group *index* since the last step: number of elements, by offset."""
         return self._reduced.get(index, {})
 
     def partition(self, index: int, offset: int) -> torch.Tensor:
-        """What was reduced at *offset* of sub-group *index*, in host memory, until something else
-        is done here.
+        """What was reduced at *offset* of sub-group *index*, in host memory. Valid until the next
+        call.
         """
         return self._opened(index).narrow(0, offset, self._reduced[index][offset])
 
     def pause(self) -> None:
-        """Nothing more is added for now: what is in use can leave the memory."""
+        """Nothing more is added for now: the value in use may be evicted."""
         if self._open is not None:
-            self._settle()
+            self._wait_for_copies()
         self.give_back()
 
     def give_back(self) -> None:
-        """Nothing is in use any more, also what a call that was cut short by an exception
-        has left.
-        """
+        """Release the value in use, also one that an interrupted call left in use."""
         name, self._open, self._taken = self._taken, None, None
         if name is not None:
-            with contextlib.suppress(UsageError):  # it was not taken yet, or has been given back
+            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
                 self._tier.swapper.release(name, changed=True)
 
-    # The optimizer, and fragments.
+    # The optimizer, and access to fragments.
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index* for the optimizer, zeros where nothing was reduced;
-        with *last* nobody needs it afterwards.
+        """The gradient of sub-group *index* for the optimizer, zeros where nothing was reduced.
+        With *last* it is forgotten.
 
-        Lifetime: the memory is the same for all; what is changed there stays only by `replace`.
+        Lifetime: all sub-groups share this memory. A change to it is kept only by `replace`.
         """
         self.pause()
-        room = self._room(index)
+        memory = self._widened_memory(index)
         slices = self._reduced.get(index, {})
         if index in self._replaced:
             slices = self._replaced[index]
             self._fetch(
-                self._replacements[index], self._widened_dtype, room, [(0, room.numel())], last
+                self._replacements[index], self._widened_dtype, memory, [(0, memory.numel())], last
             )
         else:
-            for start, end in _gaps(slices, room.numel()):
-                room[start:end].zero_()
+            for start, end in _gaps(slices, memory.numel()):
+                memory[start:end].zero_()
         if slices:
-            self._fetch(self._names[index], self._dtype, room, _joined(slices), last)
+            self._fetch(self._names[index], self._dtype, memory, _joined(slices), last)
         if last:
             self._forget([index])
-        return room
+        return memory
 
     def replace(self, index: int) -> None:
-        """What `widened` has handed out for sub-group *index* is its gradient, with all its
-        bits.
-        """
-        name, room = self._replacements[index], self._room(index)
+        """What `widened` returned for sub-group *index* is its gradient now, in full precision."""
+        name, memory = self._replacements[index], self._widened_memory(index)
         self.pause()
         self._taken = name
-        self._tier.swapper.create(name, room.nbytes).view(self._widened_dtype).copy_(room)
+        self._tier.swapper.create(name, memory.nbytes).view(self._widened_dtype).copy_(memory)
         self.give_back()
         self._replaced[index] = {}
 
     def forget(self) -> None:
-        """Nothing was reduced in this step, as far as the next one is concerned."""
+        """The step is over: forget what was reduced in it."""
         self.pause()
         self._forget([*self._reduced.keys() | self._replaced.keys()])
 
     def forget_all(self) -> None:
-        """The weights are others now: what was reduced of these is of no use."""
+        """The weights were replaced: forget all gradients."""
         self.pause()
         self._forget(range(len(self._names)))
 
-    def _room(self, index: int) -> torch.Tensor:
-        """Where the gradient of sub-group *index* is widened."""
+    def _widened_memory(self, index: int) -> torch.Tensor:
+        """The memory in which the gradient of sub-group *index* is widened."""
         return (
             self._tier.scratch(self._scratch)
             .view(self._widened_dtype)
@@ -181,7 +173,7 @@ class Gradients:
         )
 
     def _opened(self, index: int) -> torch.Tensor:
-        """The gradient of sub-group *index*, in use; that of another one no longer is."""
+        """The gradient of sub-group *index*, in use. The one in use before is released."""
         return self._use(
             self._names[index], self._numels[index], self._dtype, exists=index in self._reduced
         )
@@ -212,7 +204,7 @@ class Gradients:
         for start, end in spans:
             into[start:end].copy_(value[start:end])
         if last:
-            swapper.discard(name)  # at once: what is let go might be written first
+            swapper.discard(name)  # not released first: it might be written back
         else:
             swapper.release(name, changed=False)
         self._taken = None
@@ -227,7 +219,7 @@ class Gradients:
 
 
 def _joined(slices: Slices) -> list[tuple[int, int]]:
-    """*slices* by their first and last elements, neighbours as one."""
+    """The ranges (first element, end) of *slices*, sorted, adjacent ones merged."""
     spans: list[tuple[int, int]] = []
     for start, numel in sorted(slices.items()):
         first = spans.pop()[0] if spans and spans[-1][1] == start else start
@@ -236,6 +228,6 @@ def _joined(slices: Slices) -> list[tuple[int, int]]:
 
 
 def _gaps(slices: Slices, numel: int) -> Iterator[tuple[int, int]]:
-    """What *slices* leave of *numel* elements."""
+    """The ranges of *numel* elements that *slices* leave out."""
     edges = [0, *itertools.chain.from_iterable(_joined(slices)), numel]
     return ((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)

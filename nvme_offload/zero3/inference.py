@@ -1,5 +1,5 @@
-"""`Inference`: what stands in the place of ZeRO-3's optimizer where there is none, and parameters
-stream from a drive through forward passes alone.
+"""`Inference`: replaces the optimizer of a ZeRO-3 engine that has none. Parameters stream from a
+drive through forward passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .step_stats import StepClock
 
 
 class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
-    """As its base; each forward pass of the whole module is a step."""
+    """As its base. Each forward pass of the whole module is one step."""
 
     def __init__(
         self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
@@ -42,23 +42,23 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_pass(self, *_: Any) -> None:
-        # Lightning's steps are forward passes to DeepSpeed, in which the module calls itself
+        # For DeepSpeed, a Lightning step is a forward pass in which the module calls itself.
         self._depth -= 1
         if self._depth == 0 and self._tier is not None and self.clock is not None:
             self.clock.end()
             if self._tier.swapper.learned and self._tier not in trained:
-                # or what a training before this has used would be read ahead for ever
+                # Otherwise the order learned from an earlier training would be prefetched for ever.
                 self._tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
-        """No master weights are to be made of those that a checkpoint has: DeepSpeed asks for them
-        all the same, and its class has no such method.
+        """Do nothing: there are no master weights. DeepSpeed calls this all the same, and its class
+        does not have it.
         """
 
 
 def _whole(ds_config: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
-    """*ds_config* with the sections that Lightning's strategy does not hand on to `test` and
-    `predict`, from its own configuration.
+    """*ds_config* with the sections that Lightning's strategy does not pass on to `test` and
+    `predict`, taken from the strategy's own configuration.
     """
     config = getattr(getattr(getattr(module, "_trainer", None), "strategy", None), "config", None)
     left_out = config if isinstance(config, Mapping) else {}

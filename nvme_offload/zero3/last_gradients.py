@@ -1,11 +1,11 @@
-"""`LastGradients`: gradients as DeepSpeed keeps them with its device "cpu", where a parameter
-without one in a step is given that of its last again.
+"""`LastGradients`: gradients as DeepSpeed keeps them with "device": "cpu": a parameter without a
+gradient in a step gets that of its last step again.
 
-DeepSpeed has two buffers for all gradients, which it fills with zeros once. In one are the sums of
-a step's micro-batches: the first micro-batch overwrites them, and others add to whatever is there.
-In the other is what the optimizer gets, in 32 bit: the last micro-batch overwrites it, and what is
-unscaled and clipped there in a step is so once more in the next, where nothing has come instead.
-Here each sub-group has a value for either.
+DeepSpeed has two buffers for all gradients, filled with zeros once. One has the sums over a step's
+micro-batches: the first micro-batch overwrites them, later ones add to what is there. The other has
+the fp32 gradients for the optimizer: the last micro-batch overwrites them. Unscaling and clipping
+change them in place, and change them again in the next step where no new gradient came. Here each
+sub-group has a value for each of the two.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from .gradients import Gradients
 
 
 class LastGradients(Gradients):
-    """As `Gradients`, but that nothing is forgotten with a step: the values by `name` are what the
-    optimizer gets, and the sums are beside them.
+    """As `Gradients`, but nothing is forgotten with a step. The values called `name` are the
+    optimizer's gradients; the sums are separate values.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._existing: set[str] = set()  # the names that have a value
-        # the sub-group whose gradient is where it is widened, for the optimizer to change
-        self._shown: int | None = None
+        self._existing: set[str] = set()  # names that have a value
+        # the sub-group whose gradient the optimizer has, in the widened memory
+        self._lent: int | None = None
 
     def name(self, index: int) -> str:
-        """What the gradient of sub-group *index* is called in the tier, as the optimizer
-        gets it.
-        """
+        """The name in the tier of the gradient of sub-group *index* for the optimizer."""
         return self._replacements[index]
 
     def add(
         self, index: int, partitions: Sequence[tuple[int, torch.Tensor]], *, to_earlier: bool
     ) -> list[torch.Tensor]:
-        """Take *partitions* of sub-group *index*, each with the offset of its first element;
-        *to_earlier* ones, of whatever step, they are added.
+        """Add *partitions* of sub-group *index*, each with the offset of its first element;
+        *to_earlier* says whether they accumulate on what is there, of whatever step.
         """
         sums = self._made(self._names[index], index, self._dtype)
         totals = []
@@ -54,10 +52,10 @@ class LastGradients(Gradients):
         return totals
 
     def complete(self, index: int, partitions: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """What *partitions* of sub-group *index* have is the gradient of the step: for the
+        """*partitions* of sub-group *index* are the complete gradient of the step, for the
         optimizer.
         """
-        # may be of the sums, which are put away
+        # copies: they may be views of the sums, which are released
         copies = [
             (offset, partition.to(self._widened_dtype, copy=True))
             for offset, partition in partitions
@@ -67,45 +65,45 @@ class LastGradients(Gradients):
             flat.narrow(0, offset, partition.numel()).copy_(partition, non_blocking=True)
 
     def widened(self, index: int, *, last: bool = False) -> torch.Tensor:
-        """The gradient of sub-group *index* for the optimizer; with *last* it stays as the
+        """The gradient of sub-group *index* for the optimizer. With *last* it is kept as the
         optimizer leaves it.
         """
-        self._keep_shown()
+        self._keep_lent()
         self.pause()
-        room = self._room(index)
+        memory = self._widened_memory(index)
         if self._replacements[index] in self._existing:
             self._fetch(
                 self._replacements[index],
                 self._widened_dtype,
-                room,
-                [(0, room.numel())],
+                memory,
+                [(0, memory.numel())],
                 last=False,
             )
         else:
-            room.zero_()
-        self._shown = index if last else None
-        return room
+            memory.zero_()
+        self._lent = index if last else None
+        return memory
 
     def replace(self, index: int) -> None:
-        """What `widened` has handed out for sub-group *index* is its gradient."""
+        """What `widened` returned for sub-group *index* is its gradient now."""
         super().replace(index)
         self._existing.add(self._replacements[index])
 
     def forget(self) -> None:
-        """The step is over: of it stays what DeepSpeed keeps, which is all."""
-        self._keep_shown()
+        """The step is over. DeepSpeed keeps all gradients, and so does this."""
+        self._keep_lent()
         self.pause()
         self._reduced.clear()
 
     def forget_all(self) -> None:
-        """The weights are others now: gradients are zeros, as in a new process."""
-        self._shown = None
+        """The weights were replaced: gradients are zeros, as in a new process."""
+        self._lent = None
         super().forget_all()
         self._existing.clear()
 
-    def _keep_shown(self) -> None:
-        """What the optimizer has left of a gradient is the gradient."""
-        index, self._shown = self._shown, None
+    def _keep_lent(self) -> None:
+        """Keep the gradient that the optimizer has changed."""
+        index, self._lent = self._lent, None
         if index is not None:
             self.replace(index)
 

@@ -1,4 +1,4 @@
-"""`LightningProgress`: what steps spend on the drive, in Lightning's progress bar and loggers."""
+"""`LightningProgress`: drive time of the steps, in Lightning's progress bar and loggers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .progress import Progress
 
 
 def _lightning() -> Any:
-    """The framework, under whichever of its two names the program has it: their classes are not the
-    same.
+    """The framework, under the name that the program has imported: the classes of
+    `lightning.pytorch` and `pytorch_lightning` differ.
     """
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
@@ -27,10 +27,10 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
     """A callback for a Lightning `Trainer` with `DeepSpeedStrategy`:
     `Trainer(callbacks=[LightningProgress()])`.
 
-    After each optimizer step the progress bar has `nvme_wait_share`, the share of the step in which
-    training stood still for the drive, and `nvme_gb_per_s`, both directions together; loggers have
-    `nvme_read_gb` and `nvme_written_gb` of the step besides. A line at the end of `fit` sums up,
-    and so it does at the end of `test` and of `predict`, where each batch is a step.
+    After each optimizer step the progress bar shows `nvme_wait_share`, the share of the step that
+    training waited for the drive, and `nvme_gb_per_s`, both directions together. Loggers
+    (TensorBoard, W&B) get all that `Progress.metrics` lists. A line at the end of `fit`, `test` and
+    `predict` sums up; in the last two each batch is a step.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class LightningProgress(_lightning().Callback):  # type: ignore[misc]  # the bas
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take in the forward pass that is over."""
+        """Take in the forward pass that has ended."""
         self._progress.see(trainer.strategy.model)
 
     on_predict_batch_end = on_test_batch_end
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say what all steps came to."""
+        """Log the summary of all steps."""
         self._progress.tell_summary()
 
     on_test_end = on_predict_end = on_train_end

@@ -1,4 +1,4 @@
-"""Page-locked tensors, and what is known to be locked."""
+"""Page-locked tensors, and the record of what is locked."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Locked memory that is in use: first address -> bytes. Entries also go when the memory does, in the
-# middle of anything, so iterate over a copy.
+# Locked memory in use: first address -> bytes. The garbage collector removes entries at any time,
+# so iterate over a copy.
 _locked: dict[int, int] = {}
 
 
 def locked_tensor(
     count: int, example: torch.Tensor, lock: Callable[[int], memoryview]
 ) -> torch.Tensor:
-    """A tensor of *count* zeros with the example\'s dtype, in memory that *lock* makes. Lifetime:
-    until it and its views are gone. Raises: UsageError.
+    """A tensor of *count* zeros with the example's dtype, in memory from *lock*. Lifetime: that of
+    the tensor and its views. Raises: UsageError.
     """
     import numpy as np
     import torch
@@ -36,23 +36,23 @@ def locked_tensor(
     if count == 0:
         return torch.empty(0, dtype=example.dtype)
     nbytes = count * example.dtype.itemsize
-    # The storage of a tensor made from an array holds that very array until it goes itself.
+    # The storage of a tensor made from an array holds the array until it is freed.
     array = np.frombuffer(lock(nbytes), np.uint8, nbytes)
     address = array.ctypes.data
     _locked[address] = nbytes
     weakref.finalize(array, _locked.pop, address, None).atexit = False
-    # Not a view of a tensor of bytes: deepspeed.utils.pin_memory takes the end of this very tensor
-    # for the end of all views of it.
+    # Not a view of a uint8 tensor: deepspeed.utils.pin_memory takes the end of this tensor for the
+    # end of its views.
     return torch.empty(0, dtype=example.dtype).set_(
         torch.from_numpy(array).untyped_storage(), 0, (count,), (1,)
     )
 
 
 def locked_memory(nbytes: int) -> memoryview:
-    """*nbytes* of memory, locked as far as the limit allows, and not known to CUDA. Source:
-    mlock(2).
+    """*nbytes* of memory, locked as far as RLIMIT_MEMLOCK allows, and not registered with CUDA.
+    Source: mlock(2).
     """
-    memory = Memory(nbytes)  # there in forked children too, as other memory is
+    memory = Memory(nbytes)  # inherited by forked children, as other memory is
     if (count := memory.lock()) < nbytes:
         _log.info(
             "%d of %d bytes could be locked in memory; the rest may be swapped out", count, nbytes
@@ -61,12 +61,12 @@ def locked_memory(nbytes: int) -> memoryview:
 
 
 def forget(address: int) -> bool:
-    """Count the tensor that starts at *address* as locked no longer; False where none does."""
+    """Stop counting the tensor at *address* as locked. False if there is none."""
     return _locked.pop(address, None) is not None
 
 
 def is_pinned(buffer: torch.Tensor) -> bool:
-    """Whether all of *buffer* is pinned, by torch or as a locked tensor or a view of one."""
+    """Whether all of *buffer* is pinned: by torch, or as a locked tensor or a view of one."""
     if not buffer.is_cpu:
         return False
     begin, end = extent(buffer)
@@ -76,8 +76,8 @@ def is_pinned(buffer: torch.Tensor) -> bool:
 
 
 def extent(buffer: torch.Tensor) -> tuple[int, int]:
-    """The first address of *buffer* and the one behind its last byte. Addresses on GPUs are none of
-    the CPU's.
+    """The first address of *buffer* and the one after its last byte. Only host addresses can be
+    compared.
     """
     begin = buffer.data_ptr()
     if buffer.is_contiguous():

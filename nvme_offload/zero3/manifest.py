@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, `nvme_offload.json`: which files it has, and the checksums of all
-their bytes, piece by piece.
+"""The manifest of a checkpoint, `nvme_offload.json`: its files and the checksums of all their
+bytes, piece by piece.
 
-A file is not read again to be summed: pieces that the engine wrote have their sums from then. What
-others wrote, such as the layout of torch.save, is read once.
+Pieces that the engine wrote were checksummed as they were written. Other bytes, such as
+torch.save's headers, are read once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..hardware.config import AioConfig
 from ..io.engine import Engine, File, Ticket, allocate
 
 NAME = "nvme_offload.json"
-PIECE_BYTES = 4 << 20  # what one checksum covers at most
+PIECE_BYTES = 4 << 20  # the most that one checksum covers
 _FORMAT = "nvme_offload checkpoint"
 _VERSION = 1
 
 
 class Piece(NamedTuple):
-    """*nbytes* of a file, from *offset* on, and their checksum."""
+    """*nbytes* of a file from *offset*, and their checksum."""
 
     offset: int
     nbytes: int
@@ -37,8 +37,8 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A file of *nbytes*, below the directory of the manifest, that *rank* wrote; its pieces follow
-    each other from begin to end.
+    """A file of *nbytes*, relative to the manifest's directory, that *rank* wrote. Its pieces cover
+    it from start to end.
     """
 
     name: str
@@ -49,8 +49,18 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """*generation* is drawn for each save; *step* and *ranks* are the training's; *checksum* is
-    "xxh3" or "crc32".
+    """The manifest of one checkpoint.
+
+    Attributes
+    ----------
+    generation
+        A random name, new for each save.
+    step, ranks
+        The training step, and the number of ranks.
+    checksum
+        "xxh3" or "crc32".
+    files
+        All files, of all ranks.
     """
 
     generation: str
@@ -60,14 +70,14 @@ class Manifest:
     files: tuple[Entry, ...]
 
     def write(self, directory: Path) -> None:
-        """Make it that of *directory*. Raises: OSError."""
+        """Write it to *directory*. Raises: OSError."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
         commit.write_file(directory / NAME, sealed.dumps(data), mode=None)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """That of *directory*; None where there is none. Raises: CorruptionError; UnsupportedError
-        for one of a later version; IOFailure.
+        """The manifest in *directory*; None if there is none. Raises: CorruptionError;
+        UnsupportedError for a later version; IOFailure.
         """
         path = directory / NAME
         try:
@@ -90,12 +100,12 @@ class Manifest:
             )
             return cls(**data, files=files)
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise _corrupt(path, "it is not as it was written") from None
+            raise corrupt(path, "it is not as it was written") from None
 
 
 @functools.cache
 def has_checksums() -> bool:
-    """Whether the engine can sum what it moves, which takes a build with XXH3."""
+    """Whether the engine can compute checksums, which needs a build with XXH3."""
     with Engine(AioConfig(backend="posix", direct=False)) as engine:
         try:
             engine.read(bytearray(), __file__, checksum=True)
@@ -107,8 +117,8 @@ def has_checksums() -> bool:
 def entry_of(
     path: Path, name: str, rank: int, known: Iterable[Piece], engine: Engine, checksum: str
 ) -> Entry:
-    """The entry *name* of the file *path*, of which *known* pieces have their sums; the others are
-    read. Raises: IOFailure, TruncatedError.
+    """The entry *name* for the file *path*. *known* pieces have their checksums; the rest of the
+    file is read. Raises: IOFailure, TruncatedError.
     """
     pieces: list[Piece] = []
     with _reader(engine, path) as (reading, file):
@@ -131,16 +141,16 @@ def entry_of(
 
 
 def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None:
-    """Read the file of *entry*. Raises: CorruptionError when it is missing, or not as it was
-    written; IOFailure.
+    """Read the file of *entry* and compare checksums. Raises: CorruptionError when it is missing or
+    differs; IOFailure.
     """
     path = directory / entry.name
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise _corrupt(path, f"it cannot be found: {error.strerror}") from None
+        raise corrupt(path, f"it cannot be found: {error.strerror}") from None
     if size != entry.nbytes:
-        raise _corrupt(path, f"it has {size} bytes rather than {entry.nbytes}")
+        raise corrupt(path, f"it has {size} bytes rather than {entry.nbytes}")
     if checksum == "xxh3" and not has_checksums():
         raise UnsupportedError(
             f"{path} has XXH3 checksums, and this build none: install libxxhash-dev or xxhash-devel, and nvme-offload again"
@@ -161,8 +171,8 @@ def verify(directory: Path, entry: Entry, engine: Engine, checksum: str) -> None
 
 
 def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: str) -> list[int]:
-    """The checksums of *ranges* of *file*, one being read while the one before it is summed.
-    Raises: IOFailure, TruncatedError.
+    """The checksums of *ranges* of *file*. The next range is read while one is summed. Raises:
+    IOFailure, TruncatedError.
     """
     buffers = [allocate(max((nbytes for _, nbytes in ranges), default=1)) for _ in range(2)]
     reading: deque[tuple[memoryview, Ticket]] = deque()
@@ -180,7 +190,7 @@ def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: s
                 ticket.wait()
                 found.append(zlib.crc32(memory) if ticket.checksum is None else ticket.checksum)
     finally:
-        # of a call that fails: that is what is told, and not what comes of the next
+        # On failure, wait for reads in flight. The first failure is the one to raise.
         for _, ticket in reading:
             with contextlib.suppress(OffloadError):
                 ticket.wait()
@@ -189,9 +199,7 @@ def _sums(engine: Engine, file: File, ranges: list[tuple[int, int]], checksum: s
 
 @contextlib.contextmanager
 def _reader(engine: Engine, path: Path) -> Iterator[tuple[Engine, File]]:
-    """*path*, opened with *engine*, or with one that goes through the page cache where the
-    filesystem has no O_DIRECT.
-    """
+    """Open *path* with *engine*, or through the page cache where the filesystem has no O_DIRECT."""
     with contextlib.ExitStack() as stack:
         try:
             file = engine.open(path, "r")
@@ -201,5 +209,6 @@ def _reader(engine: Engine, path: Path) -> Iterator[tuple[Engine, File]]:
         yield engine, stack.enter_context(file)
 
 
-def _corrupt(path: Path, reason: str) -> OffloadError:
+def corrupt(path: Path, reason: str) -> CorruptionError:
+    """The error of a checkpoint's file *path*."""
     return CorruptionError(reason, operation="load", path=str(path), offset=0, nbytes=0, done=0)

@@ -1,11 +1,11 @@
-"""DeepSpeed's `async_io` op on our engine: what DeepSpeed would compile at the first step, it finds
-here.
+"""DeepSpeed's `async_io` op on this package's engine. DeepSpeed finds it instead of compiling its
+own.
 
-The calls are those of deepspeed 0.19.8, with its names and defaults, its whole numbers for answers,
-and its order: the operations of a handle take effect one after another where they touch the same
-bytes. What differs is that a failure is an exception (of `errors`) where DeepSpeed prints, returns
--1 or ends the process; that every size, offset and alignment works; and that CPU tensors move
-without a copy, pinned or not: leave a buffer alone from an asynchronous call until `wait`.
+It has the interface of DeepSpeed 0.19.8: the same names, defaults and integer results. Operations
+of one handle that touch the same bytes take effect in order. There are three differences. A failure
+raises an exception (`nvme_offload.errors`), where DeepSpeed prints, returns -1 or ends the process.
+Every size, offset and alignment works. CPU tensors are moved without a copy, pinned or not, so do
+not touch a buffer between an asynchronous call and `wait`.
 
 Source: deepspeed/ops/csrc/aio/py_lib/py_ds_aio.cpp,
 deepspeed/ops/csrc/pin_memory/py_ds_pin_memory.cpp.
@@ -44,31 +44,54 @@ if TYPE_CHECKING:
 
     StrPath = str | bytes | os.PathLike[str]
 
-# for each thread; what deepspeed.io.FastFileWriter cuts its writes by
+# For each thread: deepspeed.io.FastFileWriter cuts its writes at multiples of it.
 _DIRECT_ALIGNMENT_BYTES = 512
 
 _log = logging.getLogger(__name__)
 
 
 class aio_handle:
-    """A queue of operations on files, to be waited for together.
+    """A queue of file operations that are waited for together: the class that DeepSpeed calls
+    `aio_handle`.
 
-    Settings are those of the "aio" section of a DeepSpeed configuration; *intra_op_parallelism* is
-    our thread_count. Flags may also be the strings "true" and "false", which ds_nvme_tune prints.
-    Files are opened with O_DIRECT wherever the filesystem has it; where it has not (tmpfs), they go
-    through the page cache and a warning is logged once. Handles with equal settings share an
-    engine.
+    Parameters
+    ----------
+    block_size
+        Bytes handed to the kernel at a time.
+    queue_depth
+        Blocks in flight for each thread.
+    single_submit
+        Submit blocks one by one. This and *overlap_events* may also be the strings "true" and
+        "false", which ds_nvme_tune prints.
+    overlap_events
+        Refill the queue before it is empty.
+    intra_op_parallelism
+        Worker threads: thread_count elsewhere in this package.
 
-    A *buffer* is any tensor: one that is on a GPU or not contiguous goes through a copy, which is
-    taken back in `wait`. A missing file is created for writing, with mode 0600; an existing one
-    keeps its length and its other bytes. *validate* reads the bytes back and compares.
+    Raises
+    ------
+    UsageError
+        An argument is wrong.
+    UnsupportedError
+        The kernel has no room for the queues.
 
-    Lifetime: a handle that is dropped leaves its operations to be finished, except that nothing is
-    copied back; a failure among them is logged. Raises: UsageError; UnsupportedError when the
-    kernel has no room for the queues; from every method that starts an operation UsageError and
-    IOFailure at once; from those that wait the first failure of IOFailure, NoSpaceError,
-    TruncatedError (the file ends before the bytes asked for) and CorruptionError, once all
-    operations are finished. The handle can be used after any of them.
+    Notes
+    -----
+    A *buffer* may be any dense tensor. One that is on a GPU or not contiguous goes through a
+    staging copy, which a read copies back in `wait`. A missing file is created for writing, with
+    mode 0600; an existing one keeps its length and its other bytes. *validate* reads the bytes back
+    and compares them.
+
+    Methods that start an operation raise UsageError and IOFailure. Methods that wait raise the
+    first failure once all operations are finished: IOFailure, NoSpaceError, TruncatedError (the
+    file ends before the requested bytes) or CorruptionError. The handle can be used after any of
+    them.
+
+    Files are opened with O_DIRECT where the filesystem has it. Elsewhere (tmpfs) they go through
+    the page cache, and a warning is logged once. Handles with equal settings share an engine.
+
+    Lifetime: the operations of a handle that is dropped still finish, but nothing is copied back,
+    and failures are logged.
     """
 
     def __init__(
@@ -96,21 +119,19 @@ class aio_handle:
         self._lock = threading.Lock()
 
     def get_block_size(self) -> int:
-        """Bytes handed to the kernel at a time, as asked for; the engine takes the next multiple of
-        what drives want.
-        """
+        """*block_size*, as given. The engine rounds it up to a multiple of what drives need."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """Blocks in flight for one thread."""
+        """Blocks in flight for each thread."""
         return self._config.queue_depth
 
     def get_single_submit(self) -> bool:
-        """Whether blocks are handed over one by one."""
+        """Whether blocks are submitted one by one."""
         return self._config.single_submit
 
     def get_overlap_events(self) -> bool:
-        """Whether the queue is refilled before it has run empty."""
+        """Whether the queue is refilled before it is empty."""
         return self._config.overlap_events
 
     def get_intra_op_parallelism(self) -> int:
@@ -118,28 +139,30 @@ class aio_handle:
         return self._config.thread_count
 
     def get_alignment(self) -> int:
-        """Bytes that callers cut their buffers by; DeepSpeed's own value, which this op does not
-        need.
-        """
+        """The alignment in bytes that DeepSpeed's callers use. This op does not need it."""
         return _DIRECT_ALIGNMENT_BYTES * self._config.thread_count
 
     def read(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Fill *buffer* from *filename* and return 0; earlier operations need not be finished."""
+        """Read *filename* into *buffer* and return 0. Does not wait for earlier operations that it
+        does not depend on.
+        """
         return self._complete(False, buffer, filename, validate, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, file_offset: int = 0
     ) -> int:
-        """Write *buffer* to *filename* and return 0; earlier operations need not be finished."""
+        """Write *buffer* to *filename* and return 0. Does not wait for earlier operations that it
+        does not depend on.
+        """
         return self._complete(True, buffer, filename, validate, file_offset)
 
     def pread(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
     ) -> int:
-        """`pread(buffer, filename, validate, async, file_offset=0)`: start reading; with *async*
-        return 0, otherwise as `wait` does.
+        """`pread(buffer, filename, validate, async, file_offset=0)`: start a read. Returns 0 with
+        *async*, otherwise as `wait`.
         """
         asynchronous, file_offset = _async_and_offset(rest, named)
         return self._queue(False, buffer, filename, validate, asynchronous, file_offset)
@@ -147,22 +170,22 @@ class aio_handle:
     def pwrite(
         self, buffer: torch.Tensor, filename: StrPath, validate: bool, *rest: Any, **named: Any
     ) -> int:
-        """`pwrite(buffer, filename, validate, async, file_offset=0)`: start writing; with *async*
-        return 0, otherwise as `wait` does.
+        """`pwrite(buffer, filename, validate, async, file_offset=0)`: start a write. Returns 0 with
+        *async*, otherwise as `wait`.
         """
         asynchronous, file_offset = _async_and_offset(rest, named)
         return self._queue(True, buffer, filename, validate, asynchronous, file_offset)
 
     def sync_pread(self, buffer: torch.Tensor, filename: StrPath, file_offset: int = 0) -> int:
-        """Read, and return as `wait` does."""
+        """Read. Returns as `wait`."""
         return self._queue(False, buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: StrPath, file_offset: int = 0) -> int:
-        """Write, and return as `wait` does."""
+        """Write. Returns as `wait`."""
         return self._queue(True, buffer, filename, False, False, file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: StrPath, file_offset: int = 0) -> int:
-        """Start reading, and return 0."""
+        """Start a read, and return 0."""
         return self._queue(False, buffer, filename, False, True, file_offset)
 
     def async_pwrite(
@@ -173,12 +196,11 @@ class aio_handle:
         *,
         fd: int | None = None,
     ) -> int:
-        """Start writing to a file, or to the open descriptor *fd*, and return 0.
+        """Start a write to a file, or to the open descriptor *fd*, and return 0.
 
-        The descriptor may be closed at once, and is not closed here; its file position and an
-        O_APPEND on it do not matter. A file that has no name by which it can be opened for writing
-        (deleted, O_TMPFILE, without permission) is written through the page cache, before this
-        returns.
+        The caller may close the descriptor at once. Its file position and O_APPEND are ignored. A
+        file that cannot be opened for writing by name (deleted, O_TMPFILE, no permission) is
+        written through the page cache before this returns.
         """
         if (filename is None) == (fd is None):
             raise TypeError("async_pwrite() needs either filename or fd")
@@ -186,10 +208,10 @@ class aio_handle:
         return self._queue(True, buffer, where, False, True, file_offset)  # type: ignore[arg-type]
 
     def wait(self) -> int:
-        """Finish all operations and return their number, which is 0 where there are none.
+        """Finish all operations and return their number.
 
-        After an exception other than theirs (Ctrl-C) the operations are still there to be waited
-        for.
+        After an exception that is not theirs, such as KeyboardInterrupt, the operations are still
+        pending and can be waited for.
         """
         with self._lock:
             for operation in self._pending:
@@ -197,30 +219,30 @@ class aio_handle:
             finished, self._pending = self._pending, []
         failures = [operation.failure for operation in finished if operation.failure is not None]
         for failure in failures[1:]:
-            _log.error("beside the exception that wait raises: %s", failure)
+            _log.error("besides the exception that wait raises: %s", failure)
         if failures:
             raise failures[0]
         return len(finished)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and pinned as
-        `PinnedPool` does, also for CUDA.
+        """A tensor of *num_elem* zeros with the example's dtype, page-aligned, and pinned as by
+        `PinnedPool`, for CUDA too.
 
-        Lifetime: the memory is given back when the tensor and its views are gone, whether it was
-        freed or not.
+        Lifetime: the memory is freed with the tensor and its views, whether
+        `free_cpu_locked_tensor` was called or not.
         """
         return locked_tensor(
             _index("num_elem", num_elem), example_tenosr, lambda nbytes: PinnedPool(nbytes).memory
         )
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Forget that *tensor* is pinned; False where it is not the whole of what
+        """Stop counting *tensor* as pinned. False unless it is the whole of what
         `new_cpu_locked_tensor` returned.
         """
         return forget(tensor.data_ptr())
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether all of *buffer* is pinned, by torch or as a locked tensor or a view of one."""
+        """Whether all of *buffer* is pinned: by torch, or as a locked tensor or a view of one."""
         return is_pinned(buffer)
 
     def _queue(
@@ -262,15 +284,15 @@ class aio_handle:
             raise UsageError(f"file_offset must not be negative: {offset}")
         if self._shared.process_id != os.getpid():  # forked since
             self._shared = _share_engine(self._config)
-        # A tensor of its own on the same memory: DeepSpeed points tensors elsewhere while they are
-        # in flight (`tensor.data = ...`).
+        # A separate tensor on the same memory: DeepSpeed assigns `tensor.data` while the tensor is
+        # in flight.
         buffer = buffer.detach()
         try:
             return self._submit(writing, buffer, where, validate, offset)
         except IOFailure as error:
             if error.errno not in OUT_OF_DESCRIPTORS or not self._pending:
                 raise
-        # Every operation holds a descriptor, and there may be more of them than a process may have.
+        # Every operation holds a descriptor, and the process may have run out of them.
         for pending in self._pending:
             pending.settle()
         return self._submit(writing, buffer, where, validate, offset)
@@ -291,7 +313,7 @@ class aio_handle:
             if pending.conflicts(operation):
                 pending.settle()
         if not moves_as_it_is(buffer):
-            # Pinned memory comes from torch's own allocator, which keeps it for the next time.
+            # torch's allocator caches pinned memory.
             operation.staging = torch.empty(
                 buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda
             )
@@ -310,13 +332,13 @@ class aio_handle:
 
 
 class pin_handle:
-    """Page-locked memory for the rest of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`), which
-    registers it with CUDA by itself.
+    """Page-locked memory for other parts of DeepSpeed (`DS_PIN_MEMORY_BACKEND=native`), which
+    register it with CUDA themselves.
     """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of *num_elem* zeros with the example's dtype, page-aligned and locked in memory
-        as far as the limit allows.
+        """A tensor of *num_elem* zeros with the example's dtype, page-aligned, and locked as far as
+        RLIMIT_MEMLOCK allows.
         """
         return locked_tensor(_index("num_elem", num_elem), example_tensor, locked_memory)
 
@@ -325,7 +347,7 @@ class pin_handle:
         return self.free_cpu_locked_tensor_by_ptr(locked_tensor.data_ptr())
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """The same for the tensor that starts at *address*."""
+        """The same, for the tensor at *address*."""
         return forget(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
@@ -342,7 +364,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Fill *buffer* from the start of *filename* and return 0. Raises: as `aio_handle`."""
+    """Read the start of *filename* into *buffer* and return 0. Raises: as `aio_handle`."""
     return _keep(aio_handle(block_size, queue_depth, single_submit, overlap_events)).read(
         buffer, filename, validate
     )
@@ -364,7 +386,7 @@ def aio_write(
 
 
 def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy *src* to *dst*, which has as many elements of the same dtype, and return 0. Raises:
+    """Copy *src* to *dst*, with the same dtype and number of elements, and return 0. Raises:
     UsageError.
     """
     if dst.dtype != src.dtype or dst.numel() != src.numel():
@@ -376,8 +398,8 @@ def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
 
 
 def install() -> None:
-    """Have DeepSpeed find this op, and the memory that goes with it, instead of compiling its own;
-    a second call does nothing.
+    """Put this op, and its page-locked memory, where DeepSpeed looks before it compiles its own. A
+    second call does nothing.
 
     Source: deepspeed/ops/op_builder/builder.py, pin_memory_load.py; deepspeed/ops/__init__.py.
     """
@@ -389,13 +411,13 @@ def install() -> None:
     cache = next(
         vars(kind)["_loaded_ops"] for kind in AsyncIOBuilder.__mro__ if "_loaded_ops" in vars(kind)
     )
-    # without __file__, so that nobody looks for symbols in it
+    # without __file__, so that DeepSpeed does not look for symbols in it
     pin_module = types.ModuleType(f"{__name__}.pin_memory", pin_handle.__doc__)
     pin_module.__dict__["pin_handle"] = pin_handle
     _replace(cache, AsyncIOBuilder.NAME, sys.modules[__name__])
     _replace(vars(sys), "_deepspeed_pin_memory_op_module", pin_module)
     _replace_attribute(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: True)
-    # Made when first asked for, by running compilers; it then asks the builder.
+    # DeepSpeed makes this table on first use by running compilers. It then asks the builder.
     compatible = vars(deepspeed.ops).get("__compatible_ops__")
     if compatible is None:
         _undo.append(lambda: vars(deepspeed.ops).pop("__compatible_ops__", None))
@@ -404,7 +426,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Put back what was there before `install`; what is in use goes on working."""
+    """Undo `install`. What is in use keeps working."""
     while _undo:
         _undo.pop()()
 
@@ -432,8 +454,8 @@ def _replace_attribute(owner: type, name: str, value: object) -> None:
 
 
 class _SharedEngine:
-    """The engine of all handles with the same settings; closed when the last of them goes. One that
-    is left at the end, the engine's module closes.
+    """The engine of all handles with the same settings, closed with the last of them. The engine's
+    module closes those that are left at exit.
     """
 
     def __init__(self, config: AioConfig) -> None:
@@ -462,11 +484,11 @@ def _close(engine: Engine) -> None:
     try:
         engine.close()
     except OffloadError as failure:
-        _log.error("in an operation that nobody waited for: %s", failure)
+        _log.error("an operation that was never waited for failed: %s", failure)
 
 
 def _keep(handle: aio_handle) -> aio_handle:
-    """Keep the engine of *handle* for the next call: making and closing one takes the kernel tens
+    """Keep the engine of *handle* for the next call: opening and closing one takes the kernel tens
     of milliseconds.
     """
     global _kept
@@ -484,16 +506,15 @@ def _index(name: str, value: int) -> int:
 def _flag(name: str, value: bool | str) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    with contextlib.suppress(ValueError, RuntimeError):  # what has no single truth: arrays, tensors
+    # arrays and tensors have no single truth value
+    with contextlib.suppress(ValueError, RuntimeError):
         if value in (False, True):
             return bool(value)
     raise UsageError(f"{name} must be true or false, not {value!r}")
 
 
 def _async_and_offset(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[bool, int]:
-    """The arguments `async, file_offset=0`, the first of which no function of Python can be
-    declared with.
-    """
+    """The arguments `async, file_offset=0`. `async` is a keyword, so Python cannot declare it."""
 
     def bind(asynchronous: bool, file_offset: int = 0) -> tuple[bool, int]:
         return asynchronous, file_offset

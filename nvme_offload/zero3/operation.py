@@ -1,4 +1,4 @@
-"""`Operation`: one read or write of an `aio_handle`, and the file that it is of."""
+"""`Operation`: one read or write of an `aio_handle`, and its file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _log = logging.getLogger(__name__)
 
 
-class Place:
-    """An open file, how to call it and how to recognise it; *file* is None where the engine cannot
-    open it.
-    """
+class OpenFile:
+    """An open file with its path and identity. *file* is None where the engine cannot open it."""
 
     __slots__ = ("file", "identity", "path")
 
@@ -38,7 +36,7 @@ class Place:
 
 
 class Operation:
-    """A read or write of a handle: what it touches, and how it ended."""
+    """A read or write of a handle: the bytes that it touches, and its result."""
 
     __slots__ = (
         "begin",
@@ -60,7 +58,7 @@ class Operation:
         engine: Engine,
         writing: bool,
         buffer: torch.Tensor,
-        place: Place,
+        place: OpenFile,
         offset: int,
         validate: bool,
     ) -> None:
@@ -72,12 +70,12 @@ class Operation:
         self.begin, self.end = offset, offset + buffer.nbytes
         self.memory, self.memory_end = extent(buffer)
         self.validate = validate
-        self.ticket: Ticket | None = None  # while it is under way
+        self.ticket: Ticket | None = None  # while it is in flight
         self.failure: Exception | None = None
 
     def conflicts(self, later: Operation) -> bool:
-        """Whether *later* must not begin before this one has ended: they share bytes, in memory or
-        in a file, that one of them changes.
+        """Whether *later* must wait for this one: they share bytes, in memory or in a file, that
+        one of them changes.
         """
         if self.ticket is None:
             return False
@@ -96,7 +94,7 @@ class Operation:
         )
 
     def settle(self) -> None:
-        """Wait until it is finished, and keep what went wrong."""
+        """Wait until it is finished, and keep its failure."""
         if self.ticket is None:
             return
         try:
@@ -108,7 +106,7 @@ class Operation:
         except Exception as error:
             self.failure = error
         self.ticket = None
-        # whoever holds the exception does not hold the memory
+        # a caught exception must not keep the memory alive
         self.buffer = self.staging = self.buffer.new_empty(0)
         self.place.file = None
 
@@ -131,23 +129,23 @@ class Operation:
                 )
 
 
-def open_path(engine: Engine, path: StrPath, writing: bool) -> Place:
-    """Open the file *path* for the engine. Raises: UsageError, IOFailure."""
+def open_path(engine: Engine, path: StrPath, writing: bool) -> OpenFile:
+    """Open *path* for the engine. Raises: UsageError, IOFailure."""
     try:
         name = os.fsdecode(path)
     except TypeError:
         raise UsageError(f"filename must be a path, not {path!r}") from None
     file = engine.open(name, "w" if writing else "r")
-    place = Place(file, name, Path(name).stat())
-    _tell_of_page_cache(place)
+    place = OpenFile(file, name, Path(name).stat())
+    _warn_of_page_cache(place)
     return place
 
 
-def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
-    """Open the file of *descriptor* once more, for the engine.
+def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> OpenFile:
+    """Open the file of *descriptor* again, for the engine.
 
-    By its name, if it still has it: the engine refuses links for writing, also those of
-    /proc/self/fd.
+    By its name, if it still has one: the engine does not follow links for writing, and those in
+    /proc/self/fd are links.
     """
     if not writing:
         raise UsageError(f"filename must be a path, not {descriptor}")
@@ -160,29 +158,29 @@ def open_descriptor(engine: Engine, descriptor: int, writing: bool) -> Place:
         raise _failure(error, path) from None
     if readable_only:
         raise _failure(OSError(errno.EBADF, "the descriptor is not open for writing"), path)
-    nameless = Place(None, name, status)
+    nameless = OpenFile(None, name, status)
     try:
         if not os.path.samestat(Path(name).stat(), status):
             return nameless
-        place = Place(engine.open(name, "w"), name, Path(name).stat())
+        place = OpenFile(engine.open(name, "w"), name, Path(name).stat())
     except OSError as error:
         if error.errno in OUT_OF_DESCRIPTORS:
             raise
         return nameless
-    if place.identity != nameless.identity:  # replaced this moment
+    if place.identity != nameless.identity:  # replaced in between
         return nameless
-    _tell_of_page_cache(place)
+    _warn_of_page_cache(place)
     return place
 
 
 def write_to_descriptor(descriptor: int, staging: torch.Tensor, offset: int) -> None:
-    """Write all of *staging* before this returns."""
+    """Write all of *staging*, synchronously."""
     path = f"/proc/self/fd/{descriptor}"
     memory = memoryview(_bytes_of(staging).numpy())  # type: ignore[arg-type]  # until numpy 2 its arrays have no __buffer__
     done = 0
     try:
         try:
-            # without O_DIRECT, which would want everything aligned, and without O_APPEND
+            # without O_DIRECT, which needs alignment, and without O_APPEND
             own = os.open(path, os.O_WRONLY)
         except PermissionError:
             own = os.dup(descriptor)
@@ -203,13 +201,13 @@ def _failure(
     )
 
 
-_told_of: set[int] = set()
+_warned_devices: set[int] = set()
 
 
-def _tell_of_page_cache(place: Place) -> None:
+def _warn_of_page_cache(place: OpenFile) -> None:
     device = place.identity[0]
-    if place.file is not None and not place.file.direct and device not in _told_of:
-        _told_of.add(device)
+    if place.file is not None and not place.file.direct and device not in _warned_devices:
+        _warned_devices.add(device)
         _log.warning(
             "the filesystem of %s has no O_DIRECT: offloading to it goes through the page cache",
             place.path,
@@ -228,7 +226,7 @@ def moves_as_it_is(buffer: torch.Tensor) -> bool:
 
 
 def require_movable(buffer: torch.Tensor) -> None:
-    """Refuse what has no bytes to move. Raises: UsageError."""
+    """Check that *buffer* has bytes to move. Raises: UsageError."""
     import torch
 
     if not isinstance(buffer, torch.Tensor):

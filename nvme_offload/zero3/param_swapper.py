@@ -1,68 +1,75 @@
-"""`ParameterSwapper`: the partitions of ZeRO-3's parameters, each in its own type and one name of a
-`TensorSwapper`.
+"""`ParameterSwapper`: the partitions of ZeRO-3's parameters, each one value of a `TensorSwapper`,
+in its own dtype.
 
-It stands where DeepSpeed expects `AsyncPartitionedParameterSwapper`, and answers to the same calls.
-A partition that is swapped in is copied to the accelerator at once, where the all-gather wants it
-anyway, so that no host memory is held between two calls: however many parameters DeepSpeed keeps
-alive, the budget cannot run out.
+It takes the place of DeepSpeed's `AsyncPartitionedParameterSwapper` and has the same methods. A
+partition that is swapped in is copied to the accelerator at once, where the all-gather needs it
+anyway. So no host memory is held between two calls, and the budget suffices however many parameters
+DeepSpeed keeps alive.
+
+With `overlap_step`, a forward pass reads partitions while a thread updates others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ..errors import UsageError
+from ..errors import OutOfHostMemoryError, UsageError
 from ..swap.tier import Tier
 from ..units import format_bytes
+from . import updates
 from .settings import Settings
 from .shared_tier import tier_of
 
 _MANY = 1 << 30
-_PAGE_BYTES = 4096  # that a partition takes at least
+_PAGE_BYTES = 4096  # the least that a partition takes
 _serial = itertools.count()
+_Result = TypeVar("_Result")
 
 
 class ParameterSwapper:
-    """Keeps parameter partitions in the tier of *ds_config*; the keys buffer_count, buffer_size and
-    max_in_cpu have no use here, one budget holds.
+    """Keeps parameter partitions in the tier of *ds_config*. Its keys buffer_count, buffer_size and
+    max_in_cpu are not used: host_memory is the one budget.
 
-    Lifetime: the partitions are forgotten when this is dropped.
-    Raises: UsageError; IOFailure or UnsupportedError when the directory cannot be used.
+    Lifetime: the partitions are forgotten when this is dropped. Raises: UsageError; IOFailure or
+    UnsupportedError when the directory cannot be used.
     """
 
     def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
-        self.dtype = model_dtype  # of most: adapters, for one, may be wider
+        self.dtype = model_dtype  # of most parameters; adapters may have a wider one
         self.tier = tier_of(ds_config._param_dict)
         self._prefix = f"parameter{next(_serial)}"
-        # by ds_id: room that `get_buffer` gave, until `swap_out_and_release`
+        # By ds_id: memory from `get_buffer`, until `swap_out_and_release`.
         self._filling: dict[int, torch.Tensor] = {}
         self._names: set[str] = set()
-        self._taken: str | None = None  # the name that is in use, or was to be
+        self._taken: str | None = None  # the name that is in use, or is about to be
         self.tier.abandon_with(self, self._names)
 
-    # While parameters are partitioned for the first time, or have been changed by their owner.
+    # When parameters are first partitioned, and when the user has changed them.
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Every partition is: small ones are packed like large ones."""
+        """True: small partitions are offloaded like large ones."""
         return True
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
-        """Room for *numel* elements of *param*'s partition."""
+        """Memory for *numel* elements of *param*'s partition, to be filled."""
+        updates.quiesce(self.tier)  # they would have what is left of the memory
         self._filling[param.ds_id] = self._create(param, numel)
         return self._filling[param.ds_id]
 
     def swap_out_and_release(
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
-        """Take the partitions of *params* as they are now; the writing goes on behind."""
+        """Store the partitions of *params* as they are now. The write goes on in the background."""
+        updates.quiesce(self.tier)
         for param in params:
             buffer = self._filling.pop(param.ds_id, None)
             if buffer is None:
@@ -82,9 +89,7 @@ class ParameterSwapper:
     def swap_in(
         self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None
     ) -> None:
-        """Bring the partitions of *params* to the accelerator or, with *async_op*, have them read
-        ahead.
-        """
+        """Copy the partitions of *params* to the accelerator; with *async_op* only prefetch them."""
         self.tier.swapper.prefetch([self._name(param) for param in params])
         if async_op:
             return
@@ -93,12 +98,12 @@ class ParameterSwapper:
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
-        """Bring the partition of *param* to *dest_buffer*, whatever memory that is."""
+        """Copy the partition of *param* to *dest_buffer*, on any device."""
         self._read(param, dest_buffer.device, dest_buffer)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Drop the copies on the accelerator, but for those that a gather under way still reads:
-        DeepSpeed asks again when it partitions these.
+        """Drop the copies on the accelerator, except those that a gather in flight still reads:
+        DeepSpeed calls again when it partitions these.
         """
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
@@ -107,38 +112,40 @@ class ParameterSwapper:
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def available_swap_in_buffers(self) -> int:
-        """How many partitions can be asked for in advance: the swapper itself takes no more than
-        there is room for.
+        """How many partitions may be prefetched: any number, the swapper takes only what it has
+        room for.
         """
         return _MANY
 
     def synchronize_reads(self) -> None:
-        """Nothing is left under way by `swap_in`."""
+        """Do nothing: `swap_in` leaves no read in flight."""
 
     def synchronize_writes(self) -> None:
-        """What is written needs no waiting for: it is read back from memory until it is on the
-        drive.
-        """
+        """Do nothing: a value that is being written is read from memory."""
 
     # The optimizer step.
 
     def swap_out_partitioned_params(
         self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[torch.Tensor]
     ) -> None:
-        """Take the new values of the partitions of *dst_fp16_params* from *src_fp32_params*,
-        rounded to the parameters' type.
+        """Store *src_fp32_params* as the partitions of *dst_fp16_params*, rounded to the
+        parameters' dtype.
         """
-        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+
+        def store(param: Any, source: torch.Tensor) -> None:
             self._create(param, source.numel()).copy_(source)
             self._release(param, changed=True)
 
+        for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
+            self._used(functools.partial(store, param, source))
+
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
-        """Nothing to reserve: there is one budget."""
+        """Do nothing: there is one budget."""
 
     @contextlib.contextmanager
     def with_shape(self, param: Any) -> Iterator[None]:
-        """Meanwhile *param*'s partition has its number of elements also where it is offloaded,
-        without memory for them, for who asks for no more.
+        """Context in which an offloaded partition of *param* has its number of elements, but no
+        memory: for callers that need only the shape.
         """
         if not self.is_offloaded(param):
             yield
@@ -160,16 +167,31 @@ class ParameterSwapper:
     # Inside.
 
     def give_back(self) -> None:
-        """Give back what a call that was cut short by an exception has left in use."""
-        name, self._taken = self._taken, None
-        if name is not None:
-            self._filling.clear()
-            with contextlib.suppress(UsageError):  # it was not taken yet, or has been given back
-                self.tier.swapper.release(name, changed=True)
+        """Release what an interrupted call left in use."""
+        with self.tier.swapper.exclusive():
+            name, self._taken = self._taken, None
+            if name is not None:
+                self._filling.clear()
+                with contextlib.suppress(UsageError):  # not swapped in yet, or released already
+                    self.tier.swapper.release(name, changed=True)
+
+    def _used(self, use: Callable[[], _Result]) -> _Result:
+        """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
+
+        Where that value has no room beside those of an update, it waits for the update.
+        """
+        try:
+            with self.tier.swapper.exclusive():
+                return use()
+        except OutOfHostMemoryError:
+            if updates.is_worker():
+                raise
+        with updates.paused(self.tier), self.tier.swapper.exclusive():
+            return use()
 
     def _take(self, param: Any) -> str:
-        """The name of *param*, which is about to be in use; noted first, so that no exception comes
-        between.
+        """The name of *param*, noted as in use before it is, so that an exception in between leaves
+        nothing unnoted.
         """
         self.give_back()
         self._taken = name = self._name(param)
@@ -195,21 +217,26 @@ class ParameterSwapper:
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
-        partition = self.tier.swapper.swap_in(self._take(param)).view(_dtype(param))
-        try:
-            # Both wait until the bytes have arrived, so that the room can be given back.
-            return (
-                torch.empty_like(partition, device=device).copy_(partition)
-                if into is None
-                else into.copy_(partition)
-            )
-        finally:
-            self._release(param, changed=False)
+        dtype = _dtype(param)  # waits for an update, which must not be done in `copy`
+
+        def copy() -> torch.Tensor:
+            partition = self.tier.swapper.swap_in(self._take(param)).view(dtype)
+            try:
+                # Both are synchronous, so the host memory can be released.
+                return (
+                    torch.empty_like(partition, device=device).copy_(partition)
+                    if into is None
+                    else into.copy_(partition)
+                )
+            finally:
+                self._release(param, changed=False)
+
+        return self._used(copy)
 
 
 def _dtype(param: Any) -> torch.dtype:
-    # While zero.Init makes a model, torch.empty gives what is asked for in the type of that: so
-    # DeepSpeed's own partitions are of it, too.
+    # zero.Init patches torch.empty to its own dtype while it makes a model, and DeepSpeed's
+    # partitions have that dtype too.
     dtype: torch.dtype = (
         torch.empty(0, dtype=param.dtype).dtype
         if param.ds_tensor is None
@@ -219,15 +246,21 @@ def _dtype(param: Any) -> torch.dtype:
 
 
 def _placeholder(param: Any) -> torch.Tensor:
-    """What a partition is while it is offloaded: of 0 dimensions, by which DeepSpeed tells, and of
-    its type.
+    """What a partition is while it is offloaded: a scalar of its dtype. DeepSpeed recognizes it by
+    its 0 dimensions.
     """
     placeholder: torch.Tensor = param.ds_tensor.new_ones((), device="cpu")
     return placeholder
 
 
+def is_offloaded(param: Any) -> bool:
+    """Whether a `ParameterSwapper` keeps *param*'s partition, and the accelerator has no copy."""
+    swapper = getattr(param, "nvme_swapper", None)
+    return isinstance(swapper, ParameterSwapper) and swapper.is_offloaded(param)
+
+
 def parameter_tier(module: torch.nn.Module) -> Tier | None:
-    """The tier that parameters of *module* are in; None where none is."""
+    """The tier of *module*'s parameters; None where none is offloaded."""
     swappers = (getattr(param, "nvme_swapper", None) for param in module.parameters())
     return next(
         (swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None
@@ -235,8 +268,8 @@ def parameter_tier(module: torch.nn.Module) -> Tier | None:
 
 
 def return_to_device(module: torch.nn.Module) -> None:
-    """Put what a *module* that was used before has whole to where it is computed with: Lightning
-    leaves it on the CPU after every run.
+    """Move a module that was used before, as far as it is not partitioned, back to the accelerator:
+    Lightning leaves it on the CPU after each run.
     """
     device = torch.device(get_accelerator().current_device_name())
     whole = [
@@ -250,7 +283,7 @@ def return_to_device(module: torch.nn.Module) -> None:
 
 
 def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call where DeepSpeed calls *original*, its own parameter swapper: it makes what the
+    """A factory to replace *original*, DeepSpeed's parameter swapper: it makes the one that the
     configuration asks for.
     """
 

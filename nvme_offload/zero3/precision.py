@@ -1,4 +1,4 @@
-"""What DeepSpeed says where it refuses a precision, with what to do."""
+"""Adds what to do to DeepSpeed's refusal of a precision."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from ..errors import UsageError
 
 
 def explained(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`DeepSpeedEngine._do_sanity_check`, whose refusal of fp16 or bf16 says what it is about and
-    what to do.
+    """`DeepSpeedEngine._do_sanity_check` with a clear message where it refuses fp16 or bf16.
 
     Source: deepspeed/runtime/engine.py; deepspeed/accelerator/cpu_accelerator.py, which asks torch
-    for fp16 instructions of the processor.
+    whether the CPU has fp16 instructions.
     """
 
     @functools.wraps(check)

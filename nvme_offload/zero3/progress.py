@@ -1,5 +1,5 @@
-"""`Progress`: sums up the steps of a training for a progress bar, a log, and a line at the end;
-Lightning's and the Trainer's callbacks are made of it.
+"""`Progress`: summarizes training steps for progress bars, logs and a final line. The callbacks for
+Lightning and the Trainer use it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 from ..errors import UsageError
-from .step_stats import StepStats, clock_of
+from ..swap.drive_use import DriveUse
+from .step_stats import last_step
 
 _log = logging.getLogger(__name__)
 
@@ -21,11 +22,16 @@ class _Sum:
     waited_seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    busy_seconds: float | None = 0.0  # None where a step does not know
 
-    def add(self, step: StepStats) -> None:
+    def add(self, step: DriveUse) -> None:
         self.steps += 1
         for name in ("seconds", "waited_seconds", "bytes_read", "bytes_written"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
+        if self.busy_seconds is not None and step.busy_share is not None:
+            self.busy_seconds += step.busy_share * step.seconds
+        else:
+            self.busy_seconds = None
 
     @property
     def wait_share(self) -> float:
@@ -37,24 +43,34 @@ class _Sum:
 
 
 class Progress:
-    """The steps of one engine after another, as they are seen.
+    """The steps of one engine, as they are seen.
 
-    What is not offloaded to a drive by this package has nothing to show: that is said once, as a
-    warning, and no error.
+    An engine without anything offloaded by this package has nothing to show. That is logged once as
+    a warning, and is not an error.
     """
 
     def __init__(self) -> None:
-        self._last: StepStats | None = None
+        self._last: DriveUse | None = None
         self._since = _Sum()
         self._all = _Sum()
         self._warned = False
 
     def see(self, engine: Any) -> bool:
-        """Take in the last step of the DeepSpeed *engine*, or of a wrapper with its optimizer;
-        whether it is one that was not seen before.
+        """Take in the last step of an engine.
+
+        Parameters
+        ----------
+        engine
+            A DeepSpeed engine, an `NVMeOptimizer`, or a wrapper with the optimizer of either as
+            `optimizer`.
+
+        Returns
+        -------
+        bool
+            Whether it is a step that was not seen before.
         """
         try:
-            step = clock_of(engine).last
+            step = last_step(engine)
         except UsageError as reason:
             if not self._warned:
                 _log.warning("no progress of offload to show: %s", reason)
@@ -68,21 +84,39 @@ class Progress:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps seen since the last call, or {} when there was none: the share of their time
-        that waited for a drive, and what one moved on average.
+        """Averages over the steps seen since the last call.
+
+        Returns
+        -------
+        dict
+            {} without such a step. `nvme_wait_share`: the share of time that training waited for a
+            drive. `nvme_gb_per_s`: both directions together. `nvme_read_gb`, `nvme_written_gb` and
+            `nvme_offload/step_seconds`: for each step. `nvme_offload/busy_share`: the share of time
+            in which the busiest disk had requests. `nvme_offload/total_written_gb`: by this process
+            so far. `nvme_offload/disk_written_gb`: to the disks, by any process, since boot.
+            `nvme_offload/resident_gb`: offloaded data in host memory at the end. What the kernel
+            does not report is left out.
         """
         seen, self._since = self._since, _Sum()
-        if not seen.steps:
+        if not seen.steps or self._last is None:
             return {}
-        return {
+        metrics = {
             "nvme_wait_share": round(seen.wait_share, 4),
             "nvme_gb_per_s": round(seen.gb_per_s, 4),
             "nvme_read_gb": round(seen.bytes_read / seen.steps / 1e9, 6),
             "nvme_written_gb": round(seen.bytes_written / seen.steps / 1e9, 6),
+            "nvme_offload/step_seconds": round(seen.seconds / seen.steps, 4),
+            "nvme_offload/total_written_gb": round(self._last.total_written_bytes / 1e9, 6),
+            "nvme_offload/resident_gb": round(self._last.resident_bytes / 1e9, 6),
         }
+        if seen.busy_seconds is not None:
+            metrics["nvme_offload/busy_share"] = round(seen.busy_seconds / seen.seconds, 4)
+        if self._last.disk_written_bytes is not None:
+            metrics["nvme_offload/disk_written_gb"] = round(self._last.disk_written_bytes / 1e9, 6)
+        return metrics
 
     def tell_summary(self) -> None:
-        """Log what all steps since the last summary came to."""
+        """Log totals of all steps since the last summary."""
         seen, self._all = self._all, _Sum()
         if seen.steps:
             _log.info(

@@ -1,5 +1,5 @@
-"""`Settings`: what a ds_config says of offload to drives, in its own sections and in
-"nvme_offload".
+"""`Settings`: the section "nvme_offload" of a ds_config, and what DeepSpeed's own sections say of
+offload to drives.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..swap.tier import engine_config, memory_size
 from ..units import format_bytes
 
 SECTION = "nvme_offload"
-# Of the section "aio", as `AioConfig` calls them: the last is the one that DeepSpeed reads, its
-# documentation has the one before.
+# The keys of the section "aio", and their names in `AioConfig`. DeepSpeed reads
+# intra_op_parallelism; its documentation says thread_count.
 _AIO_KEYS = {
     **{
         key: key
@@ -28,14 +28,14 @@ _AIO_KEYS = {
     },
     "intra_op_parallelism": "thread_count",
 }
-# Where a ds_config asks for what DeepSpeed does with states in memory alone: it would not find them
-# there, or not what it wrote.
+# Features of DeepSpeed that need states in memory. With states in a tier they would find none, or
+# what they did not write.
 _IN_MEMORY = (
     ("zero_optimization", "zenflow"),
     ("zero_optimization", "offload_optimizer", "super_offload"),
     ("checkpoint", "writer"),
 )
-# of a key of the configuration with ours, from which on it is taken for a misspelt one
+# from this similarity on, an unknown key is taken for a misspelled one
 _LIKENESS = 0.8
 
 _log = logging.getLogger(__name__)
@@ -44,19 +44,33 @@ _asked: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The section "nvme_offload" of a ds_config; every key may be left out.
+    """The section "nvme_offload" of a ds_config. Every key is optional.
 
-    swappers: "native" for this package's, "deepspeed" for DeepSpeed's own on this package's op.
-    host_memory: bytes of host memory a rank may hold for parameters, gradients and optimizer
-    states, pinned or cached; or "auto", which takes from the memory that is available what the
-    model needs. backend: of the engine, as in `AioConfig`. paths: directories on the drives to use
-    instead of nvme_path; large tensors are striped over them. weights: the share of each path, in
-    any unit; equal where left out. checksum: whether every byte that comes back from a drive is
-    compared with what was written. state_format: how master weights and optimizer states are kept,
-    see `nvme_offload.optimizer_states`: as they are, in 12 bytes a parameter with Adam; without the
-    bits that a bfloat16 parameter has anyway, in 10; or likewise with states rounded to 8 bits, in
-    4. missing_gradients: what a parameter is given that has no gradient in a step: "zero", or
-    "last" for that of its last step, as DeepSpeed does.
+    Attributes
+    ----------
+    swappers : {"native", "deepspeed"}
+        "native" for this package's swappers, "deepspeed" for DeepSpeed's own on this package's op.
+    host_memory : int or "auto"
+        Bytes of host memory that a rank may hold for parameters, gradients and optimizer states,
+        pinned or cached. "auto" takes what the model needs from the memory that is available.
+    backend : str
+        Of the engine, as in `AioConfig`.
+    paths : tuple of str
+        Directories on the drives, instead of nvme_path. Large tensors are striped over them.
+    weights : tuple of float
+        The share of each path, in any unit; equal by default.
+    checksum : bool
+        Whether every byte read from a drive is compared with what was written.
+    state_format : {"exact", "split", "compact", "compact24"}
+        How master weights and optimizer states are kept (`nvme_offload.optimizer_states`). With
+        Adam and bfloat16 parameters, bytes for each parameter: "exact" 12; "split" 10, without the
+        bits that the parameter has; "compact" 4, with states rounded to 8 bits; "compact24" 3, with
+        masters rounded to 24 bits.
+    missing_gradients : {"zero", "last"}
+        What a parameter without a gradient in a step gets: "zero", or "last" for that of its last
+        step, as DeepSpeed does.
+    overlap_step
+        Whether `step` returns before the updates, which are made during the next forward pass.
     """
 
     swappers: Literal["native", "deepspeed"] = "native"
@@ -67,11 +81,26 @@ class Settings:
     checksum: bool = False
     state_format: Literal["exact", "split", "compact", "compact24"] = "exact"
     missing_gradients: Literal["zero", "last"] = "zero"
+    overlap_step: bool = False
 
     @classmethod
     def of(cls, ds_config: Mapping[str, Any]) -> Settings:
-        """Read the section of *ds_config*. Raises: UsageError naming the key and the values that
-        are possible.
+        """Read the section of a ds_config.
+
+        Parameters
+        ----------
+        ds_config : mapping
+            DeepSpeed's configuration.
+
+        Returns
+        -------
+        Settings
+            The defaults where there is no section.
+
+        Raises
+        ------
+        UsageError
+            A key is unknown, or a value invalid; the message names the key and what is possible.
         """
         section = ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
@@ -90,10 +119,15 @@ class Settings:
         _require(values, "checksum", (True, False))
         _require(values, "state_format", tuple(FORMATS))
         _require(values, "missing_gradients", ("zero", "last"))
-        for key, theirs in (("state_format", "exact"), ("missing_gradients", "last")):
+        _require(values, "overlap_step", (True, False))
+        for key, theirs in (
+            ("state_format", "exact"),
+            ("missing_gradients", "last"),
+            ("overlap_step", False),
+        ):
             if values.get("swappers") == "deepspeed" and values.get(key, theirs) != theirs:
                 raise UsageError(
-                    f'"{key}" in "{SECTION}" wants this package\'s swappers: leave "swappers" out'
+                    f'"{key}" in "{SECTION}" needs this package\'s swappers: leave "swappers" out'
                 )
         if "host_memory" in values:
             values["host_memory"] = _host_memory(values["host_memory"])
@@ -109,10 +143,23 @@ class Settings:
 
 
 def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where DeepSpeed's own sections put parameters and optimizer states: one directory, or two
-    that share the tensors of both.
+    """The directories in DeepSpeed's own sections.
 
-    Raises: UsageError when a section names no directory.
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Returns
+    -------
+    tuple of str
+        Absolute paths: one, or two that share the tensors of both sections; none where neither has
+        "device": "nvme".
+
+    Raises
+    ------
+    UsageError
+        A section with "device": "nvme" names no directory.
     """
     paths = []
     for name in ("offload_param", "offload_optimizer"):
@@ -126,9 +173,21 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_absolute(paths)))
 
 
-def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
-    """See that all that *ds_config* asks for can be had with what it puts on a drive. Raises:
-    UnsupportedError naming the key.
+def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
+    """Refuse features that do not work with states on a drive.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UnsupportedError
+        A feature is on that needs states in memory, and this package's swappers have them on a
+        drive; the message names its key.
+    UsageError
+        As `nvme_paths` and `Settings.of`.
     """
     if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
         return
@@ -142,9 +201,18 @@ def refuse_what_wants_memory(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def question(ds_config: Mapping[str, Any]) -> None:
-    """Warn, once each, of what *ds_config* says that is surely not meant: DeepSpeed and `Settings`
-    take it without a word.
+def warn_of_mistakes(ds_config: Mapping[str, Any]) -> None:
+    """Log a warning, once each, of likely mistakes that DeepSpeed and `Settings` accept silently.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Raises
+    ------
+    UsageError
+        As `Settings.of`.
     """
     for line in _config_warnings(ds_config):
         if line not in _asked:
@@ -167,18 +235,35 @@ def _config_warnings(ds_config: Mapping[str, Any]) -> Iterator[str]:
             and isinstance(section, Mapping)
             and section.get("device") == "nvme"
         ):
-            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing goes to a drive: that needs "stage": 3'
+            yield f'"{name}" has "device": "nvme", and with "stage": {zero["stage"]} nothing is offloaded to a drive: that needs "stage": 3'
     memory = Settings.of(ds_config).host_memory
     total = physical_bytes()
     if memory != "auto" and memory > total:
-        yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is it meant?'
+        yield f'"host_memory" of {format_bytes(memory)} is more than the {format_bytes(total)} of this machine: is that intended?'
 
 
 def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> AioConfig:
-    """The engine's settings: the section "aio" of *ds_config* or, where there is none, what
-    `nvme-sweep` chose for the drive of *path*.
+    """The engine's settings of a ds_config.
 
-    O_DIRECT is used wherever the filesystem has it. Raises: UsageError naming the key.
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration. Its section "aio" is used where there is one.
+    settings : Settings
+        The backend is this one's.
+    path : str
+        A path on the drive, for what `nvme-sweep` chose for it where there is no section "aio". The
+        defaults of `AioConfig` are used where it was never swept.
+
+    Returns
+    -------
+    AioConfig
+        O_DIRECT is used where the filesystem has it.
+
+    Raises
+    ------
+    UsageError
+        A value is invalid; the message names the key.
     """
     aio = ds_config.get("aio")
     if aio is None:
@@ -191,16 +276,23 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
 
 
 def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
-    """Keys of the section "aio" that neither DeepSpeed nor this package knows: misspelt ones, or
-    the num_threads that ds_nvme_tune prints.
+    """Keys of the section "aio" that neither DeepSpeed nor this package reads.
+
+    Parameters
+    ----------
+    ds_config : mapping
+        DeepSpeed's configuration.
+
+    Returns
+    -------
+    list of str
+        Misspelled ones, or num_threads, which ds_nvme_tune prints.
     """
     return [key for key in ds_config.get("aio") or {} if key not in _AIO_KEYS and key != "use_gds"]
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """*paths* from the root on; one that begins with ~ is in the user's home, as a shell would have
-    it.
-    """
+    """*paths* made absolute; ~ is expanded as in a shell."""
     return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 
@@ -220,7 +312,7 @@ def _as_json(value: Any) -> str:
 
 def _host_memory(value: Any) -> int | Literal["auto"]:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 8e9 is a number of bytes to JSON
+        value = int(value)  # JSON may have 8e9
     try:
         return memory_size(value)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Which `Tier` a ds_config means: parameters and optimizer states share one where their settings
-are the same, so that one cap holds for both.
+"""The `Tier` of a ds_config. Parameters and optimizer states share one if their settings are equal,
+so that one budget covers both.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..hardware.config import AioConfig
+from ..swap import live
 from ..swap.tier import Tier
-from . import heartbeat
-from .settings import Settings, aio_config, nvme_paths, question, unread_aio_keys
+from .settings import Settings, aio_config, nvme_paths, unread_aio_keys, warn_of_mistakes
 
 _tiers: weakref.WeakValueDictionary[tuple[Settings, AioConfig, tuple[str, ...]], Tier] = (
     weakref.WeakValueDictionary()
 )
 _lock = threading.Lock()
-# whose periods of use are the steps of a training that goes on
+# tiers whose steps are those of a training in progress
 trained: weakref.WeakSet[Tier] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)
 
 
 def tier_of(ds_config: Mapping[str, Any]) -> Tier:
-    """The tier of *ds_config*: made, or found where it is in use already. Raises: as `Tier`;
-    UsageError naming a wrong key.
-    """
+    """The tier of *ds_config*, made on first use. Raises: as `Tier`; UsageError naming a wrong key."""
     settings = Settings.of(ds_config)
-    question(ds_config)
+    warn_of_mistakes(ds_config)
     paths = settings.paths or nvme_paths(ds_config)
     key = (settings, aio := aio_config(ds_config, settings, paths[0]), paths)
     with _lock:
@@ -48,5 +46,5 @@ def tier_of(ds_config: Mapping[str, Any]) -> Tier:
                 weights=settings.weights,
                 checksum=settings.checksum,
             )
-    heartbeat.watch(tier)
+    live.watch(tier)
     return tier

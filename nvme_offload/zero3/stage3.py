@@ -1,42 +1,46 @@
-"""`Stage3`: DeepSpeed's ZeRO-3 optimizer with this package's swappers behind it.
+"""`Stage3`: DeepSpeed's ZeRO-3 optimizer on this package's swappers.
 
-What differs from the class below it: sub-groups are cut to sizes that the host memory can read
-ahead; gradients are kept as they are reduced, in 16 bit, until the optimizer wants them widened, in
-`Gradients`; everything that DeepSpeed does with states on a drive goes through `OptimizerSwapper`.
-Results do not differ, by a bit: norms are summed in the sub-groups that the user asked for.
+It differs from its base class in this: sub-groups are cut to sizes that host memory can prefetch;
+gradients stay in the dtype in which they are reduced until the optimizer needs them, in
+`Gradients`; offloaded states go through `OptimizerSwapper`; with `"overlap_step"` updates are made
+after `step`, see `Overlap`. Results are bit for bit the same: norms are summed over the sub-groups
+that the user configured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import OffloadError, UsageError
+from ..errors import UsageError
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
-from . import archive, compat, heartbeat, states, working_weights
+from . import archive, awaited, compat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
+from .overlap import Overlap, Scaling, tell_left_out
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
 from .sub_groups import Footprint, cut, is_elementwise
+from .updates import partly_applied, quiesce
 
-_VECTOR_ELEMENTS = 128  # of DeepSpeed's kernels: 16 floats, 8 at a time
-_WITHOUT_EFFECT = {
+_VECTOR_ELEMENTS = 128  # DeepSpeed's AVX512 kernels: 16 floats, unrolled 8 times
+_UNUSED_KEYS = {
     "buffer_count",
     "buffer_size",
     "max_in_cpu",
@@ -45,20 +49,20 @@ _WITHOUT_EFFECT = {
     "pipeline_write",
     "fast_init",
 }
-# sub-groups read ahead in the first step, before the swapper has learned the order, and whenever a
-# checkpoint is written
-_HINTED = 4
+# Sub-groups prefetched in the first step, before the swapper has learned the order, and when a
+# checkpoint is written.
+_PREFETCHED = 4
 
 _log = logging.getLogger(__name__)
 
 
 class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
-    """As its base; the swappers are this package's where the section "nvme_offload" of the
-    configuration does not say otherwise.
+    """DeepSpeed's ZeRO-3 optimizer with this package's swappers, unless the section "nvme_offload"
+    of the configuration has "swappers": "deepspeed".
     """
 
     fp16_groups: list[list[Any]]
-    tier: Tier  # where something is in one
+    tier: Tier  # only where something is offloaded
 
     def __init__(self, *args: Any, **named: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **named).arguments
@@ -67,28 +71,34 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.native = Settings.of(self._ds_config).swappers == "native"
         self._format = FORMATS[Settings.of(self._ds_config).state_format]
         self._keeps_last = Settings.of(self._ds_config).missing_gradients == "last"
-        # with fp16 and "last": whether the sum of a parameter's gradients is, by its identifier
+        # With fp16 and "last": whether each parameter's summed gradient is finite, by its id.
         self._finite: dict[int, torch.Tensor] = {}
-        # the user's sub-groups, each a list of ours, each a list of parameters
+        # The user's sub-groups: each is a list of ours, each a list of parameters.
         self._logical_groups: list[list[list[Any]]] = []
         self._steps_per_print = self._ds_config.get("steps_per_print", 10) or math.inf
-        # while a checkpoint is written that can have them from where they are
+        # True while a checkpoint is written that streams states from the drive.
         self.leaves_states_offloaded = False
-        self.clock: StepClock | None = None  # where something is in a tier
-        # by a step or a load that has not ended, or was cut short by an exception
+        self.clock: StepClock | None = None  # only where something is offloaded
+        # A step or a load has begun to change states: still running, or ended by an exception.
         self.partly_changed = False
+        self.overlap: Overlap | None = None
+        self._clip_grad = 0.0
         return_to_device(module)
         super().__init__(*args, **named)
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
             self.tier, self.clock = tier, StepClock(tier)
+        if Settings.of(self._ds_config).overlap_step and self.swaps_natively:
+            self.overlap = Overlap(self)
+        elif Settings.of(self._ds_config).overlap_step:
+            tell_left_out(set(), "no optimizer states are on a drive")
 
     @property
     def swaps_natively(self) -> bool:
         """Whether optimizer states are in an `OptimizerSwapper`."""
         return isinstance(self.optimizer_swapper, OptimizerSwapper)
 
-    # Making sub-groups and swapper.
+    # Sub-groups and swapper.
 
     def _configure_offloading(
         self, offload_optimizer_config: Any, offload_param_config: Any
@@ -97,10 +107,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not self.native:
             return
         if dist.get_rank() == 0:
-            _tell_of_unused_keys(self._ds_config)
-        # to read 16-bit parameters in bulk is what the swapper does anyway
+            _log_unused_keys(self._ds_config)
+        # the swapper reads 16-bit parameters in bulk anyway
         self.offload_optimizer_fast_init = False
-        self.max_params_in_cpu = 0  # what is kept in memory is the budget's business
+        self.max_params_in_cpu = 0  # host_memory decides what stays in memory
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
@@ -110,12 +120,12 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         for param in itertools.chain.from_iterable(self.fp16_groups):
             if isinstance(param.nvme_swapper, ParameterSwapper):
-                # as the base does with all that it trains, where it moves them to host memory
+                # The base does the same with trained parameters when it moves them to host memory.
                 param.nvme_swapper.convert(param, self.dtype)
 
     def _open_tier(self, param_groups: Any) -> None:
-        """Find out how much has to be kept, and see that memory and drives have room for it.
-        Raises: UsageError or NoSpaceError with the numbers.
+        """Compute what is to be kept, and check that memory and drives have room for it. Raises:
+        UsageError or NoSpaceError with the numbers.
         """
         self._expected_states = states_of(self.optimizer, self.master_weights_and_grads_dtype)
         self._format = wide_enough(
@@ -132,7 +142,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             states=kept,
             gradient=self.gradient_accumulation_dtype.itemsize
             + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
-            beside=self.master_weights_and_grads_dtype.itemsize + unpacked,
+            scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize
             if param_groups[0]["params"][0].nvme_swapper is not None
             else 0,
@@ -146,15 +156,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             sum(param.partition_numel() for param in group)
             for group in itertools.chain.from_iterable(groups)
         ]
-        # elements of the largest, however small they are made
+        # The smallest possible size of the largest sub-group, in elements.
         self._least_sub_group = max(sizes if self._elementwise else uncut)
         self._whole_bytes = self._footprint.whole_bytes(sizes, self._least_sub_group)
         self.tier = tier_of(self._ds_config)
+        quiesce(self.tier)
         self.tier.require_memory(self._whole_bytes)
         self.tier.require_space(self._footprint.drive_bytes(sum(sizes)))
 
     def _plan(self) -> None:
-        """See that the host memory can hold the largest sub-group that cannot be cut. Raises:
+        """Check that host memory can hold the largest sub-group that cannot be cut. Raises:
         UsageError.
         """
         cap, fewest = self.tier.cap_bytes, self._footprint.least_bytes(self._least_sub_group)
@@ -173,8 +184,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         groups = super()._create_fp16_sub_groups(params_group)
         if not (self.native and self.swap_optimizer):
             return groups
-        # DeepSpeed's optimizers for the CPU round differently in the elements behind the last whole
-        # vector of a tensor (csrc/adam/cpu_adam_impl.cpp).
+        # DeepSpeed's CPU optimizers round elements after the last whole vector of a tensor
+        # differently (csrc/adam/cpu_adam_impl.cpp).
         unit = _VECTOR_ELEMENTS if type(self.optimizer).__module__.startswith("deepspeed.") else 1
         wanted, most = (
             self._footprint.wanted_elements(self.tier.cap_bytes),
@@ -189,7 +200,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             for part in group[:-1]
         ):
             _log.warning(
-                'sub-groups had to be cut within vectors, so last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
+                'sub-groups were cut inside SIMD vectors, so the last bits may differ from "device": "cpu": a larger "host_memory" avoids it'
             )
         self._logical_groups += parts
         return list(itertools.chain.from_iterable(parts))
@@ -206,7 +217,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.fp16_partitioned_groups_flat_numel,
             self.gradient_accumulation_dtype,
             widened,
-            self._settle_copies,
+            self._wait_for_copies,
         )
         self.optimizer_swapper = OptimizerSwapper(
             self.tier,
@@ -232,22 +243,22 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
         swappable = super()._swappable_optimizer_subgroup(sub_group_id)
-        # "ratio" leaves some on the accelerator
+        # "ratio" keeps some on the accelerator
         return swappable and (not self.native or self.subgroup_to_device[sub_group_id] == "cpu")
 
     def initialize_optimizer_states(self) -> None:
-        """Make what the first step finds: the base's gradient buffers, and the states of an
-        optimizer that does not make them at its first step.
+        """Make what the first step needs: the base's gradient buffers, and the states of an
+        optimizer that has some before its first step.
         """
         if not self.swaps_natively:
             super().initialize_optimizer_states()
             return
-        # The base steps through all states once, to make files of them. What it makes besides are
-        # gradient buffers for the others.
+        # The base makes swap files by a step over all states, and gradient buffers for sub-groups
+        # that are not swapped. Only the buffers are needed.
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
             if not self._swappable_optimizer_subgroup(index):
                 parameter.grad = torch.zeros_like(parameter)
-            # the one that makes its states before the first step
+            # only Adagrad has states before its first step
             elif isinstance(self.optimizer, torch.optim.Adagrad):
                 self.optimizer_swapper.swap_in_optimizer_state(parameter)
                 start = self.optimizer.defaults["initial_accumulator_value"]
@@ -256,7 +267,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                     "sum": torch.full_like(parameter, start, requires_grad=False),
                 }
                 self.optimizer_swapper.swap_out_optimizer_state(parameter)
-        # What it makes after this is a buffer for the gradients of all that it finds here.
+        # The base goes on to make a gradient buffer for each sub-group listed here.
         self.fp16_groups = [
             params
             for index, params in enumerate(self.fp16_groups)
@@ -264,13 +275,19 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         ]
 
     def destroy(self) -> None:
-        """Give up the states, as the base does its hooks."""
+        """Drop the states, as the base drops its hooks. Raises: what went wrong in the last updates;
+        all is dropped all the same.
+        """
+        error = self.overlap.updates.abandon() if self.overlap is not None else None
         super().destroy()
         if self.swaps_natively:
+            quiesce(self.tier)
             self._gradients.close()
             self.optimizer_swapper.close()
             self.tier.give_back(self._whole_bytes)
             self._whole_bytes = 0
+        if error is not None:
+            raise error
 
     # Gradients.
 
@@ -279,18 +296,19 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         super()._setup_for_real_optimizer()
         self.fp16_groups = groups
 
-    def _settle_copies(self) -> None:
+    def _wait_for_copies(self) -> None:
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
-        """As the base; but the gradients of sub-groups that are swapped go to the tier, and their
-        norms are made of what is at hand.
+        """As the base, except that gradients of swapped sub-groups go to the tier. Their norms are
+        computed while they are on the accelerator.
         """
         if not self.swaps_natively:
             return super().partition_grads(params_to_release, grad_partitions)
+        self.finish_updates()
         self.optimizer_swapper.give_back()
         swapped: dict[int, list[tuple[int, torch.Tensor, Any]]] = {}
         others = []
@@ -299,12 +317,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             if not self._swappable_optimizer_subgroup(index):
                 others.append((param, partition))
                 continue
-            if numel * self._get_param_partition_rank(param) < param.ds_numel:  # not only padding
+            # has more than padding
+            if numel * self._get_param_partition_rank(param) < param.ds_numel:
                 swapped.setdefault(index, []).append((offset, partition, param))
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
-        for index in sorted(swapped, reverse=True):  # what the update needs first stays longest
+        # what the update needs first is used last here, so evicted last
+        for index in sorted(swapped, reverse=True):
             pieces = [(offset, partition) for offset, partition, _ in swapped[index]]
             totals = self._gradients.add(index, pieces, to_earlier=self.micro_step_id != 0)
             if self._keeps_last and self.dtype == torch.float16:
@@ -330,16 +350,18 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def independent_gradient_partition_epilogue(self) -> None:
         """The backward pass is over."""
+        self.finish_updates()
         super().independent_gradient_partition_epilogue()
         if self.swaps_natively:
             self._gradients.pause()
 
     def _finalize_offload_gradient_accumulation(self) -> None:
+        self.finish_updates()
         super()._finalize_offload_gradient_accumulation()
         self._make_missing_norms()
 
     def _make_missing_norms(self) -> None:
-        """Make the norms of gradients that nobody knew to be complete when they were reduced."""
+        """Compute the norms of gradients that were not known to be complete when they were reduced."""
         for index, params in enumerate(self.fp16_groups if self.swaps_natively else []):
             for param in params:
                 identifier = self.get_param_id(param)
@@ -357,23 +379,34 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.pause()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """As the base, which looks at the gradients that it has itself: of the others the norms
-        tell.
+        """As the base, which checks only the gradients that it keeps itself: the others are checked
+        by their norms.
         """
-        told: Mapping[int, torch.Tensor] = self._finite if self._keeps_last else {}
+        finite_by_id: Mapping[int, torch.Tensor] = self._finite if self._keeps_last else {}
         # the base has norms only where it offloads
         if self.swaps_natively and not self._keeps_last:
-            told = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
-        if self.swaps_natively and told:
+            finite_by_id = {key: norm.isfinite() for key, norm in self.norm_for_param_grads.items()}
+        if self.swaps_natively and finite_by_id:
             finite = torch.stack(
-                [every.to(self.inf_or_nan_tracker.device) for every in told.values()]
+                [every.to(self.inf_or_nan_tracker.device) for every in finite_by_id.values()]
             )
             self.inf_or_nan_tracker.logical_or_(finite.all().logical_not())
         overflows: bool = super().has_overflow(partition_gradients)
         return overflows
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """As the base, which multiplies by 1 too: a pass through all gradients for nothing."""
+        """As the base, but without the pass over all gradients that would multiply by 1."""
+        if self._is_later(
+            sub_group_id,
+            functools.partial(self._unscale, super().unscale_and_clip_grads),
+            total_norm,
+        ):
+            return
+        self._unscale(super().unscale_and_clip_grads, sub_group_id, total_norm)
+
+    def _unscale(
+        self, base: Callable[..., None], sub_group_id: int, total_norm: torch.Tensor
+    ) -> None:
         self.partly_changed = self.clock is not None
         if (
             not self.swaps_natively
@@ -383,17 +416,24 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
             )
         ):
-            super().unscale_and_clip_grads(sub_group_id, total_norm)
+            base(sub_group_id, total_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as the base does those of parameters."""
+        """Forget the gradients, as the base does with those of parameters; after updates that are to
+        come.
+        """
         super().zero_grad(set_to_none)
-        if self.swaps_natively:
-            self._gradients.forget()
+        if self.overlap is None or not self.overlap.holds_gradients:
+            self.forget_gradients()
 
     def reset_cpu_buffers(self) -> None:
-        """Forget the gradients of the step that is over, as the base does their norms."""
+        """Forget the gradients of the finished step, as the base does with their norms; likewise."""
         super().reset_cpu_buffers()
+        if self.overlap is None or not self.overlap.holds_gradients:
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """The step that has used them is over."""
         if self.swaps_natively:
             self._gradients.forget()
 
@@ -406,53 +446,152 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     # The step.
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, as the base does; and say at every steps_per_print'th step what it
+        """Update the parameters, as the base does. Every steps_per_print steps, log what the step
         spent on the drive.
 
-        Raises: OffloadError where the step or the load before this one was cut short when it had
-        changed a part of the states: until a checkpoint is loaded.
+        Raises: OffloadError when an exception ended the previous step or load after it had changed
+        some states. Loading a checkpoint clears that. With `"overlap_step"`, what went wrong in the
+        updates of the step before.
         """
         if self.clock is None:
             super().step(closure)
             return
+        self.finish_updates()
         self.require_whole()
         self.clock.begin_update()
+        overlaps = False
         try:
             if not self._keeps_last:
                 self._make_missing_norms()
+            if self.overlap is not None:
+                self.overlap.begin()
             super().step(closure)
             self.partly_changed = False
+            if self.overlap is not None:
+                overlaps = self.overlap.end(self.clock.number)
         except BaseException:
+            if self.overlap is not None:
+                self.partly_changed |= self.overlap.cancel()
             self.give_back()
             raise
-        if not self.overflow:
+        if not (self.overflow or overlaps):
             self.tier.swapper.step()
             trained.add(self.tier)
-        stats = self.clock.end()
-        heartbeat.rest(self.tier)
+        stats = self.clock.end(*self._update_waits())
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
 
+    def _update_waits(self) -> tuple[float, float]:
+        """Seconds since the last call: that the program waited for updates, and these for the drive."""
+        if self.overlap is None:
+            return 0.0, 0.0
+        return self.overlap.updates.take_waits()
+
+    def _is_later(self, sub_group_id: int, action: Callable[..., None], *rest: Any) -> bool:
+        """Whether *action* is done after `step`, with *sub_group_id* and *rest*."""
+        return self.overlap is not None and self.overlap.takes(
+            sub_group_id, functools.partial(action, sub_group_id, *rest)
+        )
+
+    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if not self._is_later(sub_group_id, super()._prepare_sub_group, timer_names):
+            super()._prepare_sub_group(sub_group_id, timer_names)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if self.overlap is None or not self._is_later(sub_group_id, self.overlap.step_optimizer):
+            super()._optimizer_step(sub_group_id)
+
+    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
+        if not self._is_later(sub_group_id, super()._release_sub_group, timer_names):
+            super()._release_sub_group(sub_group_id, timer_names)
+
+    def finish_updates(self) -> None:
+        """Return when no update is to come, of this engine or of another that shares the memory.
+        Raises: what went wrong in this engine's.
+        """
+        if self.overlap is not None:
+            self.overlap.updates.wait()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    def _forget_updates(self) -> None:
+        """Before states are loaded: make what can be made, and forget what has failed."""
+        if self.overlap is not None:
+            self.overlap.begin_load()
+        if self.clock is not None:
+            quiesce(self.tier)
+
+    # What an update reads when it is made is what it was in `step`.
+
+    @property
+    def loss_scale(self) -> Any:
+        """As the base has it."""
+        scaling = self._scaling_of_update()
+        return super().loss_scale if scaling is None else scaling.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        super(Stage3, type(self)).loss_scale.fset(self, value)
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradients."""
+        scaling = self._scaling_of_update()
+        return self._clip_grad if scaling is None else scaling.clip_grad
+
+    @clip_grad.setter
+    def clip_grad(self, value: float) -> None:
+        self._clip_grad = value
+
+    def _scaling_of_update(self) -> Scaling | None:
+        if self.overlap is not None and self.overlap.updates.is_worker():
+            return self.overlap.scaling
+        return None
+
+    # What waits for updates.
+
+    def reset_swap_buffers(self) -> None:
+        """As the base, after updates that are to come."""
+        self.finish_updates()
+        super().reset_swap_buffers()
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's, after updates that are to come."""
+        self.finish_updates()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.finish_updates()
+        self.optimizer.state = value
+
     def _partition_all_parameters(self) -> None:
-        """As the base; and drop copies that an exception between read and gather has left: a step
-        would change these alone, and not the values.
+        """As the base. Also drops copies that an exception between read and gather has left: a step
+        would change these, not the offloaded values.
         """
         super()._partition_all_parameters()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            if isinstance(
-                param.nvme_swapper, ParameterSwapper
-            ) and not param.nvme_swapper.is_offloaded(param):
+            if (
+                isinstance(param.nvme_swapper, ParameterSwapper)
+                and not awaited.is_awaited(param)  # nobody has read it
+                and not param.nvme_swapper.is_offloaded(param)
+            ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def require_whole(self) -> None:
-        """See that no step and no load was cut short in the midst. Raises: OffloadError."""
+        """Raises: OffloadError when a step or a load has changed only some of the states."""
         if self.partly_changed:
-            raise OffloadError(
-                "the last step was only partly applied, because an exception ended it: load_checkpoint() brings back the states of the last checkpoint"
-            )
+            raise partly_applied()
 
     def give_back(self) -> None:
-        """Give back all that a call that was cut short by an exception has left in use."""
+        """Release everything that an interrupted call left in use, after updates that are to come."""
+        if self.overlap is not None:
+            self.overlap.updates.quiesce()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Release everything that is in use."""
         self._clear_fp32_optimizer_param_groups()
         if self.swaps_natively:
             self._gradients.give_back()
@@ -465,13 +604,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 swapper.give_back()
 
     def begin_load(self) -> None:
-        """Forget what a call that was cut short has left, and all gradients: they are of weights
-        that are no more.
+        """Release what an interrupted call left in use, and forget all gradients: they are of
+        weights that are about to be replaced.
         """
         self.give_back()
         for param in itertools.chain.from_iterable(self.fp16_groups):
-            # which an exception in a backward pass has left; the base wants a stream to forget it,
-            # and a processor has none
+            # Left by an exception in backward. The base forgets it only on a stream, which a CPU
+            # does not have.
             param.grad = None
         compat.end_backward(self)
         self.reset_cpu_buffers()
@@ -480,19 +619,24 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self._gradients.forget_all()
             self._finite.clear()
         if self.clock is not None and (self.partly_changed or self.tier.swapper.lacks_writes()):
-            # or what could not be written would be told of in the midst of the load
+            # Otherwise failed writes would be raised in the middle of the load.
             self.tier.swapper.flush()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        base = super()._reassign_or_swap_out_partitioned_parameters
+        if not self._is_later(sub_group_id, functools.partial(self._reassign, base)):
+            self._reassign(base, sub_group_id)
+
+    def _reassign(self, base: Callable[..., None], sub_group_id: int) -> None:
         if not (
             self.swaps_natively
             and not self._format.in_place
             and self._swappable_optimizer_subgroup(sub_group_id)
-        ):  # there parameters follow as it is packed
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        ):  # swap_out_optimizer_state has written the parameters
+            base(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """As the base, which wants to see the shape of a partition that may be offloaded."""
+        """As the base, which needs the shape of a partition that may be offloaded."""
         with _with_shape(param):
             super().set_local_grad_for_param(value, param)
 
@@ -511,21 +655,26 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not self.swaps_natively:
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
+        self.finish_updates()
         parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
         self.optimizer_swapper.give_back()
         self.partly_changed |= steps
         if steps and not self.tier.swapper.learned:
             self.read_ahead(sub_group_id)
-        # before the states: so no two values need have room at once
+        # before the states, so that only one value is in use at a time
         gradient = self._gradients.widened(sub_group_id, last=steps)
         super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
         parameter.grad = gradient
 
     def read_ahead(self, index: int) -> None:
-        """The gradient and the states of sub-group *index* and of those after it are used next."""
+        """Prefetch the gradients and the states of sub-group *index* and the next ones."""
         following = [
             number
-            for number in range(index, min(index + _HINTED, len(self.fp16_groups)))
+            for number in (
+                self.overlap.following(index)
+                if self.overlap is not None
+                else range(index, len(self.fp16_groups))
+            )[:_PREFETCHED]
             if self._swappable_optimizer_subgroup(number)
         ]
         names = (
@@ -545,19 +694,20 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return
         parameter = self.fp32_partitioned_groups_flat[sub_group_id]
         if write_opt_state:
-            self.partly_changed = True  # by Muon, ahead of its update
+            self.partly_changed = True  # Muon writes momentum before its update
             self.optimizer_swapper.swap_out_optimizer_state(parameter)
         else:
             self.optimizer_swapper.release_swap_buffers(parameter)
         if write_gradients:
             self._gradients.replace(sub_group_id)
 
-    # Fragments: what is handed out must not be memory that the next read overwrites.
+    # Fragments: the memory returned must not be what the next read overwrites.
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> Any:
         index, offset, numel = self.grad_position[self.get_param_id(param)]
         if not (self.swaps_natively and self._swappable_optimizer_subgroup(index)):
             return super()._get_fp32_grad_state_partition(param, release_swap_buffers)
+        self.finish_updates()
         self.optimizer_swapper.give_back()
         fragment = self._gradients.widened(index).narrow(0, offset, numel)
         return fragment.clone() if release_swap_buffers else fragment, index
@@ -570,6 +720,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return super()._get_fp32_opt_state_partition(
                 param, release_swap_buffers, optim_state_key
             )
+        self.finish_updates()
         parameter = self.fp32_partitioned_groups_flat[index]
         try:
             self.optimizer_swapper.swap_in_optimizer_state(parameter)
@@ -590,7 +741,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     @property
     def user_sub_groups(self) -> list[list[int]]:
-        """The sub-groups that the user asked for, each a list of the numbers of ours."""
+        """The sub-groups that the user configured, each a list of indexes of ours."""
         ends = list(
             itertools.accumulate(
                 (
@@ -603,14 +754,15 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
     @property
-    def holds_states_away(self) -> bool:
-        """Whether DeepSpeed's ways to save and load do not find everything in memory."""
+    def has_offloaded_states(self) -> bool:
+        """Whether DeepSpeed's own save and load would not find all states in memory."""
         return self.swaps_natively or (self.native and self.params_in_nvme_and_cpu)
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        if not self.holds_states_away:
+        if not self.has_offloaded_states:
             state_dict: dict[str, Any] = super()._rigid_state_dict()
             return state_dict
+        self.finish_updates()
         self.require_whole()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
@@ -619,14 +771,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def _rigid_load_state_dict(
         self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True
     ) -> None:
-        if self.holds_states_away:
+        self._forget_updates()
+        if self.has_offloaded_states:
             states.load(self, state_dict, load_optimizer_states)
             self.partly_changed = False
         else:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
 
     def _restore_from_bit16_weights(self) -> None:
-        if self.holds_states_away:
+        self._forget_updates()
+        if self.has_offloaded_states:
             states.take_masters_from_parameters(self)
             self.partly_changed = False
         else:
@@ -639,7 +793,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         load_from_fp32_weights: bool,
         *older: Any,
     ) -> None:
-        if self.holds_states_away:
+        self._forget_updates()
+        if self.has_offloaded_states:
             states.load_universal(
                 self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights
             )
@@ -651,7 +806,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
 
 def as_mapping(ds_config: Any) -> Mapping[str, Any]:
-    """*ds_config* as DeepSpeed is given it, a mapping or the path of a file, as a mapping."""
+    """*ds_config* as a mapping: DeepSpeed is given a mapping or the path of a file."""
     if isinstance(ds_config, Mapping):
         return ds_config
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -668,13 +823,13 @@ def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _tell_of_unused_keys(ds_config: Mapping[str, Any]) -> None:
+def _log_unused_keys(ds_config: Mapping[str, Any]) -> None:
     for name in ("offload_param", "offload_optimizer"):
         section = ds_config.get("zero_optimization", {}).get(name) or {}
-        unused = [key for key in section if key in _WITHOUT_EFFECT]
+        unused = [key for key in section if key in _UNUSED_KEYS]
         if section.get("device") == "nvme" and unused:
             _log.info(
-                '%s in "%s": no longer needed; the one budget "host_memory" holds for all',
+                '%s in "%s": not used; "host_memory" is the one budget for everything',
                 ", ".join(unused),
                 name,
             )

@@ -1,9 +1,9 @@
-"""The states of a `Stage3` as DeepSpeed's checkpoints have them, and back.
+"""Saves and loads the states of a `Stage3` in the form of DeepSpeed's checkpoints.
 
-A checkpoint knows the sub-groups that the user asked for, of which ours are pieces. So it does not
-show what wrote it: a run with the states in memory loads it, and the tools for checkpoints read it.
-Coming back, the sub-groups may be cut in another way: they never cross a parameter group and are
-always in the same order, so that each parameter group is one stream of elements.
+A checkpoint has the sub-groups that the user configured, which ours divide. So it does not show
+what wrote it: a run with states in memory loads it, and DeepSpeed's checkpoint tools read it. When
+it is loaded, sub-groups may be cut differently. They never cross a parameter group and keep their
+order, so each parameter group is one stream of elements.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from ..errors import OffloadError, UsageError
 from ..io.engine import Ticket
+from ..optimizer_states.tree import is_for_each
 from .archive import Part, Provider, fetch, offloaded, wait_all, whole
 from .compat import lists_by_sub_group
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-_MASTER = ""  # the key of the master weights, beside those of the optimizer's states
+_MASTER = ""  # the key of the master weights among those of the states
 
 
 @contextlib.contextmanager
 def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -> Iterator[None]:
-    """Let *stage3* have the user's sub-groups for the time of the context, with *masters*: for code
-    of DeepSpeed's that counts sub-groups.
+    """Context in which *stage3* shows the user's sub-groups, with *masters*: for DeepSpeed code
+    that counts sub-groups.
     """
     groups = stage3.user_sub_groups
     first = [group[0] for group in groups]
@@ -64,8 +65,8 @@ def in_users_groups(stage3: Stage3, masters: list[torch.Tensor] | None = None) -
 
 
 def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and
-    tensors that are offloaded.
+    """What *base*, DeepSpeed's own method, makes of *stage3*: with the user's sub-groups, and with
+    offloaded tensors (`archive.offloaded`).
     """
     masters: list[torch.Tensor] = []
     states: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
@@ -94,7 +95,7 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         master = shown(_MASTER, parameters[0].dtype).requires_grad_()
         masters.append(master)
         if parameters[0] in every:
-            cut = _cut_states(stage3, group[0])
+            cut = _elementwise_states(stage3, group[0])
             states[master] = {
                 key: shown(key, cut[key]) if key in cut else value
                 for key, value in every[parameters[0]].items()
@@ -109,8 +110,8 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
-    """See that what is *saved* of *stage3* has a master weight and every state for each element of
-    the model's. Raises: OffloadError.
+    """Check that *saved* has a master weight and every state for each element of *stage3*. Raises:
+    OffloadError.
     """
     tree = saved.get(OPTIMIZER_STATE_DICT) or {}
     masters = tree.get(FP32_FLAT_GROUPS, [])
@@ -123,17 +124,18 @@ def require_complete(stage3: Stage3, saved: Mapping[str, Any]) -> None:
         if torch.is_tensor(value) and tuple(value.shape) in sizes
     ]
     numels = stage3.fp16_partitioned_groups_flat_numel
-    wanted = sum(numel * len(_cut_states(stage3, index)) for index, numel in enumerate(numels))
+    wanted = sum(
+        numel * len(_elementwise_states(stage3, index)) for index, numel in enumerate(numels)
+    )
     if (sum(master.numel() for master in masters), sum(found)) != (sum(numels), wanted):
         raise OffloadError(
             f"the checkpoint would have {sum(master.numel() for master in masters)} of {sum(numels)} master weights and {sum(found)} of {wanted} "
-            "optimizer states, so it was not saved: this is a fault of nvme_offload with this release of DeepSpeed"
+            "optimizer states, so it was not saved: this is a bug of nvme_offload with this release of DeepSpeed"
         )
 
 
 def load(stage3: Stage3, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> None:
-    """Give *stage3* what *state_dict* has, whose tensors may still be in a file; its parameters
-    follow.
+    """Load *state_dict* into *stage3* and its parameters. Its tensors may still be in a file.
 
     Raises: UsageError when the states are those of another model, before anything is changed.
     """
@@ -174,13 +176,12 @@ def refill(
     states: Mapping[str, Any] | None,
     fill: Callable[[str, torch.Tensor], Iterable[Ticket]],
 ) -> None:
-    """Have *fill* write the master weights of sub-group *index*, whose key is "", and all of
-    *states*, and let the parameters follow.
+    """Rewrite the master weights of sub-group *index*, whose key is "", and its *states*, then
+    update the parameters.
 
-    It is given room for each, and says what is to be waited for.
-
-    *states* replace those that the optimizer has; a tensor without elements among them stands for
-    one of the sub-group's size, of its type. None keeps what the optimizer has.
+    *fill* is called with each key and its memory, and returns the tickets to wait for. *states*
+    replace those of the optimizer; an empty tensor stands for one of the sub-group's size and its
+    dtype. None keeps the optimizer's states.
     """
     parameter = stage3.fp32_partitioned_groups_flat[index]
     swapped = stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index)
@@ -217,7 +218,7 @@ def refill(
 def load_universal(
     stage3: Stage3, directory: str, load_optimizer_states: bool, load_from_fp32_weights: bool
 ) -> None:
-    """Give *stage3* what the universal checkpoint in *directory* has, parameter by parameter."""
+    """Load the universal checkpoint in *directory* into *stage3*, one parameter after another."""
     root = Path(directory) / "zero"
     states: dict[str, Any] | None = None
     if load_optimizer_states:
@@ -229,7 +230,7 @@ def load_universal(
             "exp_avg": placeholder,
             "exp_avg_sq": placeholder,
         }
-        # The file has one set of them for all groups, as DeepSpeed wrote it and reads it.
+        # DeepSpeed writes and reads one set for all groups.
         hyperparameters = {
             key: value
             for key, value in shared[OPTIMIZER_STATE_DICT]["param_groups"][0].items()
@@ -257,7 +258,7 @@ def load_universal(
 
 
 def take_masters_from_parameters(stage3: Stage3) -> None:
-    """Make the master weights of all sub-groups from the 16-bit parameters; the optimizer's states
+    """Set the master weights of all sub-groups from the 16-bit parameters. The optimizer's states
     stay.
     """
     for index, parameter in enumerate(stage3.fp32_partitioned_groups_flat):
@@ -276,8 +277,8 @@ def take_masters_from_parameters(stage3: Stage3) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """*numel* elements of the saved sub-group *group*, from *start* on, which are those of one of
-    ours from *offset* on.
+    """*numel* elements of the saved sub-group *group*, from *start*: those from *offset* of one of
+    our sub-groups.
     """
 
     group: int
@@ -289,7 +290,7 @@ class _Span:
 def _spans(
     stage3: Stage3, masters: list[torch.Tensor], saved_groups: list[Mapping[str, Any]]
 ) -> list[list[_Span]]:
-    """For each of our sub-groups, what it consists of."""
+    """The parts of saved sub-groups that each of our sub-groups consists of."""
     ours: dict[int, list[int]] = defaultdict(list)
     for index in range(len(stage3.fp16_groups)):
         ours[stage3.sub_group_to_group_id[index]].append(index)
@@ -303,7 +304,7 @@ def _spans(
         if sum(sizes) != sum(wanted):
             raise UsageError(
                 f"the checkpoint has {sum(sizes)} elements of parameter group {number} for this rank, and the model has {sum(wanted)}: "
-                "it is of another model, of other groups of parameters, or of another number of ranks"
+                "it is from another model, other parameter groups, or another number of ranks"
             )
         for index, offset, group, start, numel in _overlaps(ours[number], wanted, saved, sizes):
             spans[index].append(_Span(group, start, offset, numel))
@@ -317,8 +318,8 @@ def _spans(
 def _overlaps(
     ours: list[int], our_sizes: list[int], theirs: list[int], their_sizes: list[int]
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Where two ways to cut one stream meet: which of ours and where in it, which of theirs and
-    where in it, how many elements.
+    """The overlaps of two partitions of one stream: our sub-group and the offset in it, theirs and
+    the offset in it, the number of elements.
     """
     our_ends, their_ends = (
         list(itertools.accumulate(our_sizes)),
@@ -343,8 +344,8 @@ def _overlaps(
 def _load_optimizer(
     stage3: Stage3, saved: Mapping[str, Any], masters: list[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Let the optimizer load its hyper-parameters; the states that it makes of the saved ones, by
-    saved sub-group, as `refill` takes them.
+    """Let the optimizer load its hyperparameters. Returns the states that it makes of the saved
+    ones, by saved sub-group, as `refill` takes them.
     """
     optimizer = stage3.optimizer
     parameters = [torch.empty(0, dtype=stage3.master_weights_and_grads_dtype) for _ in masters]
@@ -358,7 +359,9 @@ def _load_optimizer(
             group["params"].append(parameter)
             state = saved["state"].get(identifier, {})
             states[identifier] = {
-                key: torch.empty(0, dtype=value.dtype) if _is_whole(value, master) else whole(value)
+                key: torch.empty(0, dtype=value.dtype)
+                if is_for_each(value, master.shape)
+                else whole(value)
                 for key, value in state.items()
             }
     try:
@@ -398,7 +401,7 @@ def _provider(stage3: Stage3, index: int) -> Provider:
             state = stage3.optimizer.state.get(parameter, {})
             yield {
                 _MASTER: parameter.data.cpu(),
-                **{key: state[key].detach().cpu() for key in _cut_states(stage3, index)},
+                **{key: state[key].detach().cpu() for key in _elementwise_states(stage3, index)},
             }
         finally:
             if swapped:
@@ -407,20 +410,16 @@ def _provider(stage3: Stage3, index: int) -> Provider:
     return lend
 
 
-def _cut_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
-    """The states of sub-group *index* that have a value for each of its elements."""
+def _elementwise_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
+    """The elementwise states of sub-group *index*: their dtypes, by key."""
     parameter = stage3.fp32_partitioned_groups_flat[index]
     if stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index):
         return stage3.optimizer_swapper.states(parameter)
     return {
         key: value.dtype
         for key, value in stage3.optimizer.state.get(parameter, {}).items()
-        if _is_whole(value, parameter)
+        if is_for_each(value, parameter.shape)
     }
-
-
-def _is_whole(value: Any, parameter: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == parameter.shape
 
 
 def _stands_for_whole(value: Any) -> bool:

@@ -1,12 +1,12 @@
-"""`StepStats`: what a training step, or a forward pass of an inference, spent on the drive and what
-on everything else.
+"""`StepStats`: how long a training step, or a forward pass of an inference, took and how much of it
+was spent on the drive.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import UsageError
 from ..swap.drive_use import DriveUse, Meter
@@ -17,11 +17,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats(DriveUse):
-    """One training step, as `DriveUse` has it: from the end of the optimizer step before it to the
-    end of its own; skipped ones are counted too.
+    """One training step: from the end of the previous optimizer step to the end of its own. Skipped
+    steps (fp16 overflow) count too.
 
-    update_seconds: the optimizer's part of the seconds; update_waited_seconds: that of the
-    waited_seconds. Of an engine without an optimizer: one forward pass, in which both are 0.
+    Attributes
+    ----------
+    step, bytes_read, bytes_written, resident_bytes, peak_bytes, total_written_bytes : int
+        As of `DriveUse`.
+    seconds, waited_seconds : float
+        As of `DriveUse`.
+    tuned_bytes_per_second, busy_share : float or None
+        As of `DriveUse`.
+    disk_written_bytes : int or None
+        As of `DriveUse`.
+    update_seconds : float
+        The optimizer step's part of `seconds`.
+    update_waited_seconds : float
+        The optimizer step's part of `waited_seconds`.
+
+    Notes
+    -----
+    With `"overlap_step"`, `waited_seconds` has the time in which the program waited for updates, and
+    not that in which these waited for the drive. What they transfer counts for the step during which
+    they do.
+
+    For an engine without an optimizer a step is one forward pass, and both are 0.
     """
 
     update_seconds: float
@@ -35,10 +55,25 @@ class StepStats(DriveUse):
 
 
 class StepClock:
-    """Makes the `StepStats` of one engine, whose optimizer step is everything between
-    `begin_update` and `end`; *last* are those of the last step.
+    """Makes the `StepStats` of one engine.
 
-    A tier that several engines share counts for each of them what moved during its own steps.
+    The optimizer step is what happens between `begin_update` and `end`. A tier that several engines
+    share counts for each engine what moved during its own steps.
+
+    Parameters
+    ----------
+    tier : Tier
+        Where the engine's values are. Its first `Tier.require` has been called.
+
+    Attributes
+    ----------
+    last : StepStats or None
+        Of the last step; None before the first one ends.
+
+    Raises
+    ------
+    UsageError
+        *tier* has no swapper yet.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -47,9 +82,14 @@ class StepClock:
         self._steps = 0
         self.begin()
 
+    @property
+    def number(self) -> int:
+        """Of the step that is under way, counted from 1."""
+        return self._steps + 1
+
     def begin(self) -> None:
-        """The step begins now, and not where the one before it ended."""
-        self._meter.take()
+        """Start the step now, instead of where the previous one ended."""
+        self._meter.begin()
         self._began = time.monotonic()
         # when it began, and what had been waited by then
         self._update: tuple[float, float] | None = None
@@ -58,9 +98,27 @@ class StepClock:
         """The optimizer step begins."""
         self._update = time.monotonic(), self._meter.waited_seconds()
 
-    def end(self) -> StepStats:
-        """The step is over."""
+    def end(self, update_waited: float = 0.0, drive_waited: float = 0.0) -> StepStats:
+        """The step has ended, and the next one begins.
+
+        Parameters
+        ----------
+        update_waited : float
+            Seconds that the program waited for updates in another thread.
+        drive_waited : float
+            Seconds that these waited for the drive.
+
+        Returns
+        -------
+        StepStats
+            Of the step.
+        """
         now, used = time.monotonic(), self._meter.take()
+        used["waited_seconds"] = (
+            max(used["waited_seconds"] - drive_waited, 0.0) + update_waited
+            if update_waited or drive_waited
+            else used["waited_seconds"]
+        )
         update_began, waited = self._update or (now, used["waited_seconds"])
         self._steps += 1
         self._began, self._update, began = now, None, self._began
@@ -75,8 +133,22 @@ class StepClock:
 
 
 def clock_of(engine: Any) -> StepClock:
-    """The clock of the DeepSpeed *engine*, or of a wrapper with its optimizer. Raises: UsageError
-    when it has none.
+    """The clock of a DeepSpeed engine.
+
+    Parameters
+    ----------
+    engine : DeepSpeedEngine
+        Or a wrapper with its optimizer.
+
+    Returns
+    -------
+    StepClock
+        Of the engine.
+
+    Raises
+    ------
+    UsageError
+        Nothing of the engine is on a drive behind this package.
     """
     clock: StepClock | None = getattr(getattr(engine, "optimizer", None), "clock", None)
     if clock is None:
@@ -84,3 +156,31 @@ def clock_of(engine: Any) -> StepClock:
             "this engine has no parameters and no optimizer states on a drive behind nvme_offload"
         )
     return clock
+
+
+def last_step(trained: Any) -> DriveUse | None:
+    """What the last step transferred.
+
+    Parameters
+    ----------
+    trained : DeepSpeedEngine or NVMeOptimizer
+        Or a wrapper with the optimizer of either.
+
+    Returns
+    -------
+    DriveUse or None
+        None before the first step ends.
+
+    Raises
+    ------
+    UsageError
+        Nothing of *trained* is offloaded.
+    """
+    for owner in (trained, getattr(trained, "optimizer", None)):
+        clock = getattr(owner, "clock", None)
+        if clock is not None:
+            return cast("DriveUse | None", clock.last)
+        if owner is not None and type(owner).__name__ == "NVMeOptimizer":
+            return cast("DriveUse | None", owner.last_stats)
+    clock_of(trained)  # says that there is none
+    return None

@@ -1,4 +1,4 @@
-"""How ZeRO-3's sub-groups are cut so that a budget of host memory can hold them."""
+"""Cuts ZeRO-3's sub-groups to sizes that the host memory budget can hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Sub-groups that the budget should hold, where parameters are small enough: one is in use, two are
-# read ahead, one is written back, and the more the others are, the less of the budget is lost to
-# what does not fit whole.
+# Sub-groups that the budget should hold where parameters are small enough: one is in use, two are
+# prefetched and one is written back. The more there are besides, the less of the budget is lost to
+# a sub-group that does not fit whole.
 _IN_MEMORY = 16
-# elements; more at a time gains nothing and makes the first read and the last write of a step
-# longer
+# Elements. Larger sub-groups gain nothing, and lengthen the first read and the last write of a
+# step.
 _LARGEST_SUB_GROUP = 1 << 26
-# of a sub-group's place for its rounding to pages, and of a few small parameters beside it
+# for rounding each sub-group up to pages, and for a few small parameters
 _SLACK_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
@@ -26,61 +26,69 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Bytes that one element takes: of master weights and *states*, of its *gradient* as it is
-    reduced, and of a *parameter* on a drive.
+    """Bytes for each element.
 
-    beside: of the memory that all sub-groups share, in which gradients are widened and, where they
-    are not kept as they are, states unpacked.
+    Attributes
+    ----------
+    states
+        Packed master weights and optimizer states.
+    gradient
+        The gradient, as it is reduced.
+    scratch
+        Scratch memory that sub-groups share: the widened gradient and, in packed formats, unpacked
+        states.
+    parameter
+        A parameter on a drive; 0 for others.
     """
 
     states: float
     gradient: int
-    beside: int
+    scratch: int
     parameter: int
 
     @property
     def _at_once(self) -> float:
-        # An update holds the states, what is beside, and one 16-bit parameter after another, to
-        # either side of the states.
-        return self.states + self.beside + 2 * self.parameter
+        # An update holds the states, the scratch memory, and one 16-bit parameter at a time before
+        # and after the states.
+        return self.states + self.scratch + 2 * self.parameter
 
     def least_bytes(self, elements: int) -> int:
-        """Memory that sub-groups of *elements*, and parameters of no more, can do with."""
+        """The memory that sub-groups, and parameters, of up to *elements* need."""
         return math.ceil(elements * self._at_once) + 2 * _SLACK_BYTES
 
     def most_elements(self, nbytes: int) -> int:
-        """The largest sub-group that *nbytes* of memory can do with."""
+        """The elements of the largest sub-group for which *nbytes* of memory suffice."""
         return int((nbytes - 2 * _SLACK_BYTES) / self._at_once)
 
     def wanted_elements(self, nbytes: int) -> int:
-        """How large sub-groups are best made for *nbytes* of memory."""
+        """The best size of sub-groups for *nbytes* of memory, in elements."""
         return min(
             _LARGEST_SUB_GROUP,
-            max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.beside))),
+            max(1, int(nbytes / (_IN_MEMORY * (self.states + self.gradient) + self.scratch))),
         )
 
     def whole_bytes(self, sizes: list[int], least: int) -> int:
-        """Memory in which everything stays but parameters, of which there are *sizes* elements; the
-        largest sub-group cannot be less than *least*.
+        """The memory in which everything but parameters stays. *sizes* are the parameters'
+        elements; the largest sub-group has at least *least*.
         """
         largest = min(_LARGEST_SUB_GROUP, sum(sizes)) + least
         return (
             math.ceil(sum(sizes) * (self.states + self.gradient))
-            + largest * self.beside
+            + largest * self.scratch
             + 2 * (len(sizes) + 1) * _SLACK_BYTES
         )
 
     def drive_bytes(self, elements: int) -> int:
-        """Of the drive, for *elements*."""
+        """Drive space for *elements*."""
         return math.ceil(elements * (self.states + self.gradient + self.parameter))
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether *optimizer* updates every element of flat parameters by itself, so that it does not
-    matter which are in a tensor together.
+    """Whether *optimizer* updates each element of a flat parameter independently, so that it does
+    not matter which elements share a tensor.
 
-    It is known, or is tried as `NVMeOptimizer` tries its own, with the options and attributes that
-    *optimizer* has; where that fails it is taken not to.
+    Known for torch's and DeepSpeed's classes; tried for others, as `NVMeOptimizer` does, with
+    *optimizer*'s options and attributes. False where the trial fails.
     """
     import torch
 
@@ -90,7 +98,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     if decided is not None:
         return decided
     name = type(optimizer).__name__
-    # many have the same options
+    # groups with the same options are tried once
     found = {
         repr({key: value for key, value in group.items() if key != "params"}): group
         for group in optimizer.param_groups
@@ -100,7 +108,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
             examine(name, alike(optimizer, group), [1], torch.float32, torch.device("cpu"))
             for group in found.values()
         ]
-    except Exception:  # the constructor of an optimizer may want anything, and raise anything
+    except Exception:  # an optimizer's constructor may require and raise anything
         return False
     elementwise = all(each.elementwise for each in traits)
     _log.info(
@@ -113,11 +121,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def cut(params: list[Any], wanted: int, most: int, unit: int) -> list[list[Any]]:
-    """*params* in consecutive lists of at most *wanted* elements each, or of one parameter, that
-    are whole *units* but for the last.
+    """Cut *params* into consecutive lists of at most *wanted* elements, or of one parameter. The
+    elements of each list but the last are a multiple of *unit*.
 
-    Where they cannot be both, they are longer, up to *most* elements; and where that does not help,
-    they are not whole units.
+    Where both is not possible, a list is longer, up to *most* elements; where that does not help,
+    it is not a multiple of *unit*.
     """
     lists: list[list[Any]] = []
     rest = list(params)

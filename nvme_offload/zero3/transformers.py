@@ -1,4 +1,4 @@
-"""`TrainerProgress`: what steps spend on the drive, in the log of a Hugging Face `Trainer`."""
+"""`TrainerProgress`: drive time of the steps, in the log of a Hugging Face `Trainer`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,35 @@ from .progress import Progress
 
 
 class TrainerProgress(importlib.import_module("transformers").TrainerCallback):  # type: ignore[misc]  # the base is only known when it is there
-    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration:
+    """A callback for a Hugging Face `Trainer` with a DeepSpeed configuration or an `NVMeOptimizer`:
     `Trainer(callbacks=[TrainerProgress()])`.
 
-    What the Trainer logs every `logging_steps` then has, of the steps since: `nvme_wait_share`, the
-    share in which training stood still for the drive; `nvme_gb_per_s`, both directions together;
-    `nvme_read_gb` and `nvme_written_gb`, of one step on average. A line at the end sums up. They
-    are in what the progress bar prints and in the state's `log_history`.
+    It adds to what the Trainer logs every `logging_steps`, over the steps since, what
+    `Progress.metrics` lists: `nvme_wait_share`, `nvme_gb_per_s`, `nvme_offload/busy_share` and
+    others. The progress bar prints them, and the state's `log_history` has them. A final line sums
+    up. TensorBoard, W&B and other reporters get them, too, if this callback comes before theirs:
+    see `put_first`.
     """
 
     def __init__(self) -> None:
         self._progress = Progress()
 
+    @classmethod
+    def put_first(cls, trainer: Any) -> None:
+        """Add this callback to the Hugging Face *trainer*, or move it, before all others: a
+        reporter logs what is there when its turn comes.
+        """
+        callback = trainer.pop_callback(cls) or cls()
+        trainer.callback_handler.callbacks.insert(0, callback)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take in the step that is over."""
+        """Take in the step that has ended."""
         self._progress.see(kwargs["optimizer"])
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Add to *logs* what the steps since the last came to."""
+        """Add the metrics of the steps since the last log to *logs*."""
         metrics = self._progress.metrics()
         if logs is not None:
             logs.update(metrics)
@@ -36,5 +45,5 @@ class TrainerProgress(importlib.import_module("transformers").TrainerCallback): 
             state.log_history[-1].update(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what all steps came to."""
+        """Log the summary of all steps."""
         self._progress.tell_summary()

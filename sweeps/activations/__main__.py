@@ -5,34 +5,26 @@ times and memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple, cast
 
 import torch
 
 from nvme_offload import __version__
-from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.machine import gpus
 from nvme_offload.swap.tier import engine_config
 from nvme_offload.units import parse_bytes
-from sweeps.machine import commit, facts
-from sweeps.training.drive import Floor
-from sweeps.training.plan import Plan
 
+from ..command import say
+from ..floor import Floor, floor
+from ..machine import commit, facts
+from ..report import write
+from ..turns import rotated
 from .report import Results, render
 from .transformer import Shape, make
 from .ways import NAMES, Way, give_back_at_once, measure, ways
-
-
-class _FioPlan(NamedTuple):
-    """What `Floor` looks at of a plan."""
-
-    aio: dict[str, int]
-    fio_bytes: int
 
 
 def main() -> int:
@@ -65,66 +57,41 @@ def main() -> int:
         "nvme": arguments.host_memory or ["16GB"],
         "nvme-checkpoint": arguments.checkpoint_host_memory or ["1GB"],
     }
-    with contextlib.ExitStack() as stack:
-        floor = _floor(arguments.directory, parse_bytes(arguments.fio_size), stack)
-        found = stack.enter_context(
-            ways(
-                arguments.ways,
-                arguments.directory,
-                memory,
-                arguments.share or [1.0],
-                arguments.min_bytes,
-            )
-        )
+    shares, least, directory = arguments.share or [1.0], arguments.min_bytes, arguments.directory
+    aio, size, notes = engine_config(str(directory)), parse_bytes(arguments.fio_size), list[str]()
+    with (
+        floor(directory, aio, size, {}, notes) as drive,
+        ways(arguments.ways, directory, memory, shares, least) as found,
+    ):
+        for text in notes:
+            say(text)
         for number in range(results.rounds, results.rounds + arguments.rounds):
-            _round(results, number, found, floor, blocks, x, arguments.steps)
-            _write(results, found, arguments.output)
+            _round(results, number, found, drive, blocks, x, arguments.steps)
+            write(arguments.output, render(results, found), results.as_json())
     print(render(results, found), end="")
     return 0
-
-
-def _floor(directory: Path, fio_bytes: int, stack: contextlib.ExitStack) -> Floor | None:
-    aio = engine_config(str(directory))
-    settings = {
-        "block_size": aio.block_size,
-        "queue_depth": aio.queue_depth,
-        "intra_op_parallelism": aio.thread_count,
-    }
-    try:
-        return (
-            stack.enter_context(Floor(cast(Plan, _FioPlan(settings, fio_bytes)), directory))
-            if fio_bytes
-            else None
-        )
-    except UnsupportedError as error:
-        print(error, file=sys.stderr)
-        return None
 
 
 def _round(
     results: Results,
     number: int,
     found: list[Way],
-    floor: Floor | None,
+    drive: Floor | None,
     blocks: torch.nn.ModuleList,
     x: torch.Tensor,
     steps: int,
 ) -> None:
     """Every way once."""
-    if floor is not None:
-        results.speeds.append(floor.measure())
-    first = number % len(found)
-    for way in found[first:] + found[:first]:
+    if drive is not None:
+        results.speeds.append(drive.measure())
+    for way in rotated(found, number):
         if way.name in results.refused:
             continue
         try:
             for counted in [*[False] * way.fresh, *[True] * steps]:
                 step = measure(way, blocks, x, number)
-                print(
-                    f"round {number + 1}, {way.title}: {step.forward_seconds:.3f} + {step.backward_seconds:.3f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                took = f"{step.forward_seconds:.3f} + {step.backward_seconds:.3f} s"
+                say(f"round {number + 1}, {way.title}: {took}")
                 if counted:
                     results.steps.append(step)
         except torch.OutOfMemoryError:
@@ -133,12 +100,6 @@ def _round(
         gc.collect()
         if x.is_cuda:
             torch.cuda.empty_cache()  # so that no way finds the pieces that another has left
-
-
-def _write(results: Results, found: list[Way], output: Path | None) -> None:
-    if output is not None:
-        Path(f"{output}.md").write_text(render(results, found), encoding="utf-8")
-        Path(f"{output}.json").write_text(json.dumps(results.as_json(), indent=1) + "\n")
 
 
 def _parse() -> argparse.Namespace:

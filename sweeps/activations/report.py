@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import pandas as pd
 
 from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes
-from sweeps.peers.report import Spread, spread, table
-from sweeps.training.runs import Speeds
 
+from ..floor import Speeds, described
+from ..report import columns, document, listed, ratios, shown
 from .transformer import Shape
 from .ways import Step, Way
 
@@ -30,7 +32,7 @@ class Results:
 
     @property
     def rounds(self) -> int:
-        """How many were held."""
+        """How many there were."""
         return max((step.round + 1 for step in self.steps), default=0)
 
     def as_json(self) -> dict[str, Any]:
@@ -45,84 +47,61 @@ class Results:
         """Take the rounds of `as_json`. Raises: UsageError when they are of another shape
         or kind.
         """
-        if (
-            document["shape"] != self.shape._asdict()
-            or document["facts"]["computing"] != self.facts["computing"]
-        ):
-            raise UsageError(
-                f"the rounds there are of {document['shape']}, {document['facts']['computing']}"
-            )
+        computing = document["facts"]["computing"]
+        if (document["shape"], computing) != (self.shape._asdict(), self.facts["computing"]):
+            raise UsageError(f"the rounds there are of {document['shape']}, {computing}")
         self.steps += [Step(**step) for step in document["steps"]]
         self.speeds += [Speeds(**speeds) for speeds in document["speeds"]]
 
     def speed(self, name: str) -> float:
         """The median of what fio measured, in bytes a second; 0 where it was not run."""
-        return (
-            statistics.median(getattr(speeds, name) for speeds in self.speeds)
-            if self.speeds
-            else 0.0
-        )
+        return statistics.median([getattr(one, name) for one in self.speeds] or [0.0])
 
 
 def render(results: Results, ways: Sequence[Way]) -> str:
     """The report."""
-    titles = {way.name: way.title for way in ways}
-    of = {
-        name: [step for step in results.steps if step.way == name and name not in results.refused]
-        for name in titles
-    }
-    parts = [
+    steps = pd.DataFrame(results.steps, columns=Step._fields)
+    steps["seconds"] = steps.forward_seconds + steps.backward_seconds
+    steps = steps[~steps.way.isin(list(results.refused))]
+    of = {way.name: steps[steps.way == way.name] for way in ways}
+    drives = [way for way in ways if of[way.name].saved_bytes.any()]
+    return document(
         "# Saved activations",
         *_summary(results, ways, of),
         "## Time and memory",
-        _times(titles, of, results.refused),
-    ]
-    if any(step.saved_bytes for step in results.steps):
-        parts += ["## Through the drive", _drive(titles, of)]
-    parts += [
+        _times(ways, of, results.refused),
+        *(["## Through the drive", _drive(drives, of)] if drives else []),
         "## Where, when and how",
-        "\n".join(f"- {name}: {value}" for name, value in results.facts.items()),
-    ]
-    return "\n\n".join([*parts, _how(of), *_fio(results), _equality(titles, of)]) + "\n"
+        listed(results.facts),
+        _how(steps),
+        f"fio, before each round: {described(results.speeds)}." if results.speeds else "",
+        _equality(ways, of),
+    )
 
 
-def _summary(results: Results, ways: Sequence[Way], of: dict[str, list[Step]]) -> Iterator[str]:
-    shape = results.shape
+def _summary(results: Results, ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> Iterator[str]:
+    shape, plain = results.shape, of.get("none")
     size = f"{shape.blocks} blocks of {shape.width} with {shape.heads} heads"
     yield f"{size}; batches of {shape.batch} with {shape.sequence} tokens each. A step is a forward and a backward pass."
-    if plain := of.get("none"):
-        rate = shape.forward_flops / _median(plain, lambda step: step.forward_seconds) / 1e12
+    if plain is not None and len(plain):
+        rate = shape.forward_flops / plain.forward_seconds.median() / 1e12
         yield f"Without offload a forward pass computes {rate:.3g} Tflop/s."
-    lines = [
-        line
+    titles = {way.name: way.title for way in ways}
+    yield "\n".join(
+        f"- **{way.title}**, beside {titles[way.base]}: {_judged(results, of[way.name], of[way.base])}"
         for way in ways
-        if (line := _judged(results, way, of[way.name], of.get(way.base, []), ways))
-    ]
-    if lines:
-        yield "\n".join(lines)
+        if of[way.name].saved_bytes.any() and len(of.get(way.base, ()))
+    )
 
 
-def _judged(
-    results: Results, way: Way, mine: list[Step], base: list[Step], ways: Sequence[Way]
-) -> str:
-    if not mine or not base or not mine[0].saved_bytes:
-        return ""
-    beside = next(other.title for other in ways if other.name == way.base)
-    times, memory = (
-        _against(mine, base, lambda step: step.seconds),
-        _against(mine, base, lambda step: step.peak_bytes),
-    )
-    said = f"- **{way.title}**, beside {beside}: {_ratio(times)} of the time at {_ratio(memory)} of the activation memory. "
-    written, read = (
-        _median(mine, lambda step: step.written_bytes),
-        _median(mine, lambda step: step.read_bytes),
-    )
+def _judged(results: Results, mine: pd.DataFrame, base: pd.DataFrame) -> str:
+    times, memory = (_against(mine, base, figure) for figure in ("seconds", "peak_bytes"))
+    said = f"{times} of the time at {memory} of the activation memory. "
+    written, read = mine.written_bytes.median(), mine.read_bytes.median()
     if not written and not read:
         return said + "Everything fitted in host memory: nothing went to the drive."
-    takes, gives = (
-        written / _median(base, lambda step: step.forward_seconds),
-        read / _median(base, lambda step: step.backward_seconds),
-    )
+    takes = written / base.forward_seconds.median()
+    gives = read / base.backward_seconds.median()
     said += f"To keep up, a drive has to take {takes / 1e9:.3g} GB/s in the forward pass and give {gives / 1e9:.3g} GB/s in the backward pass"
     if not results.speeds:
         return said + "."
@@ -133,126 +112,79 @@ def _judged(
     )
 
 
-def _times(titles: dict[str, str], of: dict[str, list[Step]], refused: dict[str, str]) -> str:
-    lines = []
-    for name, title in titles.items():
-        mine, base = of[name], of.get("none", [])
-        if not mine:
-            lines.append((title, refused.get(name, "not run"), "", "", "", "", ""))
-            continue
-        times = [
-            _ratio(_spread(mine, part))
-            for part in (
-                lambda step: step.forward_seconds,
-                lambda step: step.backward_seconds,
-                lambda step: step.seconds,
-            )
-        ]
-        peak = format_bytes(int(_median(mine, lambda step: step.peak_bytes)))
-        ratios = [
-            _ratio(_against(mine, base, what)) if base else ""
-            for what in (lambda step: step.seconds, lambda step: step.peak_bytes)
-        ]
-        lines.append((title, *times, ratios[0], peak, ratios[1]))
-    return table(
-        (
-            "way",
-            "forward s",
-            "backward s",
-            "step s",
-            "to none",
-            "peak activation memory",
-            "to none",
-        ),
-        lines,
-    )
+def _times(ways: Sequence[Way], of: dict[str, pd.DataFrame], refused: dict[str, str]) -> str:
+    def cell(figure: str) -> Any:
+        return lambda way: shown(of[way.name][figure])
+
+    def to_none(figure: str) -> Any:
+        return lambda way: _against(of[way.name], of["none"], figure) if "none" in of else ""
+
+    def forward(way: Way) -> str:
+        missing = refused.get(way.name, "not run")
+        return shown(of[way.name].forward_seconds) if len(of[way.name]) else missing
+
+    def peak(way: Way) -> str:
+        steps = of[way.name]
+        return format_bytes(int(steps.peak_bytes.median())) if len(steps) else ""
+
+    cells = {
+        "way": lambda way: way.title,
+        "forward s": forward,
+        "backward s": cell("backward_seconds"),
+        "step s": cell("seconds"),
+        "to none": to_none("seconds"),
+        "peak activation memory": peak,
+        "to none ": to_none("peak_bytes"),
+    }
+    return columns(ways, cells)
 
 
-def _drive(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
-    lines = []
-    for name, title in titles.items():
-        mine = of[name]
-        if mine and mine[0].saved_bytes:
-            sizes = [
-                f"{_median(mine, what) / 1e9:.3g}"
-                for what in (
-                    lambda s: s.saved_bytes,
-                    lambda s: s.written_bytes,
-                    lambda s: s.read_bytes,
-                )
-            ]
-            rates = [
-                f"{_median(mine, lambda s: s.written_bytes / s.forward_seconds) / 1e9:.3g}",
-                f"{_median(mine, lambda s: s.read_bytes / s.backward_seconds) / 1e9:.3g}",
-            ]
-            waits = [
-                f"{_median(mine, what):.3f}"
-                for what in (lambda s: s.forward_wait_seconds, lambda s: s.backward_wait_seconds)
-            ]
-            lines.append(
-                (title, *sizes, *rates, *waits, format_bytes(max(step.host_bytes for step in mine)))
-            )
-    head = (
-        "way",
-        "saved GB",
-        "written GB",
-        "read GB",
-        "written GB/s in forward",
-        "read GB/s in backward",
-        "forward waits s",
-        "backward waits s",
-        "host memory",
-    )
-    return table(head, lines)
+def _drive(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
+    def gigabytes(figure: str, over: str = "") -> Any:
+        def cell(way: Way) -> str:
+            steps = of[way.name]
+            return f"{(steps[figure] / (steps[over] if over else 1)).median() / 1e9:.3g}"
+
+        return cell
+
+    def waited(figure: str) -> Any:
+        return lambda way: f"{of[way.name][figure].median():.3f}"
+
+    cells = {
+        "way": lambda way: way.title,
+        "saved GB": gigabytes("saved_bytes"),
+        "written GB": gigabytes("written_bytes"),
+        "read GB": gigabytes("read_bytes"),
+        "written GB/s in forward": gigabytes("written_bytes", "forward_seconds"),
+        "read GB/s in backward": gigabytes("read_bytes", "backward_seconds"),
+        "forward waits s": waited("forward_wait_seconds"),
+        "backward waits s": waited("backward_wait_seconds"),
+        "host memory": lambda way: format_bytes(int(of[way.name].host_bytes.max())),
+    }
+    return columns(ways, cells)
 
 
-def _how(of: dict[str, list[Step]]) -> str:
-    rounds = len({step.round for steps in of.values() for step in steps})
+def _how(steps: pd.DataFrame) -> str:
     return (
-        f"{rounds} rounds; each goes every way, and the next begins with another. A figure is the median over all steps, without the first of each way in a "
+        f"{steps['round'].nunique()} rounds; each goes every way, and the next begins with another. "
+        "A figure is the median over all steps, without the first of each way in a "
         "process; a ratio the median over the rounds of what one round gave; with all of them in brackets. Activation memory is the peak over weights and "
         "gradients: of the GPU, or where there is none of what the process has resident, with all of the way's own host memory. What waits waits on the host, "
         "which on a GPU runs ahead of the computing: a wait there need not make a step longer."
     )
 
 
-def _fio(results: Results) -> Iterator[str]:
-    if results.speeds:
-        figures = ", ".join(
-            f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s"
-            for name in Speeds._fields
-        )
-        yield f"fio, before each round: {figures}; mixed is as many bytes each way at once, the sum."
-
-
-def _equality(titles: dict[str, str], of: dict[str, list[Step]]) -> str:
-    sums = {name: {step.checksum for step in steps} for name, steps in of.items() if steps}
+def _equality(ways: Sequence[Way], of: dict[str, pd.DataFrame]) -> str:
+    sums = {way.title: set(of[way.name].checksum) for way in ways if len(of[way.name])}
     if len(set().union(*sums.values())) == 1:
         return "The gradients of all steps are equal bit for bit."
-    if len(sums.get("none", ())) > 1:
+    plain = set(of["none"].checksum) if "none" in of else set()
+    if len(plain) > 1:
         return "The gradients of two steps without offload differ already, as attention on a GPU may, so that bits tell nothing here."
-    differing = [titles[name] for name, found in sums.items() if found != sums.get("none")]
-    return f"**Gradients differ** from those without: {', '.join(differing)}."
+    differing = ", ".join(title for title, found in sums.items() if found != plain)
+    return f"**Gradients differ** from those without: {differing}."
 
 
-def _median(steps: Sequence[Step], what: Callable[[Step], float]) -> float:
-    return statistics.median(what(step) for step in steps)
-
-
-def _spread(steps: Sequence[Step], what: Callable[[Step], float]) -> Spread:
-    return spread([what(step) for step in steps])
-
-
-def _against(mine: Sequence[Step], base: Sequence[Step], what: Callable[[Step], float]) -> Spread:
-    rounds = sorted({step.round for step in mine} & {step.round for step in base})
-    return spread(
-        [
-            _median([step for step in mine if step.round == number], what)
-            / max(_median([step for step in base if step.round == number], what), 1e-9)
-            for number in rounds
-        ]
-    )
-
-
-def _ratio(found: Spread) -> str:
-    return f"{found.median:.2f} [{found.low:.2f} to {found.high:.2f}]"
+def _against(mine: pd.DataFrame, base: pd.DataFrame, figure: str) -> str:
+    each, others = (steps.groupby("round")[figure].median() for steps in (mine, base))
+    return shown(ratios(each, others.clip(lower=1e-9)))

@@ -42,11 +42,6 @@ class Step(NamedTuple):
     forward_wait_seconds: float = 0.0
     backward_wait_seconds: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """Of both passes."""
-        return self.forward_seconds + self.backward_seconds
-
 
 @dataclasses.dataclass
 class Way:
@@ -108,41 +103,29 @@ def ways(
 
     They are closed at the end of the `with`.
     """
+    plain = {
+        "none": Way("none", "nothing"),
+        "checkpoint": Way("checkpoint", "checkpointing", recomputes=True),
+        "cpu": Way("cpu", "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True)),
+    }
     with contextlib.ExitStack() as stack:
         found = []
         for name in names:
-            if name in ("none", "checkpoint"):
-                found.append(
-                    Way(
-                        name,
-                        {"none": "nothing", "checkpoint": "checkpointing"}[name],
-                        recomputes=name == "checkpoint",
-                    )
-                )
-            elif name == "cpu":
-                found.append(
-                    Way(name, "save_on_cpu(pin_memory=True)", lambda: save_on_cpu(pin_memory=True))
-                )
-            else:
-                recomputes = name == "nvme-checkpoint"
-                for share, memory in itertools.product(
-                    [1.0] if recomputes else shares, host_memory[name]
-                ):
-                    offload = save_on_nvme(directory, min_bytes, memory)
-                    stack.callback(offload.close)
-                    title = f"save_on_nvme, {memory} of host memory{', checkpointing' if recomputes else ''}"
-                    if share < 1:
-                        title += f", {share:.0%} of the blocks"
-                    found.append(
-                        Way(
-                            f"{name} {memory} {share}",
-                            title,
-                            lambda offload=offload: offload,
-                            recomputes,
-                            offload,
-                            share,
-                        )
-                    )  # type: ignore[misc]
+            if name in plain:
+                found.append(plain[name])
+                continue
+            recomputes = name == "nvme-checkpoint"
+            for share, memory in itertools.product(
+                [1.0] if recomputes else shares, host_memory[name]
+            ):
+                offload = save_on_nvme(directory, min_bytes, memory)
+                stack.callback(offload.close)
+                title = f"save_on_nvme, {memory} of host memory"
+                title += ", checkpointing" if recomputes else ""
+                title += f", {share:.0%} of the blocks" if share < 1 else ""
+                context = lambda offload=offload: offload  # noqa: E731
+                key = f"{name} {memory} {share}"
+                found.append(Way(key, title, context, recomputes, offload, share))
         yield found
 
 
@@ -169,13 +152,17 @@ def measure(way: Way, blocks: nn.ModuleList, x: torch.Tensor, number: int) -> St
         return step
     way.kept_bytes += peak.left()
     after = way.offload.stats()
+
+    def added(name: str) -> Any:
+        return getattr(after, name) - getattr(before, name)
+
     return step._replace(
-        saved_bytes=after.saved_bytes - before.saved_bytes,
-        written_bytes=after.bytes_written - before.bytes_written,
-        read_bytes=after.bytes_read - before.bytes_read,
+        saved_bytes=added("saved_bytes"),
+        written_bytes=added("bytes_written"),
+        read_bytes=added("bytes_read"),
         host_bytes=after.peak_host_bytes,
-        forward_wait_seconds=after.forward_wait_seconds - before.forward_wait_seconds,
-        backward_wait_seconds=after.backward_wait_seconds - before.backward_wait_seconds,
+        forward_wait_seconds=added("forward_wait_seconds"),
+        backward_wait_seconds=added("backward_wait_seconds"),
     )
 
 

@@ -9,8 +9,7 @@ import datetime
 import platform
 import shutil
 import statistics
-import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,15 @@ import click
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine
-from nvme_offload.units import format_bytes, parse_bytes
+from nvme_offload.units import format_bytes
 
-from ..command import run, stop_at_sigterm
+from .. import apart, command
+from ..command import Names, Size, option, say
 from ..machine import commit, facts
 from ..peers.page_cache import evict
 from ..peers.rig import allocated, fill
+from ..turns import interruptible, there_and_back
+from ..turns import rounds as rounds_of
 from . import page, training
 from .plan import Plan, Setting, Side, Task, describe, fastest, read_plan, turns
 from .results import Results, Run, SideFacts, Skipped, TaskFacts
@@ -32,7 +34,7 @@ from .state import shapes
 from .team import SideFailed, Team
 from .worker import READ_SEED
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = apart.ROOT
 _DEFAULT_PLAN = _ROOT / "sweeps" / "plans" / "compare.toml"
 _LEAST_BYTES = 8 << 20
 _TIMEOUT_SECONDS = 60.0  # and as long again as a drive of 50 MB/s needs
@@ -41,66 +43,26 @@ _SPARE = 1.1
 _TUNING_SEED = 1
 
 
-def _size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    try:
-        nbytes = parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    if nbytes < _LEAST_BYTES:
-        raise click.BadParameter(f"at least {format_bytes(_LEAST_BYTES)}")
-    return nbytes
-
-
-def _names(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> list[str] | None:
-    return value.split(",") if value else None
-
-
 @click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
+@command.directory
+@option(
     "--size",
+    type=Size("8 MiB"),
     default="1GiB",
-    show_default=True,
-    callback=_size,
     help="Bytes of a task; a checkpoint has twice as many.",
 )
-@click.option(
-    "--plan",
-    "plan_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_DEFAULT_PLAN,
-)
-@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0),
-    default=340,
-    show_default=True,
-    help="Begin no further round that would not end within this time.",
-)
-@click.option(
-    "--only", callback=_names, help="Of the plan's sides only these, with commas between."
-)
-@click.option(
-    "--tasks", callback=_names, help="Of the plan's tasks only these, with commas between."
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Directory of the report: reports/compare-NAME-DATE unless given.",
-)
-@click.option(
-    "--note",
-    multiple=True,
-    help="A sentence on the circumstances, for the report; may be given again.",
-)
-@click.option(
+@click.option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
+@command.rounds
+@command.seconds(340)
+@option("--only", type=Names(), help="Of the plan's sides only these, with commas between.")
+@option("--tasks", type=Names(), help="Of the plan's tasks only these, with commas between.")
+@command.output("Directory of the report: reports/compare-NAME-DATE unless given.")
+@command.note
+@option(
     "--training",
     "training_reports",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=command.FILE,
     help="JSON of sweeps.training whose rows are shown; those of reports/ that were made on a machine with this processor unless given.",
 )
 def main(
@@ -112,36 +74,31 @@ def main(
     only: list[str] | None,
     tasks: list[str] | None,
     output: Path | None,
-    note: tuple[str, ...],
+    notes: tuple[str, ...],
     training_reports: tuple[Path, ...],
 ) -> None:
     """Compare this package with others on the drive of DIRECTORY, in interleaved runs, and write a
     report.
     """
-    stop_at_sigterm()
-    started = time.monotonic()
+    command.stop_at_sigterm()
     plan = read_plan(plan_path).narrowed(only, tasks)
     told = facts(directory, "sweeps.compare")
-    results = Results(
-        told,
-        size,
-        plan.reference,
-        plan.ceiling,
-        [_task_facts(task, size) for task in plan.tasks],
-        [],
-        notes=list(note),
-    )
-    reports = training_reports or training.of_this_machine(
-        (_ROOT / "reports").glob("training-*.json"), told
-    )
-    for report in reports:
+    done = [_task_facts(task, size) for task in plan.tasks]
+    results = Results(told, size, plan.reference, plan.ceiling, done, [], notes=list(notes))
+    ours = (_ROOT / "reports").glob("training-*.json")
+    for report in training_reports or training.of_this_machine(ours, told):
         results.training += training.read(report, _shown(report))
-    with contextlib.ExitStack() as undo:
-        try:
-            _compare(results, plan, directory, rounds or plan.rounds, started + seconds, undo)
-        except KeyboardInterrupt:
-            results.notes.insert(0, "Interrupted: not all rounds were held.")
-    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
+    with (
+        interruptible(results.facts, results.notes),
+        apart.place("compare", directory) as place,
+        _team(results, plan, place, directory) as team,
+    ):
+        field = _Field(results, plan, team)
+        field.prepare()
+        field.tune()
+        count = rounds or plan.rounds
+        for number in rounds_of(count, seconds, results.notes):
+            field.hold(number, count)
     if not results.runs:
         reasons = "; ".join(f"{skip.side}: {skip.reason}" for skip in results.skipped)
         raise UsageError(
@@ -152,19 +109,12 @@ def main(
         click.echo(path)
 
 
-def _compare(
-    results: Results,
-    plan: Plan,
-    directory: Path,
-    rounds: int,
-    deadline: float,
-    undo: contextlib.ExitStack,
-) -> None:
-    place = Path(tempfile.mkdtemp(prefix="sweeps-compare-", dir=directory))
-    undo.callback(shutil.rmtree, place, ignore_errors=True)
+@contextlib.contextmanager
+def _team(results: Results, plan: Plan, place: Path, directory: Path) -> Iterator[Team]:
+    """The workers, with the files of all of them in *place*."""
     largest = max(task.nbytes(results.size_bytes) for task in plan.tasks)
     _require_room(plan, results.size_bytes, place)
-    _say(f"two files of {format_bytes(largest)} in {place}")
+    say(f"two files of {format_bytes(largest)} in {place}")
     direct = _make_files(place, largest)
     try:
         evict(place / "read")
@@ -178,22 +128,8 @@ def _compare(
         else "no: the filesystem has none, so that everybody goes through the page cache"
     )
     most = max(task.share for task in plan.tasks) * results.size_bytes
-    team = undo.enter_context(
-        Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND)
-    )
-    field = _Field(results, plan, team)
-    field.prepare()
-    field.tune()
-    longest = 0.0
-    for number in range(rounds):
-        began = time.monotonic()
-        if number > 0 and began + longest > deadline:
-            results.notes.append(
-                f"{number} of {rounds} rounds were held in the time that was given."
-            )
-            break
-        field.hold(number, rounds)
-        longest = max(longest, time.monotonic() - began)
+    with Team(place, direct, _TIMEOUT_SECONDS + 2 * most / _SLOWEST_BYTES_PER_SECOND) as team:
+        yield team
 
 
 class _Field:
@@ -210,11 +146,8 @@ class _Field:
     def prepare(self) -> None:
         """Load every side, those of different workers at once."""
         versions: dict[str, str] = {}
-        wanted = [
-            side
-            for side in self._plan.sides
-            if any(task.name in side.tasks for task in self._plan.tasks)
-        ]
+        tasks = {task.name for task in self._plan.tasks}
+        wanted = [side for side in self._plan.sides if tasks & set(side.tasks)]
         for side in wanted:
             asked = {
                 "verb": "prepare",
@@ -225,7 +158,7 @@ class _Field:
             }
             self._team.start(side.worker, asked)
         for side in wanted:
-            _say(f"getting {side.title} ready")
+            say(f"getting {side.title} ready")
             try:
                 versions[side.name] = self._team.prepared(side.worker)["version"]
                 self._sides[side.name] = side
@@ -255,14 +188,10 @@ class _Field:
                         if values
                     }
                     tried.append({"setting": setting, "gb_per_second": medians})
-                _say(f"{side.title}: {describe(side.candidates[chosen])}")
+                say(f"{side.title}: {describe(side.candidates[chosen])}")
             self._settings[side.name] = side.candidates[chosen]
-            version = self._versions[side.name]
-            self._results.sides.append(
-                SideFacts(
-                    side.name, side.title, version, side.done, side.candidates[chosen], tuple(tried)
-                )
-            )
+            facts_of = (side.name, side.title, self._versions[side.name], side.done)
+            self._results.sides.append(SideFacts(*facts_of, side.candidates[chosen], tuple(tried)))
 
     def _try(self, side: Side, tasks: list[Task]) -> list[dict[str, list[float]]]:
         speeds: list[dict[str, list[float]]] = [
@@ -272,24 +201,17 @@ class _Field:
         failed: dict[int, Exception] = {}
         for number in range(self._plan.tuning_rounds):
             for task in tasks:
-                for index in range(len(side.candidates))[:: -1 if number % 2 else 1]:
+                for index in there_and_back(range(len(side.candidates)), number):
                     if index in failed:
                         continue
                     try:
-                        found = self._ask(
-                            side,
-                            task,
-                            side.candidates[index],
-                            size,
-                            seed=_TUNING_SEED,
-                            verify=False,
-                            keep=True,
-                        )
+                        setting = side.candidates[index]
+                        found = self._ask(side, task, setting, size, _TUNING_SEED, keep=True)
                         speeds[index][task.name].append(found["nbytes"] / found["seconds"])
                     except (UnsupportedError, SideFailed) as error:
                         failed[index] = error
                         speeds[index] = {}
-                        _say(f"{side.title}, {describe(side.candidates[index])}: {error}")
+                        say(f"{side.title}, {describe(side.candidates[index])}: {error}")
         if len(failed) == len(side.candidates):
             self._skip(side, "", failed[0])
             del self._sides[side.name]
@@ -307,23 +229,15 @@ class _Field:
                 # two buffers are filled by seeds that follow
                 seed = _TUNING_SEED + 2 * (1 + len(self._plan.sides) * number + position)
                 try:
-                    found = self._ask(
-                        side,
-                        task,
-                        self._settings[name],
-                        self._results.size_bytes,
-                        seed=seed,
-                        verify=number == 0,
-                        keep=False,
-                    )
+                    setting, size = self._settings[name], self._results.size_bytes
+                    found = self._ask(side, task, setting, size, seed, verify=number == 0)
                 except (UnsupportedError, SideFailed) as error:
                     self._refused.add((name, task.name))
                     self._skip(side, task.name, error)
                     continue
                 self._results.runs.append(Run(task.name, name, number, position, **found))
-                _say(
-                    f"round {number + 1}, {task.name}: {side.title} {found['nbytes'] / found['seconds'] / 1e9:.2f} GB/s"
-                )
+                speed = found["nbytes"] / found["seconds"] / 1e9
+                say(f"round {number + 1}, {task.name}: {side.title} {speed:.2f} GB/s")
 
     def _ask(
         self,
@@ -331,10 +245,10 @@ class _Field:
         task: Task,
         setting: Setting,
         size: int,
-        *,
         seed: int,
-        verify: bool,
-        keep: bool,
+        *,
+        verify: bool = False,
+        keep: bool = False,
     ) -> dict[str, Any]:
         nbytes = task.nbytes(size)
         asked: dict[str, Any] = {
@@ -361,7 +275,7 @@ class _Field:
 
     def _skip(self, side: Side, task: str, error: Exception) -> None:
         self._results.skipped.append(Skipped(side.title, task, str(error)))
-        _say(f"without {side.title}{f' at {task}' if task else ''}: {error}")
+        say(f"without {side.title}{f' at {task}' if task else ''}: {error}")
 
 
 def _transfer_of(side: Side) -> str:
@@ -420,12 +334,5 @@ def _shown(report: Path) -> str:
     return report.name
 
 
-_STARTED = time.monotonic()
-
-
-def _say(text: str) -> None:
-    click.echo(f"{time.monotonic() - _STARTED:5.0f} s  {text}", err=True)
-
-
 if __name__ == "__main__":
-    run(main, "sweeps.compare")
+    command.run(main, "sweeps.compare")

@@ -12,7 +12,7 @@ from nvme_offload.report import wording
 from nvme_offload.report.charts.canvas import SMALL, Chart, frameless, note, plot
 from nvme_offload.report.palette import Palette
 
-from ..peers.report import Spread
+from ..report import Spread
 from .results import Results, Row, TaskFacts, rows
 
 if TYPE_CHECKING:
@@ -156,13 +156,8 @@ def _drawn(
     sides: list[_Side], unit: str, *, lines: bool = True, equal: bool = False
 ) -> Callable[[Palette], Figure]:
     bars = sum(len(side.bars) for side in sides)
-    room = (
-        max(
-            (max(bar.high, bar.value + bar.more) for side in sides for bar in side.bars),
-            default=0.0,
-        )
-        or 1.0
-    )
+    ends = [max(bar.high, bar.value + bar.more) for side in sides for bar in side.bars]
+    room = max(ends, default=0.0) or 1.0
 
     def draw(palette: Palette) -> Figure:
         height = bars * _BAR + len(sides) * _GAP

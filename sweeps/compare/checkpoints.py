@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,37 +79,20 @@ class Ours:
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
         """Read *path*, every tensor at once, to memory on huge pages."""
-        import torch
-
         with self._engine(setting) as engine:
             stored = self._archive.read(str(path), engine)
-            memory = torch.frombuffer(
-                allocate(sum(_paged(tensor.nbytes) for tensor in stored.values())),
-                dtype=torch.uint8,
-            )
-            state, begin = {}, 0
+            places = _placed({name: tensor.nbytes for name, tensor in stored.items()})
+            memory = allocate(places.pop(None).stop)
+            state, tickets = {}, []
             for name, tensor in stored.items():
-                state[name] = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
-                begin += _paged(tensor.nbytes)
-            self._archive.wait_all(
-                [
-                    ticket
-                    for name, tensor in stored.items()
-                    for ticket in self._archive.fetch(tensor, 0, state[name])
-                ]
-            )
+                state[name] = _tensor(memory[places[name]], tensor.dtype)
+                tickets += self._archive.fetch(tensor, 0, state[name])
+            self._archive.wait_all(tickets)
         return state
 
     def _engine(self, setting: Setting) -> Engine:
-        return Engine(
-            AioConfig(
-                setting["block_size"],
-                setting["queue_depth"],
-                setting["thread_count"],
-                setting["backend"],
-                direct="auto",
-            )
-        )
+        names = ("block_size", "queue_depth", "thread_count", "backend")
+        return Engine(AioConfig(*(setting[name] for name in names), direct="auto"))
 
 
 class FastFileWriter:
@@ -236,26 +219,21 @@ class MemoryMap:
         """Write *state* to *path*."""
         import torch
 
-        total = sum(_paged(tensor.nbytes) for tensor in state.values())
-        mapped: Any = np.memmap(path, np.uint8, "w+", shape=(total,))
-        begin = 0
-        for tensor in state.values():
-            mapped[begin : begin + tensor.nbytes] = tensor.view(torch.uint8).numpy()
-            begin += _paged(tensor.nbytes)
+        places = _placed({name: tensor.nbytes for name, tensor in state.items()})
+        mapped: Any = np.memmap(path, np.uint8, "w+", shape=(places.pop(None).stop,))
+        for name, tensor in state.items():
+            mapped[places[name]] = tensor.view(torch.uint8).numpy()
         mapped.flush()
         sync(path)
 
     def load(self, path: Path, nbytes: int, setting: Setting) -> State:
         """Map *path*."""
-        import torch
-
         mapped: Any = np.memmap(path, np.uint8, "c")
-        state, begin = {}, 0
-        for shape in shapes(nbytes):
-            piece = torch.from_numpy(mapped[begin : begin + shape.nbytes])
-            state[shape.name] = piece.view(torch.bfloat16 if shape.itemsize == 2 else torch.float32)
-            begin += _paged(shape.nbytes)
-        return _looked_at(state)
+        found = shapes(nbytes)
+        places = _placed({shape.name: shape.nbytes for shape in found})
+        return _looked_at(
+            {shape.name: _tensor(mapped[places[shape.name]], shape.dtype) for shape in found}
+        )
 
 
 _KINDS: dict[str, Callable[[], Checkpoint]] = {
@@ -289,5 +267,17 @@ def _looked_at(state: State) -> State:
     return state
 
 
-def _paged(nbytes: int) -> int:
-    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+def _placed(sizes: Mapping[str, int]) -> dict[str | None, slice]:
+    """Where each of *sizes* is, from a page on, one after the other; all of it under None."""
+    places: dict[str | None, slice] = {}
+    begin = 0
+    for name, nbytes in sizes.items():
+        places[name] = slice(begin, begin + nbytes)
+        begin += -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+    return {**places, None: slice(0, begin)}
+
+
+def _tensor(memory: Any, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

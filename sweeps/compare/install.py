@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import click
 
+from ..command import DIRECTORY
+
 # a build's own, of which pip says the consequences in the lines after
 _REASON = re.compile(r"\s*\w+Error: ")
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu:/usr/lib/aarch64-linux-gnu:/usr/lib64:/usr/lib"
@@ -45,6 +47,10 @@ def _without_cuda() -> str:
     return ""
 
 
+_DEEPSPEED_NEEDS = (
+    *("hjson", "msgpack", "ninja", "py-cpuinfo", "einops"),
+    *("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+)
 _PEERS = (
     _Peer("safetensors", ("safetensors",)),
     _Peer(
@@ -55,30 +61,12 @@ _PEERS = (
     # Its setup looks for static libraries elsewhere than Debian has them, and would write to the
     # .bashrc of a home that is not temporary.
     _Peer("tensornvme", ("tensornvme",), builds=True),
-    _Peer(
-        "deepspeed",
-        (
-            "deepspeed",
-            "hjson",
-            "msgpack",
-            "ninja",
-            "py-cpuinfo",
-            "einops",
-            "pydantic",
-            "pydantic-core",
-            "annotated-types",
-            "typing-inspection",
-        ),
-    ),
+    _Peer("deepspeed", ("deepspeed", *_DEEPSPEED_NEEDS)),
 )
 
 
 @click.command()
-@click.option(
-    "--wheels",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Take the packages from this directory alone.",
-)
+@click.option("--wheels", type=DIRECTORY, help="Take the packages from this directory alone.")
 def main(wheels: Path | None) -> None:
     """Install the peers of a comparison that are not there yet."""
     for peer in _PEERS:
@@ -91,15 +79,8 @@ def main(wheels: Path | None) -> None:
 
 
 def _install(peer: _Peer, wheels: Path | None) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "-q",
-        "--no-deps",
-    ]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    command.append("--no-deps")
     if wheels is not None:
         command += ["--no-index", "--find-links", str(wheels)]
     environment = dict(os.environ)

@@ -7,18 +7,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes, parse_bytes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest brings it along
+from ..plan import made, read, require_known
+from ..turns import rotated
 
 DIRECTIONS = ("read", "write", "mixed")
 # sizes are whole ones of these, so that every block size and number of threads divides them
@@ -72,11 +69,11 @@ class Side:
     title: str
     worker: str
     tasks: tuple[str, ...]
-    transfer: str
-    checkpoint: str
-    candidates: tuple[Setting, ...]
-    tuned_by: tuple[str, ...]
     done: str
+    transfer: str = ""
+    checkpoint: str = ""
+    candidates: tuple[Setting, ...] = ({},)
+    tuned_by: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +123,8 @@ def turns(names: Sequence[str], number: int, rounds: int) -> list[str]:
     """The order of *names* in round *number* of *rounds*: somebody else begins in every round, and
     every other goes in reverse order.
     """
-    first = number * max(1, len(names) // rounds) % len(names) if names else 0
-    step = -1 if number % 2 else 1
-    return [names[(first + step * place) % len(names)] for place in range(len(names))]
+    order = rotated(names, number * max(1, len(names) // rounds)) if names else []
+    return [order[0], *order[:0:-1]] if number % 2 and order else order
 
 
 def fastest(speeds: Sequence[Mapping[str, Sequence[float]]]) -> int:
@@ -170,91 +166,36 @@ def describe(setting: Setting) -> str:
     return ", ".join(said) or "as it comes"
 
 
-_TASK_KEYS = {field.name for field in dataclasses.fields(Task)} - {"request_bytes"} | {"request"}
-_SIDE_KEYS = {field.name for field in dataclasses.fields(Side)}
 _SETTING_KEYS = {
-    "backend",
-    "block_size",
-    "queue_depth",
-    "thread_count",
-    "memory",
-    "options",
-    "buffer_size",
-    "crc32",
+    *("backend", "block_size", "queue_depth", "thread_count"),
+    *("memory", "options", "buffer_size", "crc32"),
 }
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in *path*.
+    """The plan in *path*. Raises: UsageError with what is wrong; OSError."""
+    return read(path, _plan)
 
-    Raises: UsageError naming what is missing, unknown or not possible; OSError.
-    """
-    try:
-        document = tomllib.loads(path.read_text())
-        _require_known(
-            document,
-            {"rounds", "tuning_rounds", "tuning_share", "reference", "ceiling", "task", "side"},
-        )
-        tasks = tuple(_task(entry) for entry in document["task"])
-        names = [task.name for task in tasks]
-        sides = tuple(_side(entry, names) for entry in document["side"])
-        known = [side.name for side in sides]
-        _require_known([document["reference"], document["ceiling"]], known)
-        heads = (
-            document["rounds"],
-            document["tuning_rounds"],
-            document["tuning_share"],
-            document["reference"],
-            document["ceiling"],
-        )
-        return Plan(*heads, tasks, sides)
-    except KeyError as error:
-        raise UsageError(f"{path}: {error} is missing") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
+
+def _plan(document: dict[str, Any]) -> Plan:
+    tasks = tuple(map(_task, document.pop("task")))
+    sides = tuple(_side(entry, [task.name for task in tasks]) for entry in document.pop("side"))
+    plan = made(Plan, document, tasks=tasks, sides=sides)
+    require_known([plan.reference, plan.ceiling], [side.name for side in sides])
+    return plan
 
 
 def _task(entry: dict[str, Any]) -> Task:
-    _require_known(entry, _TASK_KEYS)
-    _require_known([entry["direction"]], DIRECTIONS)
-    request_bytes = parse_bytes(entry.get("request", 0))
-    return Task(
-        entry["name"],
-        entry["title"],
-        entry["group"],
-        entry["direction"],
-        entry.get("share", 1.0),
-        request_bytes,
-        entry.get("checkpoint", False),
-    )
+    require_known([entry["direction"]], DIRECTIONS)
+    return made(Task, entry, request_bytes=parse_bytes(entry.pop("request", 0)))
 
 
 def _side(entry: dict[str, Any], tasks: Sequence[str]) -> Side:
-    _require_known(entry, _SIDE_KEYS)
-    _require_known([*entry["tasks"], *entry.get("tuned_by", [])], tasks)
-    candidates = []
-    for setting in entry.get("candidates", [{}]):
-        _require_known(setting, _SETTING_KEYS)
-        candidates.append(
-            {
-                key: parse_bytes(value) if key.endswith("_size") else value
-                for key, value in setting.items()
-            }
-        )
-    return Side(
-        entry["name"],
-        entry["title"],
-        entry["worker"],
-        tuple(entry["tasks"]),
-        entry.get("transfer", ""),
-        entry.get("checkpoint", ""),
-        tuple(candidates),
-        tuple(entry.get("tuned_by", [])),
-        entry["done"],
-    )
-
-
-def _require_known(found: Iterable[str], known: Collection[str]) -> None:
-    unknown = sorted(set(found) - set(known))
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(known))}")
+    require_known([*entry["tasks"], *entry.get("tuned_by", [])], tasks)
+    candidates = entry.get("candidates", [{}])
+    for setting in candidates:
+        require_known(setting, _SETTING_KEYS)
+        sizes = {key: parse_bytes(setting[key]) for key in setting if key.endswith("_size")}
+        setting |= sizes
+    lists = {key: tuple(entry.get(key, ())) for key in ("tasks", "tuned_by")}
+    return made(Side, entry, candidates=tuple(candidates), **lists)

@@ -1,12 +1,13 @@
-"""The README's tables of the field, from the reports that are committed: `python -m
+"""The tables of the field in docs/benchmarks.md, from the reports that are committed: `python -m
 sweeps.compare.readme`.
 
-What stands between the two marks of README.md is written anew; --check says whether it is as the
+What stands between the two marks of the page is written anew; --check says whether it is as the
 reports have it and changes nothing.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,9 +63,23 @@ def _machine(path: str, results: Results) -> str:
         f"{skip.side} at {skip.task}" if skip.task else skip.side for skip in results.skipped
     ]
     left_out = (
-        [f"Left out, for the reasons in the report: {', '.join(skipped)}."] if skipped else []
+        [
+            textwrap.fill(
+                f"Left out, for the reasons in the report: {', '.join(skipped)}.",
+                100,
+                break_on_hyphens=False,
+            )
+        ]
+        if skipped
+        else []
     )
-    return "\n\n".join([head, *(table.markdown() for table in tables if table.rows), *left_out])
+    return "\n\n".join(
+        [
+            textwrap.fill(head, 100, break_on_hyphens=False),
+            *(table.markdown() for table in tables if table.rows),
+            *left_out,
+        ]
+    )
 
 
 def _table(results: Results, tasks: Sequence[TaskFacts]) -> Table:
@@ -104,12 +119,12 @@ def _advantage(row: Row) -> str:
 @click.option(
     "--check",
     is_flag=True,
-    help="Change nothing; exit with 1 where the README is not as the reports have it.",
+    help="Change nothing; exit with 1 if the page is not as the reports have it.",
 )
 @click.option(
-    "--readme",
+    "--page",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_ROOT / "README.md",
+    default=_ROOT / "docs" / "benchmarks.md",
 )
 @click.option(
     "--reports",
@@ -117,21 +132,21 @@ def _advantage(row: Row) -> str:
     default=_ROOT / "reports",
     help="Directory of compare-*/.",
 )
-def main(check: bool, readme: Path, reports: Path) -> None:
-    """Write the tables of the field into the README."""
+def main(check: bool, page: Path, reports: Path) -> None:
+    """Write the tables of the field into the page, whose links start in docs/."""
     found = {
-        f"{reports.name}/{path.parent.name}": from_json(path)
+        f"../{reports.name}/{path.parent.name}": from_json(path)
         for path in sorted(reports.glob("compare-*/compare.json"))
     }
-    text = readme.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     wanted = replaced(text, block(found))
     if text == wanted:
         return
     if check:
         raise click.ClickException(
-            f"{readme} is not as the reports have it: run python -m sweeps.compare.readme"
+            f"{page} is not as the reports have it: run python -m sweeps.compare.readme"
         )
-    readme.write_text(wanted, encoding="utf-8")
+    page.write_text(wanted, encoding="utf-8")
 
 
 if __name__ == "__main__":

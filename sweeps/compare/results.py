@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from nvme_offload.errors import UsageError
 
-from ..peers.report import Spread, spread
+from ..report import Spread, ratios, spread
 from .plan import Setting
 from .training import TrainingRow
 
@@ -119,11 +120,22 @@ class Row:
 
 def rows(results: Results, task: TaskFacts) -> list[Row]:
     """The sides that did *task*, in the order of the plan."""
+    frame = pd.DataFrame([run for run in results.runs if run.task == task.name])
+    if frame.empty:
+        return []
+    frame["speed"] = frame.nbytes / frame.seconds
+    frame["cpu"] = frame.cpu_seconds / frame.nbytes * (1 << 30)
+    by_side = {name: runs.set_index("round") for name, runs in frame.groupby("side")}
+    reference = by_side.get(results.reference)
     found = []
     for side in results.sides:
-        runs = _of(results, task.name, side.name)
-        if runs:
-            found.append(_row(results, task, side, runs))
+        if (runs := by_side.get(side.name)) is not None:
+            shared = [] if reference is None else ratios(reference.speed, runs.speed)
+            middle = runs.median(numeric_only=True)
+            memory = (middle.extra_bytes, middle.locked_bytes, middle.cached_bytes)
+            advantage = spread(shared) if len(shared) else None
+            speed = spread(runs.speed / 1e9)
+            found.append(Row(task, side, speed, advantage, middle.cpu, *map(int, memory)))
     return found
 
 
@@ -135,32 +147,6 @@ def groups(results: Results) -> Iterator[tuple[str, list[TaskFacts]]]:
         if task.name in done:
             by_group.setdefault(task.group, []).append(task)
     yield from by_group.items()
-
-
-def _of(results: Results, task: str, side: str) -> list[Run]:
-    return [run for run in results.runs if (run.task, run.side) == (task, side)]
-
-
-def _row(results: Results, task: TaskFacts, side: SideFacts, runs: Sequence[Run]) -> Row:
-    own = {run.round: run.nbytes / run.seconds for run in runs}
-    reference = {
-        run.round: run.nbytes / run.seconds for run in _of(results, task.name, results.reference)
-    }
-    ratios = [reference[number] / speed for number, speed in own.items() if number in reference]
-    return Row(
-        task,
-        side,
-        spread([speed / 1e9 for speed in own.values()]),
-        spread(ratios) if ratios else None,
-        statistics.median(run.cpu_seconds / run.nbytes for run in runs) * (1 << 30),
-        _middle(runs, lambda run: run.extra_bytes),
-        _middle(runs, lambda run: run.locked_bytes),
-        _middle(runs, lambda run: run.cached_bytes),
-    )
-
-
-def _middle(runs: Sequence[Run], measure: Callable[[Run], int]) -> int:
-    return int(statistics.median(measure(run) for run in runs))
 
 
 def as_json(results: Results) -> str:

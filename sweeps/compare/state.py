@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.errors import CorruptionError
+from ..peers.rig import wrong
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,13 @@ class Shape(NamedTuple):
     def nbytes(self) -> int:
         """Of the tensor."""
         return self.numel * self.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        import torch
+
+        return torch.bfloat16 if self.itemsize == 2 else torch.float32
 
 
 def shapes(nbytes: int) -> list[Shape]:
@@ -65,9 +72,7 @@ def build(nbytes: int) -> dict[str, torch.Tensor]:
     pattern = _pattern()
     state = {}
     for number, shape in enumerate(shapes(nbytes)):
-        tensor = torch.empty(
-            shape.numel, dtype=torch.bfloat16 if shape.itemsize == 2 else torch.float32
-        )
+        tensor = torch.empty(shape.numel, dtype=shape.dtype)
         flat = tensor.view(torch.uint8).numpy()
         for begin, piece in _pieces(pattern, number, shape.nbytes):
             flat[begin : begin + piece.size] = piece
@@ -82,14 +87,7 @@ def require_same(found: Mapping[str, torch.Tensor], nbytes: int, side: str) -> N
     pattern = _pattern()
     expected = shapes(nbytes)
     if set(found) != {shape.name for shape in expected}:
-        raise CorruptionError(
-            f"{side} has other tensors",
-            operation="read",
-            path="the checkpoint",
-            offset=0,
-            nbytes=nbytes,
-            done=0,
-        )
+        raise wrong(f"{side} has other tensors", 0, nbytes, "the checkpoint")
     for number, shape in enumerate(expected):
         flat = found[shape.name].reshape(-1).view(torch.uint8).numpy()
         same = flat.size == shape.nbytes
@@ -98,13 +96,8 @@ def require_same(found: Mapping[str, torch.Tensor], nbytes: int, side: str) -> N
             for begin, piece in _pieces(pattern, number, shape.nbytes)
         )
         if not same:
-            raise CorruptionError(
-                f"{side} has other bytes in {shape.name}",
-                operation="read",
-                path="the checkpoint",
-                offset=0,
-                nbytes=shape.nbytes,
-                done=0,
+            raise wrong(
+                f"{side} has other bytes in {shape.name}", 0, shape.nbytes, "the checkpoint"
             )
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
 
 from nvme_offload.errors import UsageError
 
-from ..peers.report import spread
+from ..report import ratios, spread
 from ..training.plan import Model
 
 
@@ -43,45 +43,41 @@ def read(path: Path, name: str) -> list[TrainingRow]:
     try:
         document = json.loads(path.read_text())
         plan = document["plan"]
-        whole = [
-            run
+        frame = pd.DataFrame(
+            {"variant": run["variant"], "round": run["number"], **run["measures"]}
             for run in document["runs"]
             if run["error"] is None and run["measures"]["step"] is not None
-        ]
+        )
+        titles = {variant["name"]: variant["title"] for variant in plan["variants"]}
+        by_name = {name: runs.set_index("round") for name, runs in frame.groupby("variant")}
+        base = by_name.get(plan["baseline"])
         found = []
-        for variant in plan["variants"]:
-            runs = {
-                run["number"]: run["measures"] for run in whole if run["variant"] == variant["name"]
-            }
-            if not runs:
+        for name_of, title in titles.items():
+            if (runs := by_name.get(name_of)) is None:
                 continue
-            base = {
-                run["number"]: run["measures"]
-                for run in whole
-                if run["variant"] == plan["baseline"]
-            }
-            compared = runs if variant["name"] != plan["baseline"] else {}
+            step, peak = (
+                _ratio(runs[measure], base[measure])
+                if base is not None and runs is not base
+                else None
+                for measure in ("step", "peak")
+            )
             found.append(
                 TrainingRow(
                     name,
                     document["facts"]["date"],
                     machine(document["facts"]),
-                    _model(plan["model"]),
-                    next(
-                        other["title"]
-                        for other in plan["variants"]
-                        if other["name"] == plan["baseline"]
-                    ),
-                    variant["title"],
-                    statistics.median(measures["step"] for measures in runs.values()),
-                    _ratio(compared, base, "step"),
-                    statistics.median(measures["peak"] for measures in runs.values()),
-                    _ratio(compared, base, "peak"),
+                    f"{Model(**plan['model']).parameters / 1e9:.1f} B parameters",
+                    titles[plan["baseline"]],
+                    title,
+                    float(runs.step.median()),
+                    step,
+                    float(runs.peak.median()),
+                    peak,
                     len(runs),
                 )
             )
         return found
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is not a report of sweeps.training: {error}") from None
 
 
@@ -107,19 +103,7 @@ def of_this_machine(reports: Iterable[Path], facts: dict[str, str]) -> list[Path
     return [path for _, path in sorted(dated)]
 
 
-def _ratio(
-    own: dict[int, Any], base: dict[int, Any], measure: str
-) -> tuple[float, float, float] | None:
-    values = [
-        measures[measure] / base[number][measure]
-        for number, measures in own.items()
-        if number in base
-    ]
-    if not values:
-        return None
-    found = spread(values)
-    return (found.median, found.low, found.high)
-
-
-def _model(model: dict[str, Any]) -> str:
-    return f"{Model(**model).parameters / 1e9:.1f} B parameters"
+def _ratio(own: pd.Series, base: pd.Series) -> tuple[float, float, float] | None:
+    shared = ratios(own, base)
+    low, median, high = spread(shared) if len(shared) else (0.0, 0.0, 0.0)
+    return (median, low, high) if len(shared) else None

@@ -5,78 +5,59 @@ stress the formats, and write the report.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
 
 from nvme_offload.optimizer_states import FORMATS
 
+from .. import command
+from ..command import COUNT, option, say
 from ..machine import commit, facts
+from ..report import write
 from .report import Results, as_json, draw, from_json, render
 from .stress import CASES, stress
 from .text import read_text
-from .trainer import Recipe, Trained, train
+from .trainer import Job, Recipe, run_job
 from .transformer import Shape
 
 
-class _Job(NamedTuple):
-    """A training; *number* of all, which tells its GPU where there are several."""
-
-    number: int
-    device: str
-    text_bytes: int
-    recipe: Recipe
-    format: str
-    seed: int
+def shape(layers: int, width: int, heads: int, context: int, batch: int, steps: int) -> Any:
+    """The options of a transformer and of its training, with these defaults."""
+    kinds = [
+        option("--layers", type=COUNT, default=layers),
+        option("--width", type=click.IntRange(min=8), default=width),
+        option("--heads", type=COUNT, default=heads),
+        option(
+            "--context", type=click.IntRange(min=2), default=context, help="Bytes that it sees."
+        ),
+        option("--batch", type=COUNT, default=batch),
+        option("--steps", type=COUNT, default=steps),
+        option("--device", default="cuda" if torch.cuda.is_available() else "cpu"),
+    ]
+    return lambda main: functools.reduce(lambda made, one: one(made), reversed(kinds), main)
 
 
 @click.command()
-@click.option("--layers", type=click.IntRange(min=1), default=6, show_default=True)
-@click.option("--width", type=click.IntRange(min=8), default=384, show_default=True)
-@click.option("--heads", type=click.IntRange(min=1), default=6, show_default=True)
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    default=256,
-    show_default=True,
-    help="Bytes that the transformer sees.",
+@shape(layers=6, width=384, heads=6, context=256, batch=64, steps=1000)
+@option("--seeds", type=COUNT, default=3, help="How many.")
+@option("--at-once", type=COUNT, default=1, help="Trainings side by side, over all GPUs.")
+@option("--formats", "names", type=command.Names(FORMATS), default=",".join(FORMATS))
+@option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0)
+@option(
+    "--stress/--no-stress", "stressed", default=True, help="Also step by gradients that misbehave."
 )
-@click.option("--batch", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How many.")
-@click.option(
-    "--at-once",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Trainings side by side, over all GPUs.",
-)
-@click.option("--formats", "format_names", default=",".join(FORMATS), show_default=True)
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-@click.option("--text-megabytes", type=click.FloatRange(min=0.1), default=8.0, show_default=True)
-@click.option(
-    "--stress/--no-stress",
-    "stressed",
-    default=True,
-    show_default=True,
-    help="Also step by gradients that misbehave.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md, OUTPUT.json and OUTPUT.png, for example reports/state-formats-h200.",
-)
-@click.option(
-    "--again",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Train nothing: write the report of this JSON file again.",
+@command.output("Write OUTPUT.md, OUTPUT.json and OUTPUT.png.")
+@option(
+    "--again", type=command.FILE, help="Train nothing: write the report of this JSON file again."
 )
 def main(
     layers: int,
@@ -87,7 +68,7 @@ def main(
     steps: int,
     seeds: int,
     at_once: int,
-    format_names: str,
+    names: list[str],
     device: str,
     text_megabytes: float,
     stressed: bool,
@@ -100,12 +81,6 @@ def main(
     if again is not None:
         _write(from_json(json.loads(again.read_text(encoding="utf-8"))), output)
         return
-    names = format_names.split(",")
-    for name in names:
-        if name not in FORMATS:
-            raise click.BadParameter(
-                f"{name!r} is none of {', '.join(FORMATS)}", param_hint="--formats"
-            )
     if width % heads:
         raise click.BadParameter(
             f"{width} is not a multiple of the {heads} heads", param_hint="--width"
@@ -122,15 +97,15 @@ def main(
     )
     runs = [(seed, name) for seed in range(seeds) for name in names]
     jobs = [
-        _Job(number, device, text_bytes, recipe, name, seed)
+        Job(number, device, text_bytes, recipe, name, seed)
         for number, (seed, name) in enumerate(runs)
     ]
     started = time.monotonic()
     with _mapped(at_once) as mapped:
-        for run in mapped(_train, jobs):
+        for run in mapped(run_job, jobs):
             results.trained.append(run)
-            said = f"{run.format}, seed {run.seed}: {run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
-            click.echo(f"{time.monotonic() - started:5.0f} s  {said}", err=True)
+            loss = f"{run.parameters / 1e6:.2f}M, validation {run.validation:.4f}"
+            say(f"{run.format}, seed {run.seed}: {loss}")
     if stressed:
         results.stressed.extend(stress(case, name) for case in CASES for name in names)
     results.facts["took"] = f"{time.monotonic() - started:.0f} s"
@@ -147,34 +122,21 @@ def _mapped(at_once: int) -> Iterator[Callable[..., Any]]:
         yield pool.map
 
 
-def _train(job: _Job) -> Trained:
-    device = (
-        f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
-    )
-    text, held_out, _ = read_text(job.text_bytes)
-    return train(text.to(device), held_out.to(device), job.recipe, job.format, job.seed)
-
-
 def _write(results: Results, output: Path | None) -> None:
     """Print the report and, where there is an *output*, write it; the JSON file first, from which
     the rest can be made again.
     """
     chart = None
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".json").write_text(
-            json.dumps(as_json(results)) + "\n", encoding="utf-8"
-        )
+        write(output, render(results, chart), as_json(results), indent=None)
         try:
             draw(results, output.with_name(output.name + ".png"))
             chart = output.name + ".png"
         except ImportError as error:
-            click.echo(
-                f"No chart: {error}. Where matplotlib is, --again {output}.json --output {output} draws it.",
-                err=True,
-            )
-        output.with_name(output.name + ".md").write_text(render(results, chart), encoding="utf-8")
-    click.echo(render(results, chart))
+            again = f"--again {output}.json --output {output}"
+            say(f"No chart: {error}. Where matplotlib is, {again} draws it.")
+    write(output, text := render(results, chart), as_json(results), indent=None)
+    click.echo(text)
 
 
 def device_facts(device: str, module: str) -> dict[str, str]:
@@ -189,4 +151,4 @@ def device_facts(device: str, module: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main, "sweeps.formats")

@@ -10,12 +10,22 @@ import torch
 from nvme_offload.optimizer_states import state_format
 from nvme_offload.optimizer_states.eight_bit import BLOCK, decode, encode
 
-from .__main__ import device_facts
+from ..report import listed, table
+from .__main__ import device_facts, shape
 from .text import batches, cut, read_text
 from .trainer import PackedAdamW, Recipe
 from .transformer import Shape, Transformer
 
 EPS = 1e-8
+_HEAD = (
+    "steps",
+    "second moment over exact: mean",
+    "scatter",
+    "step over exact: mean",
+    "error of the step, rms",
+    "largest step",
+    "exact's",
+)
 
 
 class Moments:
@@ -52,13 +62,7 @@ class Moments:
 
 
 @click.command()
-@click.option("--layers", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--width", type=click.IntRange(min=8), default=96, show_default=True)
-@click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--context", type=click.IntRange(min=2), default=64, show_default=True)
-@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True)
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@shape(layers=3, width=96, heads=4, context=64, batch=16, steps=2000)
 def main(
     layers: int, width: int, heads: int, context: int, batch: int, steps: int, device: str
 ) -> None:
@@ -76,14 +80,9 @@ def main(
     )
     numel = sum(weight.numel() for weight in weights)
     exact, coded = (Moments(numel, device, recipe.betas, in_codes) for in_codes in (False, True))
-    for name, value in device_facts(device, "sweeps.formats.drift").items():
-        click.echo(f"- {name}: {value}")
+    click.echo(listed(device_facts(device, "sweeps.formats.drift")))
     click.echo(f"- {numel / 1e6:.2f} million parameters, {recipe}; {what}\n")
-    click.echo(
-        "| steps | second moment over exact: mean | scatter | step over exact: mean | error of the step, rms | largest step | exact's |\n"
-        + "| --- " * 7
-        + "|"
-    )
+    click.echo(table(_HEAD, []))
     for number, starts in enumerate(batches(text, steps, batch, context, 0), start=1):
         model(*cut(text, starts, context)).backward()
         torch.nn.utils.clip_grad_norm_(weights, recipe.clip)
@@ -97,18 +96,9 @@ def main(
             ratio = (coded.second / exact.second)[seen].clamp(max=10)
             error = ((found - right).square().mean() / right.square().mean()).sqrt()
             along = (found * right).sum() / right.square().sum()
-            cells = [
-                f"{value:.3f}"
-                for value in (
-                    ratio.mean(),
-                    ratio.std(),
-                    along,
-                    error,
-                    found.abs().max(),
-                    right.abs().max(),
-                )
-            ]
-            click.echo(f"| {number} | {' | '.join(cells)} |")
+            largest = found.abs().max(), right.abs().max()
+            figures = (ratio.mean(), ratio.std(), along, error, *largest)
+            click.echo(f"| {number} | {' | '.join(f'{value:.3f}' for value in figures)} |")
         optimizer.step(recipe.rate(number - 1))
         for weight in weights:
             weight.grad = None

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_offload import NVMeOptimizer
-from nvme_offload.optimizer_states import formats
+from nvme_offload.optimizer_states import widening
 
 from ..machine import commit, facts
+from ..report import document, listed, table
 
 LIMIT = 1.1  # of exact's loss
 Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -170,45 +171,29 @@ def long(make: Make, seed: int, *, steps: int = 20_000) -> float:
 def cases() -> list[Case]:
     """All of them."""
     adam, sgd = torch.optim.AdamW, torch.optim.SGD
-    momenta = (0.9, 0.95, 0.97, 0.98, 0.99)
-    found = [
-        Case(
-            f"regression, AdamW, beta1 {beta}",
-            adam,
-            {"lr": 1e-2, "betas": (beta, 0.999), "weight_decay": 0.0},
-            regression,
-        )
-        for beta in momenta
+    to_zero = functools.partial(regression, decay=True)
+
+    def of_adam(name: str, train: Train, seeds: int = 1, **options: Any) -> Case:
+        return Case(name, adam, options, train, seeds)
+
+    plain: dict[str, Any] = {"weight_decay": 0.0}
+    found = []
+    for beta in (momenta := (0.9, 0.95, 0.97, 0.98, 0.99)):
+        name = f"regression, AdamW, beta1 {beta}"
+        found.append(of_adam(name, regression, lr=1e-2, betas=(beta, 0.999), **plain))
+    for beta in momenta:
+        options = {"lr": 0.05 * (1 - beta) / 0.1, "momentum": beta}
+        found.append(Case(f"regression, SGD, momentum {beta}", sgd, options, regression))
+    return [
+        *found,
+        of_adam("regression, AdamW, decay to zero", to_zero, lr=1e-2, **plain),
+        of_adam("gradients over 8 decades, eps 1e-15", decades, lr=0.1, eps=1e-15, **plain),
+        of_adam("gradients over 8 decades, eps 1e-8", decades, lr=0.1, **plain),
+        of_adam("language model", language, 3, lr=3e-3),
+        of_adam("language model, beta1 0.98", language, lr=3e-3, betas=(0.98, 0.999)),
+        of_adam("rare rows", rows, lr=3e-2, **plain),
+        of_adam("20,000 steps", long, lr=3e-3, **plain),
     ]
-    found += [
-        Case(
-            f"regression, SGD, momentum {beta}",
-            sgd,
-            {"lr": 0.05 * (1 - beta) / 0.1, "momentum": beta},
-            regression,
-        )
-        for beta in momenta
-    ]
-    found += [
-        Case(
-            "regression, AdamW, decay to zero",
-            adam,
-            {"lr": 1e-2, "weight_decay": 0.0},
-            functools.partial(regression, decay=True),
-        ),
-        Case(
-            "gradients over 8 decades, eps 1e-15",
-            adam,
-            {"lr": 0.1, "eps": 1e-15, "weight_decay": 0.0},
-            decades,
-        ),
-        Case("gradients over 8 decades, eps 1e-8", adam, {"lr": 0.1, "weight_decay": 0.0}, decades),
-        Case("language model", adam, {"lr": 3e-3}, language, 3),
-        Case("language model, beta1 0.98", adam, {"lr": 3e-3, "betas": (0.98, 0.999)}, language),
-        Case("rare rows", adam, {"lr": 3e-2, "weight_decay": 0.0}, rows),
-        Case("20,000 steps", adam, {"lr": 3e-3, "weight_decay": 0.0}, long),
-    ]
-    return found
 
 
 def ours(
@@ -242,12 +227,12 @@ def always_8_bits(
 
 @contextlib.contextmanager
 def _without_limits() -> Iterator[None]:
-    kept = formats._SLOWEST, formats._LEAST_EPS, formats._REACH
-    formats._SLOWEST, formats._LEAST_EPS, formats._REACH = 1.0, 0.0, 0.0
+    kept = widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE
+    widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE = 1.0, 0.0, 0.0
     try:
         yield
     finally:
-        formats._SLOWEST, formats._LEAST_EPS, formats._REACH = kept
+        widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE = kept
 
 
 def peers() -> dict[str, Any]:
@@ -286,28 +271,18 @@ def row(case: Case, directory: str, others: Mapping[str, Any]) -> list[str]:
     """Of the table."""
     exact = measured(case, lambda options, params: case.kind(params, **options))
     assert isinstance(exact, float)
-    found: list[float | str] = [
-        measured(
-            case, lambda options, params: ours("compact", directory, case.kind, options, params)
-        ),
-        measured(
-            case, lambda options, params: always_8_bits(directory, case.kind, options, params)
-        ),
-    ]
+    makes = [functools.partial(ours, "compact", directory, case.kind)]
+    makes.append(functools.partial(always_8_bits, directory, case.kind))
     for other in others.values():
-        found.append(
-            measured(case, lambda options, params, other=other: other(params, **options))
-            if case.kind is torch.optim.AdamW
-            else ""
-        )  # type: ignore[misc]
-    return [
-        case.name,
-        f"{exact:.4g}",
-        *(
-            f"{one / exact:.3f}" if isinstance(one, float) and math.isfinite(one) else str(one)
-            for one in found
-        ),
+        makes.append(lambda options, params, other=other: other(params, **options))
+    if case.kind is not torch.optim.AdamW:
+        makes = makes[:2]
+    found = [measured(case, make) for make in makes]
+    cells = [
+        f"{one / exact:.3f}" if isinstance(one, float) and math.isfinite(one) else str(one)
+        for one in found
     ]
+    return [case.name, f"{exact:.4g}", *cells, *[""] * (2 + len(others) - len(found))]
 
 
 def main() -> None:
@@ -330,23 +305,16 @@ def main() -> None:
             print(*lines[-1], sep=" | ", flush=True)
     if arguments.output:
         about = {**facts(Path(arguments.directory), "sweeps.formats.quality"), "commit": commit()}
-        table = ["| " + " | ".join(line) + " |" for line in lines]
-        text = [
+        about["computing"] = f"torch {torch.__version__} on the CPU, one thread"
+        text = document(
             "# What compact trains to, beside exact and others' 8 bits",
-            "",
-            *(f"- {key}: {value}" for key, value in about.items()),
-            f"- torch {torch.__version__} on the CPU, one thread",
-            "",
+            listed(about),
             "Final losses, those of language models means over three seeds, as multiples of exact's. *compact* is what a user has: with beta1 or a momentum "
-            f"above {formats._SLOWEST}, an eps below {formats._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it keeps states "
-            "in 16 bits. *always 8 bits* is without that.",
-            "",
-            table[0],
-            "|---" * len(lines[0]) + "|",
-            *table[1:],
-            "",
-        ]
-        arguments.output.write_text("\n".join(text), encoding="utf-8")
+            f"above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it "
+            "keeps states in 16 bits. *always 8 bits* is without that.",
+            table(lines[0], lines[1:]),
+        )
+        arguments.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from nvme_offload.optimizer_states import Layout, StateFormat, state_format
 
-from .text import batches, cut
+from .text import batches, cut, read_text
 from .transformer import Shape, Transformer
 
 BUNDLE_ELEMENTS = 1 << 22
@@ -186,6 +187,26 @@ def train(
     return Trained(
         format, seed, parameters, optimizer.state_bytes, rounded, torch.stack(held).mean().item()
     )
+
+
+class Job(NamedTuple):
+    """A training; *number* of all, which tells its GPU where there are several."""
+
+    number: int
+    device: str
+    text_bytes: int
+    recipe: Recipe
+    format: str
+    seed: int
+
+
+def run_job(job: Job) -> Trained:
+    """Run *job*, in any process."""
+    device = (
+        f"cuda:{job.number % torch.cuda.device_count()}" if job.device == "cuda" else job.device
+    )
+    text, held_out, _ = read_text(job.text_bytes)
+    return train(text.to(device), held_out.to(device), job.recipe, job.format, job.seed)
 
 
 def _bundles(

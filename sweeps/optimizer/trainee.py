@@ -11,12 +11,10 @@ import datetime
 import json
 import os
 import platform
-import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,102 +22,74 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sweeps.meter import Disk, Planning
-from sweeps.training import process
-
+from .. import meter
+from ..apart import teller
 from .contenders import DEEPSPEED, contender
+
+# How the ranks' figures become one.
+_OF_RANKS: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("seconds", "waited_seconds", "busy_seconds"), max),
+    **dict.fromkeys(("cpu_seconds", "read_bytes", "written_bytes", "planning_seconds"), sum),
+    **dict.fromkeys(("host_before_bytes", "host_peak_bytes"), sum),
+    **dict.fromkeys(("device_before_bytes", "device_peak_bytes"), max),
+    "checksum": lambda sums: float(sum(sums)).hex(),
+}
 
 
 def main() -> None:
     """Make the steps that the job says."""
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # where DeepSpeed's own words go
+    tell = teller()
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
-        Path("/proc/self/oom_score_adj").write_text("1000")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     with _ranks(job, rank, device) as gather:
+
+        def tell_of_all(event: str, own: dict[str, Any], **values: Any) -> None:
+            every = gather(own)
+            if rank == 0:
+                of_all = {key: _OF_RANKS[key]([one[key] for one in every]) for key in own}
+                tell(event, **values, **of_all)
+
         model = _model(job, device)
         parameters = list(model.parameters())
         elements = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) * 1e-3
         _synchronize()
-        before = process.memory_of("self")
+        before = meter.memory_of("self")
         device_before = torch.cuda.memory_allocated() if cuda else 0
-        disk, planning = Disk(Path(job["directory"])), Planning()
+        metered = meter.Meter(Path(job["directory"]))
         optimizer = contender(model, job)
         for number in range(job["steps"]):
             optimizer.prepare()
             _synchronize()
             gather(None)
-            busy, planned = disk.read().busy_seconds, planning.seconds
-            moved, cpu, began = process.traffic(), _cpu_seconds(), time.monotonic()
-            optimizer.step()
-            _synchronize()
-            seconds, after = time.monotonic() - began, process.traffic()
-            cpu, busy, planned = (
-                _cpu_seconds() - cpu,
-                disk.read().busy_seconds - busy,
-                planning.seconds - planned,
-            )
-            told = gather(
-                (
-                    seconds,
-                    optimizer.waited_seconds,
-                    cpu,
-                    after.read - moved.read,
-                    after.written - moved.written,
-                    busy,
-                    planned,
-                )
-            )
-            if rank == 0:
-                times, waits, cpu_times, reads, writes, busy_times, plannings = zip(
-                    *told, strict=True
-                )
-                _tell(
-                    events,
-                    "step",
-                    number=number,
-                    seconds=max(times),
-                    waited_seconds=max(waits),
-                    cpu_seconds=sum(cpu_times),
-                    read_bytes=sum(reads),
-                    written_bytes=sum(writes),
-                    busy_seconds=max(busy_times),
-                    planning_seconds=sum(plannings),
-                )
-        peak = process.memory_of("self")
-        host = (before.resident if before else 0, peak.peak if peak else 0)
-        found = gather(
-            (
-                *host,
-                device_before,
-                torch.cuda.max_memory_allocated() if cuda else 0,
-                _checksum(parameters),
-            )
-        )
-    if rank == 0:
-        residents, peaks, allocated, device_peaks, checksums = zip(*found, strict=True)
-        _tell(
-            events,
+            with metered.stretch() as took:
+                optimizer.step()
+                _synchronize()
+            took["waited_seconds"] = optimizer.waited_seconds
+            kept = {key: value for key, value in took.items() if key in _OF_RANKS}
+            tell_of_all("step", kept, number=number)
+        after = meter.memory_of("self")
+        own = {
+            "host_before_bytes": before.resident if before else 0,
+            "host_peak_bytes": after.peak if after else 0,
+            "device_before_bytes": device_before,
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+            "checksum": _checksum(parameters),
+        }
+        tell_of_all(
             "done",
+            own,
             elements=elements,
-            host_before_bytes=sum(residents),
-            host_peak_bytes=sum(peaks),
-            device_before_bytes=max(allocated),
-            device_peak_bytes=max(device_peaks),
             accelerator=torch.cuda.get_device_name(0)
             if cuda
             else "none, the parameters are on the CPU",
             threads=torch.get_num_threads(),
             versions=f"torch {torch.__version__}, Python {platform.python_version()}",
-            checksum=float(sum(checksums)).hex(),
         )
     if _grouped(job):
         # all is told; a thread of gloo that still lets go of a gathered tensor aborts an
@@ -185,15 +155,6 @@ def _checksum(parameters: Sequence[torch.Tensor]) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _tell(events: TextIO, event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), file=events)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import platform
 import time
 from pathlib import Path
@@ -17,8 +16,11 @@ import click
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.units import format_bytes
 
-from ..command import run, stop_at_sigterm
+from .. import command
+from ..command import option, say
 from ..machine import commit, facts
+from ..report import write
+from ..turns import interruptible, there_and_back
 from . import deepspeed_op, latency
 from .plan import Contest, read_plan
 from .report import Results, Round, as_json, render
@@ -39,49 +41,27 @@ _HOW = (
 
 
 @click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--plan",
-    "plan_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_DEFAULT_PLAN,
-    show_default=True,
-)
-@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.",
-)
-@click.option(
-    "--note",
-    multiple=True,
-    help="A sentence on the circumstances, for the report; may be given again.",
-)
+@command.directory
+@option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
+@command.rounds
+@command.output("Write OUTPUT.md and OUTPUT.json, for example reports/peers-vda.")
+@command.note
 def main(
-    directory: Path, plan_path: Path, rounds: int | None, output: Path | None, note: tuple[str, ...]
+    directory: Path,
+    plan_path: Path,
+    rounds: int | None,
+    output: Path | None,
+    notes: tuple[str, ...],
 ) -> None:
     """Compare the engine with fio and DeepSpeed's op on the drive of DIRECTORY, in interleaved
     runs, and print a table in Markdown.
     """
-    stop_at_sigterm()
+    command.stop_at_sigterm()
     plan = read_plan(plan_path)
-    skipped: dict[str, str] = {}
-    results = Results(facts(directory, "sweeps.peers"), plan, {}, skipped, [], [*note, _HOW])
-    started = time.monotonic()
-    with contextlib.ExitStack() as undo:
-        try:
-            _measure(results, directory, rounds or plan.rounds, undo)
-        except KeyboardInterrupt:
-            results.notes.insert(0, "Interrupted: not all rounds were held.")
-    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
-    text = render(results)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".md").write_text(text)
-        output.with_name(output.name + ".json").write_text(
-            json.dumps(as_json(results), indent=1) + "\n"
-        )
+    results = Results(facts(directory, "sweeps.peers"), plan, {}, {}, [], [*notes, _HOW])
+    with contextlib.ExitStack() as undo, interruptible(results.facts, results.notes):
+        _measure(results, directory, rounds or plan.rounds, undo)
+    write(output, text := render(results), as_json(results))
     click.echo(text)
 
 
@@ -106,7 +86,7 @@ def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.Ex
             if contest.directory == place
             for job in contest.jobs
         )
-        _say(f"two files of {format_bytes(nbytes)} in {place or directory}")
+        say(f"two files of {format_bytes(nbytes)} in {place or directory}")
         rigs[place] = Rig(Path(place) if place else directory, nbytes, buffers)
         undo.callback(rigs[place].close)
     results.facts["direct I/O"] = ", ".join(
@@ -124,7 +104,7 @@ def _measure(results: Results, directory: Path, rounds: int, undo: contextlib.Ex
             except UnsupportedError as error:
                 refused.add(contest)
                 skipped[f"{' / '.join(contest.sides)}, {contest.jobs[0]}"] = str(error)
-                _say(f"without {contest.jobs[0]}: {error}")
+                say(f"without {contest.jobs[0]}: {error}")
             else:
                 results.rounds.setdefault(contest, []).append(held)
     backends = dict.fromkeys(job.backend for contest in contests for job in contest.jobs)
@@ -136,30 +116,25 @@ def _peers(names: list[str], skipped: dict[str, str]) -> dict[str, Peer]:
     peers: dict[str, Peer] = {}
     for name in names:
         require_known(name)
-        _say(f"getting {name} ready")
+        say(f"getting {name} ready")
         try:
             peers[name] = make(name)
         except UnsupportedError as error:
             skipped[name] = str(error)
-            _say(f"without {name}: {error}")
+            say(f"without {name}: {error}")
     return peers
 
 
 def _hold(contest: Contest, number: int, started: float, rig: Rig, peers: dict[str, Peer]) -> Round:
-    first = number % 2
-    moment = time.monotonic() - started
+    order, moment = there_and_back((0, 1), number), time.monotonic() - started
     found: dict[int, Measurement] = {}
-    for side in (first, 1 - first):
+    for side in order:
         found[side] = peers[contest.sides[side]].run(rig, contest.jobs[side])
     speeds = [found[side].nbytes / found[side].seconds / 1e9 for side in (0, 1)]
     figures = f"{speeds[0]:.2f} / {speeds[1]:.2f} GB/s = {speeds[0] / speeds[1]:.2f}"
-    _say(f"round {number + 1}, {' / '.join(contest.sides)}: {contest.jobs[0]}: {figures}")
-    return Round(number, first, moment, (found[0], found[1]))
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
+    say(f"round {number + 1}, {' / '.join(contest.sides)}: {contest.jobs[0]}: {figures}")
+    return Round(number, order[0], moment, (found[0], found[1]))
 
 
 if __name__ == "__main__":
-    run(main, "sweeps.peers")
+    command.run(main, "sweeps.peers")

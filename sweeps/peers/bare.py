@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 
 from .plan import Job
-from .rig import Place, require_read, spoil
+from .rig import Place, failed, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS: set[str] = set()
@@ -56,10 +56,7 @@ class Bare:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.backend != "libaio" or job.thread_count != 1:
             raise UnsupportedError("the bare loop is one thread with libaio")
-        buffers = {
-            direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes]
-            for number, direction in enumerate(job.directions)
-        }
+        buffers = memory_of(rig, job)
         direct = os.O_DIRECT if rig.direct else 0
         descriptors = {
             direction: os.open(rig.path(direction), os.O_RDWR | direct)
@@ -104,15 +101,7 @@ class Bare:
                     job,
                 )
                 if (events["result"][:count] != job.block_size).any():
-                    raise IOFailure(
-                        5,
-                        "the bare loop failed",
-                        operation=job.direction,
-                        path="the file",
-                        offset=0,
-                        nbytes=job.nbytes,
-                        done=0,
-                    )
+                    raise failed("the bare loop failed", job)
                 finished += count
         self._libaio.io_destroy(context)
         return watch.measurement(job.nbytes)
@@ -121,15 +110,7 @@ class Bare:
         if result == -errno.EINTR:  # nothing happened, and every caller comes back for it
             return 0
         if result < 0:
-            raise IOFailure(
-                -result,
-                os.strerror(-result),
-                operation=job.direction,
-                path="the file",
-                offset=0,
-                nbytes=job.nbytes,
-                done=0,
-            )
+            raise failed(os.strerror(-result), job, -result)
         return result
 
 

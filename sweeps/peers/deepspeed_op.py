@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 from nvme_offload.sweep.deepspeed_op import standard_output_to_error
 
+from .page_cache import sync
 from .plan import Job
-from .rig import Bytes, Place, require_read, spoil
+from .rig import Bytes, Place, failed, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"offsets", "sync"}
@@ -79,10 +80,7 @@ class DeepSpeedOp:
                 "DeepSpeed's op is only asked for plain reads and writes, which it does by libaio"
             )
         memory = job.memory if job.memory.startswith("locked") else "locked"
-        buffers = {
-            direction: rig.buffers.get(memory, number)[: job.file_bytes]
-            for number, direction in enumerate(job.directions)
-        }
+        buffers = memory_of(rig, job, memory)
         handles = {
             direction: self.handle(job.block_size, job.queue_depth, job.thread_count)
             for direction in job.directions
@@ -112,17 +110,9 @@ class DeepSpeedOp:
             refused = sum(call(piece, path, offset) != 0 for call, piece, path, offset in calls)
             finished = sum(handle.wait() for handle in handles.values())
             for path in written:
-                _sync(path)
+                sync(path)
         if refused or finished != len(calls):
-            raise IOFailure(
-                5,
-                "DeepSpeed's op failed",
-                operation=job.direction,
-                path=calls[0][2],
-                offset=0,
-                nbytes=job.nbytes,
-                done=0,
-            )
+            raise failed("DeepSpeed's op failed", job, path=calls[0][2])
         if "read" in buffers:
             require_read(buffers["read"], "DeepSpeed's op")
         return watch.measurement(job.nbytes)
@@ -149,14 +139,6 @@ def _require_no_stale_lock() -> None:
                 raise UnsupportedError(
                     f"a build of DeepSpeed's op that was killed has left a lock, for which every later one waits: remove {lock}"
                 )
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _allow_open_files(count: int) -> None:

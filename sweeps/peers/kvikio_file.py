@@ -6,11 +6,11 @@ import ctypes
 import importlib.metadata
 from typing import Any
 
-from nvme_offload.errors import IOFailure, UnsupportedError
+from nvme_offload.errors import UnsupportedError
 
 from .page_cache import evict, sync
 from .plan import Job
-from .rig import Place, require_read, spoil
+from .rig import Place, failed, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"sync"}
@@ -46,10 +46,7 @@ class KvikIO:
         """Move *job* once. Raises: UnsupportedError, IOFailure."""
         if job.passes > 1 or job.footprint_bytes != job.file_bytes:
             raise UnsupportedError("KvikIO is only asked for what is moved once")
-        buffers = {
-            direction: rig.buffers.get(job.memory, number)[: job.file_bytes]
-            for number, direction in enumerate(job.directions)
-        }
+        buffers = memory_of(rig, job)
         wanted = {
             "num_threads": job.thread_count,
             "task_size": job.block_size,
@@ -86,15 +83,8 @@ class KvikIO:
             for file in files.values():
                 file.close()
         if moved != job.nbytes:
-            raise IOFailure(
-                5,
-                "KvikIO failed",
-                operation=job.direction,
-                path=str(rig.path(job.directions[0])),
-                offset=0,
-                nbytes=job.nbytes,
-                done=moved,
-            )
+            path = str(rig.path(job.directions[0]))
+            raise failed("KvikIO failed", job, done=moved, path=path)
         if "read" in buffers:
             require_read(buffers["read"], "KvikIO")
         return watch.measurement(job.nbytes)

@@ -13,7 +13,7 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, Ticket
 
 from .plan import Job
-from .rig import Place, require_read, spoil
+from .rig import Place, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"checksum", "registered", "single", "sync"}
@@ -43,10 +43,7 @@ class Ours:
             "single" in self._options,
             direct=rig.direct,
         )
-        buffers = {
-            direction: rig.buffers.get(job.memory, number)[: job.footprint_bytes]
-            for number, direction in enumerate(job.directions)
-        }
+        buffers = memory_of(rig, job)
         with Engine(config) as engine:
             calls: list[tuple[Callable[..., Ticket], Any, Any, int]] = []
             verbs: dict[str, Callable[..., Ticket]] = {"read": engine.read, "write": engine.write}

@@ -24,8 +24,11 @@ from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, allocate
 from nvme_offload.units import format_bytes
 
+from .. import command
+from ..command import COUNT, option, say
 from ..machine import commit, facts
-from .report import SUBMISSION_TARGET_MICROSECONDS, Spread, percentile, spread, table
+from ..report import columns, document, listed, percentile, shown, write
+from .report import SUBMISSION_TARGET_MICROSECONDS
 from .rig import Bytes
 from .stopwatch import cpu_seconds
 
@@ -73,19 +76,11 @@ class Calls(NamedTuple):
 
 
 @click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md, for example reports/overhead-vda.",
-)
-@click.option(
-    "--note",
-    multiple=True,
-    help="A sentence on the circumstances, for the report; may be given again.",
-)
-def main(directory: Path, rounds: int, output: Path | None, note: tuple[str, ...]) -> None:
+@command.directory
+@option("--rounds", type=COUNT, default=11)
+@command.output("Write OUTPUT.md, for example reports/overhead-vda.")
+@command.note
+def main(directory: Path, rounds: int, output: Path | None, notes: tuple[str, ...]) -> None:
     """Measure the engine's own overhead, and print tables in Markdown. Calls that need a busy drive
     use a file of 64 MiB in DIRECTORY.
     """
@@ -97,7 +92,7 @@ def main(directory: Path, rounds: int, output: Path | None, note: tuple[str, ...
     calls: dict[str, list[Calls]] = {}
     pauses: dict[tuple[int, bool], list[float]] = {}
     for number in range(rounds):
-        click.echo(f"round {number + 1} of {rounds}", err=True)
+        say(f"round {number + 1} of {rounds}")
         for row, of_row in costs.items():
             of_row.append(cost(row, memory, directory))
         for kind, pieces in buffers(memory).items():
@@ -106,10 +101,7 @@ def main(directory: Path, rounds: int, output: Path | None, note: tuple[str, ...
             pauses.setdefault((threads, apart), []).extend(
                 submissions_after_a_pause(threads, apart, memory, directory)
             )
-    text = render(found, [*note, _HOW], costs, calls, pauses)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".md").write_text(text)
+    write(output, text := render(found, [*notes, _HOW], costs, calls, pauses))
     click.echo(text)
 
 
@@ -230,77 +222,59 @@ def render(
     pauses: dict[tuple[int, bool], list[float]],
 ) -> str:
     """The report in Markdown."""
-    head = (
-        "block",
-        "request",
-        "engines",
-        "threads in each",
-        "thousand blocks/s",
-        "thousand blocks/s and core",
-        "CPU ns a block",
-    )
-    lines = [
-        (
-            *(
-                format_bytes(row.block_size),
-                "1 block"
-                if row.request_bytes == row.block_size
-                else format_bytes(row.request_bytes),
-            ),
-            *(str(row.engines), str(row.threads)),
-            *(
-                _figure([each[column] for each in of_row], lambda value: value / 1e3)
-                for column in (0, 1)
-            ),
-            _figure([each.blocks_per_cpu_second for each in of_row], lambda value: 1e9 / value),
-        )
-        for row, of_row in costs.items()
-    ]
-    per_call = [
-        (
-            kind,
-            *(
-                _figure([each[column] for each in rounds], lambda value: value * 1e6, 2)
-                for column in range(4)
-            ),
-        )
-        for kind, rounds in calls.items()
-    ]
-    woken = [
-        (
-            str(threads),
-            "apart" if apart else "anywhere",
-            *(
-                f"{value * 1e6:.1f}"
-                for value in (statistics.median(seconds), percentile(seconds, 90), max(seconds))
-            ),
-        )
-        for (threads, apart), seconds in pauses.items()
-    ]
-    parts = [
+
+    def cost(figure: str, scale: Callable[[float], float]) -> Callable[[Row], str]:
+        return lambda row: shown((scale(getattr(one, figure)) for one in costs[row]), 0)
+
+    def call(figure: str) -> Callable[[str], str]:
+        return lambda kind: shown((getattr(one, figure) * 1e6 for one in calls[kind]), 2)
+
+    def pause(of: Callable[[Sequence[float]], float]) -> Callable[[tuple[int, bool]], str]:
+        return lambda key: f"{of(pauses[key]) * 1e6:.1f}"
+
+    of_costs: dict[str, Callable[[Row], Any]] = {
+        "block": lambda row: format_bytes(row.block_size),
+        "request": lambda row: (
+            "1 block" if row.request_bytes == row.block_size else format_bytes(row.request_bytes)
+        ),
+        "engines": lambda row: row.engines,
+        "threads in each": lambda row: row.threads,
+        "thousand blocks/s": cost("blocks_per_second", lambda value: value / 1e3),
+        "thousand blocks/s and core": cost("blocks_per_cpu_second", lambda value: value / 1e3),
+        "CPU ns a block": cost("blocks_per_cpu_second", lambda value: 1e9 / value),
+    }
+    of_calls = {
+        "buffer": str,
+        "read": call("submit"),
+        "wait": call("wait"),
+        "done": call("done"),
+        "dropping the ticket": call("drop"),
+    }
+    of_pauses: dict[str, Callable[[tuple[int, bool]], Any]] = {
+        "threads": lambda key: key[0],
+        "cores": lambda key: "apart" if key[1] else "anywhere",
+        "median": pause(statistics.median),
+        "90 %": pause(lambda seconds: percentile(seconds, 90)),
+        "most": pause(max),
+    }
+    return document(
         "# The engine's own overhead",
-        "\n".join(f"- {name}: {value}" for name, value in found.items()),
+        listed(found),
         *notes,
         "## Blocks that no drive moves",
         f"Depth {_DEPTH}. {_LARGE_REQUESTS} requests of 1 GiB, or {_SMALL_REQUESTS} of one block, are submitted and then waited for.",
-        table(head, lines),
+        columns(costs, of_costs),
         "## Calls from Python",
         f"Microseconds for each of {_CALLS} reads of 4 KiB while the queue is full. `wait` and `done` are of tickets that are through; dropping lets go of "
         "ticket and request.",
-        table(("buffer", "read", "wait", "done", "dropping the ticket"), per_call),
+        columns(calls, of_calls),
         "## Submitting 1 GiB while every thread sleeps",
         f"Microseconds until `read` returns, after {_PAUSE_SECONDS * 1e3:g} ms without a request; at most {SUBMISSION_TARGET_MICROSECONDS:g} is the target. "
         "Apart: the caller has a core that the threads may not run on. Anywhere: the kernel may wake a thread on the caller's core, where it comes first and "
         "fills its queue before the caller goes on.",
-        table(("threads", "cores", "median", "90 %", "most"), woken),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _figure(values: Sequence[float], scale: Callable[[float], float], digits: int = 0) -> str:
-    found: Spread = spread([scale(value) for value in values])
-    return f"{found.median:.{digits}f} [{found.low:.{digits}f} to {found.high:.{digits}f}]"
+        columns(pauses, of_pauses),
+    )
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m sweeps.peers.overhead")
+    command.run(main, "sweeps.peers.overhead")

@@ -41,16 +41,7 @@ def cached_bytes(path: Path) -> int:
         )
         del address  # or the mapping cannot be closed
     if result != 0:
-        number = ctypes.get_errno()
-        raise IOFailure(
-            number,
-            os.strerror(number),
-            operation="mincore",
-            path=str(path),
-            offset=0,
-            nbytes=nbytes,
-            done=0,
-        )
+        raise _failed(path, "mincore", ctypes.get_errno(), nbytes)
     return int(np.count_nonzero(pages & 1)) * _PAGE_BYTES
 
 
@@ -70,12 +61,9 @@ def evict(path: Path) -> None:
         left = cached_bytes(path)
         if left == 0:
             return
-    raise IOFailure(
-        errno.EBUSY,
-        "the kernel keeps pages of it",
-        operation="evict",
-        path=str(path),
-        offset=0,
-        nbytes=left,
-        done=0,
-    )
+    raise _failed(path, "evict", errno.EBUSY, left, "the kernel keeps pages of it")
+
+
+def _failed(path: Path, operation: str, number: int, nbytes: int, said: str = "") -> IOFailure:
+    facts = {"operation": operation, "path": str(path), "offset": 0, "nbytes": nbytes, "done": 0}
+    return IOFailure(number, said or os.strerror(number), **facts)

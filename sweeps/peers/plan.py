@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from nvme_offload.errors import UsageError
 from nvme_offload.units import format_bytes, parse_bytes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest brings it along
+from ..plan import made, read, require_known
 
 DIRECTIONS = {"read": ("read",), "write": ("write",), "mixed": ("read", "write")}
 MEMORY = {
@@ -90,8 +84,8 @@ class Case:
 
     title: str
     contests: tuple[Contest, ...]
-    speed_target: float | None
-    cpu_target: float | None
+    speed_target: float | None = None
+    cpu_target: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,85 +97,31 @@ class Plan:
     cases: tuple[Case, ...]
 
 
-_CASE_KEYS = {
-    "title",
-    "sides",
-    "directions",
-    "backends",
-    "grid",
-    "threads",
-    "memory",
-    "request",
-    "requests",
-    "passes",
-    "footprint",
-    "opponent",
-    "directory",
-}
-_TARGET_KEYS = {"speed_target", "cpu_target"}
-
-
 def read_plan(path: Path) -> Plan:
-    """The plan in *path*.
-
-    Raises: UsageError naming what is missing, unknown or not possible; OSError.
-    """
-    try:
-        document = tomllib.loads(path.read_text())
-        _require_known(document, {"rounds", "round_trips", "case"})
-        return Plan(
-            document["rounds"],
-            document["round_trips"],
-            tuple(_case(entry) for entry in document["case"]),
-        )
-    except KeyError as error:
-        raise UsageError(f"{path}: {error} is missing") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
+    """The plan in *path*. Raises: UsageError with what is wrong; OSError."""
+    return read(
+        path, lambda document: made(Plan, document, cases=tuple(map(_case, document.pop("case"))))
+    )
 
 
 def _case(entry: dict[str, Any]) -> Case:
-    _require_known(entry, _CASE_KEYS | _TARGET_KEYS)
-    first, second = entry["sides"]
-    opponent: dict[str, Any] = {
+    first, second = entry.pop("sides")
+    opponent = {
         key: parse_bytes(value) if key.endswith(("_bytes", "_size")) else value
-        for key, value in entry.get("opponent", {}).items()
+        for key, value in entry.pop("opponent", {}).items()
     }
-    _require_known(opponent, {field.name for field in dataclasses.fields(Job)})
-    request_bytes, requests, passes = (
-        parse_bytes(entry["request"]),
-        entry["requests"],
-        entry.get("passes", 1),
-    )
-    footprint_bytes = parse_bytes(entry.get("footprint", request_bytes * requests))
-    jobs = [
-        Job(
-            direction,
-            backend,
-            parse_bytes(block_size),
-            queue_depth,
-            threads,
-            memory,
-            footprint_bytes,
-            request_bytes,
-            requests,
-            passes,
-        )
-        for backend, direction, memory, threads, (block_size, queue_depth) in itertools.product(
-            entry["backends"], entry["directions"], entry["memory"], entry["threads"], entry["grid"]
-        )
-    ]
-    _require_known({job.direction for job in jobs}, DIRECTIONS.keys())
-    _require_known({job.memory for job in jobs}, MEMORY.keys())
-    directory = entry.get("directory")
-    contests = tuple(
-        Contest((first, second), (job, dataclasses.replace(job, **opponent)), directory)
-        for job in jobs
-    )
-    return Case(entry["title"], contests, entry.get("speed_target"), entry.get("cpu_target"))
-
-
-def _require_known(found: Iterable[str], known: Collection[str]) -> None:
-    unknown = sorted(set(found) - set(known))
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(known))}")
+    require_known(opponent, {field.name for field in dataclasses.fields(Job)})
+    request_bytes, requests = parse_bytes(entry.pop("request")), entry.pop("requests")
+    footprint_bytes = parse_bytes(entry.pop("footprint", request_bytes * requests))
+    passes = entry.pop("passes", 1)
+    each = [entry.pop(key) for key in ("backends", "directions", "memory", "threads", "grid")]
+    require_known(each[1], DIRECTIONS.keys())
+    require_known(each[2], MEMORY.keys())
+    directory = entry.pop("directory", None)
+    contests = []
+    for backend, direction, memory, threads, (block_size, depth) in itertools.product(*each):
+        setting = (direction, backend, parse_bytes(block_size), depth, threads, memory)
+        job = Job(*setting, footprint_bytes, request_bytes, requests, passes)
+        jobs = (job, dataclasses.replace(job, **opponent))
+        contests.append(Contest((first, second), jobs, directory))
+    return made(Case, entry, contests=tuple(contests))

@@ -1,5 +1,5 @@
-"""Statistics of what was measured, and the report for people (Markdown) and for programs (JSON).
-Pure: nothing here looks at the machine.
+"""The report on the engine and its peers, for people (Markdown) and for programs (JSON). Pure:
+nothing here looks at the machine.
 """
 
 from __future__ import annotations
@@ -7,19 +7,39 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import pandas as pd
 
 from nvme_offload.units import format_bytes
 
+from ..report import (
+    Spread,
+    columns,
+    document,
+    listed,
+    percentile,
+    spread,
+    summed_up,
+    table,
+    verdict,
+)
 from .latency import Latencies
-from .plan import MEMORY, Case, Contest, Job, Plan
+from .plan import MEMORY, Case, Contest, Plan
 from .stopwatch import Measurement
 
 SUBMISSION_TARGET_MICROSECONDS = 20.0
 WAKE_TARGET_MICROSECONDS = 50.0
 _LEAST_CPU_SECONDS = 0.0005  # fio tells whole milliseconds, so none is half of one
-_ENOUGH_FOR_DECILES = 10
 _SMALL_BLOCK = 64 << 10  # up to here what counts is the cost of a block
+_LABELS = {
+    "direction": "",
+    "backend": "backend",
+    "memory": "memory",
+    "block_size": "block",
+    "queue_depth": "depth",
+    "thread_count": "threads",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,33 +66,6 @@ class Results:
     notes: list[str]
 
 
-class Spread(NamedTuple):
-    """A median, and between which values the rest is: the middle 80 % of ten or more, otherwise
-    all.
-    """
-
-    low: float
-    median: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Of one value or more."""
-    middle = statistics.median(values)
-    if len(values) < _ENOUGH_FOR_DECILES:
-        return Spread(min(values), middle, max(values))
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return Spread(deciles[0], middle, deciles[-1])
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that *percent* of all do not exceed; the largest where there are too few to
-    tell.
-    """
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A contest, summed up. *speed* and *cpu* are ratios of the first side to the second, of each
@@ -89,61 +82,37 @@ class Row:
 
 def row(contest: Contest, rounds: Sequence[Round]) -> Row:
     """The row of a contest that had one round or more."""
-    pairs = [entry.measurements for entry in rounds]
-    speeds = [tuple(side.nbytes / side.seconds for side in pair) for pair in pairs]
-    costs = [
-        tuple(max(side.cpu_seconds, _LEAST_CPU_SECONDS) / side.nbytes for side in pair)
-        for pair in pairs
-    ]
+    sides = [pd.DataFrame([entry.measurements[side] for entry in rounds]) for side in (0, 1)]
+    speeds = [side.nbytes / side.seconds for side in sides]
+    costs = [side.cpu_seconds.clip(lower=_LEAST_CPU_SECONDS) / side.nbytes for side in sides]
     return Row(
         contest,
         len(rounds),
-        (
-            statistics.median(a for a, _ in speeds) / 1e9,
-            statistics.median(b for _, b in speeds) / 1e9,
-        ),
-        (
-            statistics.median(a for a, _ in costs) * (1 << 30),
-            statistics.median(b for _, b in costs) * (1 << 30),
-        ),
-        spread([a / b for a, b in speeds]),
-        spread([a / b for a, b in costs]),
+        (speeds[0].median() / 1e9, speeds[1].median() / 1e9),
+        (costs[0].median() * (1 << 30), costs[1].median() * (1 << 30)),
+        spread(speeds[0] / speeds[1]),
+        spread(costs[0] / costs[1]),
     )
-
-
-def verdict(found: Spread, least: float | None = None, most: float | None = None) -> str:
-    """Whether the median meets the target; a question mark where the spread holds both answers.
-    Empty without a target.
-    """
-    target = least if least is not None else most
-    if target is None:
-        return ""
-    met = found.median >= target if least is not None else found.median <= target
-    return ("met" if met else "missed") + ("?" if found.low < target < found.high else "")
-
-
-def rows_of(results: Results) -> Iterator[tuple[Case, list[Row]]]:
-    """The rows of every case, of the contests that were held."""
-    for case in results.plan.cases:
-        yield (
-            case,
-            [
-                row(contest, results.rounds[contest])
-                for contest in case.contests
-                if results.rounds.get(contest)
-            ],
-        )
 
 
 def render(results: Results) -> str:
     """The report in Markdown."""
-    cases = list(rows_of(results))
-    parts = ["# The engine against its peers", *_summary(cases), *_circumstances(results)]
-    for case, rows in cases:
-        parts += _case(case, rows, results)
-    parts += _submissions(results)
-    parts += _latencies(results.latencies)
-    return "\n\n".join(parts) + "\n"
+    cases = [
+        (case, [row(one, results.rounds[one]) for one in case.contests if results.rounds.get(one)])
+        for case in results.plan.cases
+    ]
+    skipped = {f"{side} was skipped": reason for side, reason in results.skipped.items()}
+    return document(
+        "# The engine against its peers",
+        "A ratio is the first side's figure over the second's: speed should be high, CPU low.",
+        columns([(case, rows) for case, rows in cases if rows], _SUMMARY),
+        "## Where, when and how",
+        listed({**results.facts, **skipped}),
+        *results.notes,
+        *(part for case, rows in cases for part in _case(case, rows)),
+        *_submissions(results),
+        *_latencies(results.latencies),
+    )
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -166,12 +135,8 @@ def as_json(results: Results) -> dict[str, Any]:
         ],
         "latencies": [
             {
-                "backend": entry.backend,
-                "place": entry.place,
-                **{
-                    name: _summed_up(getattr(entry, name))
-                    for name in ("pread", "polled", "waited", "stats")
-                },
+                key: value if isinstance(value, str) else summed_up(value)
+                for key, value in entry._asdict().items()
             }
             for entry in results.latencies
         ],
@@ -179,12 +144,10 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 def _contest_as_json(contest: Contest, rounds: Sequence[Round]) -> dict[str, Any]:
+    sides = zip(contest.sides, contest.jobs, strict=True)
     return {
         "directory": contest.directory,
-        "sides": [
-            {"name": side, "job": dataclasses.asdict(job)}
-            for side, job in zip(contest.sides, contest.jobs, strict=True)
-        ],
+        "sides": [{"name": side, "job": dataclasses.asdict(job)} for side, job in sides],
         "rounds": [
             {
                 "number": entry.number,
@@ -198,137 +161,61 @@ def _contest_as_json(contest: Contest, rounds: Sequence[Round]) -> dict[str, Any
 
 
 def _measurement_as_json(measurement: Measurement) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    submits = measurement.submit_seconds
+    return {
         "bytes": measurement.nbytes,
         "seconds": round(measurement.seconds, 6),
         "cpu_seconds": round(measurement.cpu_seconds, 6),
+        **({"submit_seconds": summed_up(submits)} if submits else {}),
     }
-    if measurement.submit_seconds:
-        found["submit_seconds"] = _summed_up(measurement.submit_seconds)
-    return found
 
 
-def _summed_up(seconds: Sequence[float]) -> dict[str, float]:
-    figures = {
-        "median": statistics.median(seconds),
-        "percentile_99": percentile(seconds, 99),
-        "most": max(seconds),
-    }
-    return {"count": len(seconds), **{name: round(value, 8) for name, value in figures.items()}}
+def _target(least: float | None, most: float | None) -> str:
+    return "" if least is most is None else f">= {least:g}" if most is None else f"<= {most:g}"
 
 
-def _summary(cases: Sequence[tuple[Case, list[Row]]]) -> list[str]:
-    lines = []
-    for case, rows in cases:
-        if rows:
-            speed = _tally([row.speed for row in rows], least=case.speed_target)
-            cpu = _tally([row.cpu for row in rows], most=case.cpu_target)
-            lines.append(
-                (case.title, " / ".join(rows[0].contest.sides), str(len(rows)), *speed, *cpu)
-            )
-    head = (
-        "case",
-        "sides",
-        "rows",
-        "speed ratio, median of the rows",
-        "target",
-        "rows that meet it",
-        "CPU ratio, median of the rows",
-        "target",
-        "rows that meet it",
-    )
-    return [
-        "A ratio is the first side's figure over the second's: speed should be high, CPU low.",
-        table(head, lines),
-    ]
-
-
-def _tally(
-    spreads: Sequence[Spread], least: float | None = None, most: float | None = None
-) -> tuple[str, str, str]:
-    middle = f"{statistics.median(found.median for found in spreads):.2f}"
+def _met(spreads: list[Spread], least: float | None = None, most: float | None = None) -> str:
     verdicts = [verdict(found, least, most) for found in spreads]
-    if not any(verdicts):
-        return middle, "", ""
     met = sum(word.startswith("met") for word in verdicts)
-    return (
-        middle,
-        f">= {least:g}" if least is not None else f"<= {most:g}",
-        f"{met} of {len(verdicts)}",
-    )
+    return f"{met} of {len(verdicts)}" if any(verdicts) else ""
 
 
-def _circumstances(results: Results) -> list[str]:
-    facts = [f"- {name}: {value}" for name, value in results.facts.items()]
-    facts += [f"- {side} was skipped: {reason}" for side, reason in results.skipped.items()]
-    return ["## Where, when and how", "\n".join(facts), *results.notes]
+def _middle(rows: Sequence[Row], of: str) -> str:
+    return f"{statistics.median(getattr(row, of).median for row in rows):.2f}"
 
 
-def _case(case: Case, rows: Sequence[Row], results: Results) -> list[str]:
+_SUMMARY: dict[str, Any] = {
+    "case": lambda one: one[0].title,
+    "sides": lambda one: " / ".join(one[1][0].contest.sides),
+    "rows": lambda one: len(one[1]),
+    "speed ratio, median of the rows": lambda one: _middle(one[1], "speed"),
+    "target": lambda one: _target(one[0].speed_target, None),
+    "rows that meet it": lambda one: _met([row.speed for row in one[1]], one[0].speed_target),
+    "CPU ratio, median of the rows": lambda one: _middle(one[1], "cpu"),
+    "target ": lambda one: _target(None, one[0].cpu_target),
+    "rows that meet it ": lambda one: _met([row.cpu for row in one[1]], None, one[0].cpu_target),
+}
+
+
+def _case(case: Case, rows: Sequence[Row]) -> list[str]:
     if not rows:
         return [f"## {case.title}", "Skipped: a side is missing."]
-    names = ("direction", "backend", "memory", "block_size", "queue_depth", "thread_count")
-    labels = dict(zip(names, ("", "backend", "memory", "block", "depth", "threads"), strict=True))
-    varying = [
-        name for name in names if len({_setting(row.contest.jobs[0], name) for row in rows}) > 1
-    ]
+    varying = [name for name in _LABELS if len({_setting(row, name) for row in rows}) > 1]
     job = rows[0].contest.jobs[0]
     first, second = rows[0].contest.sides
     fixed = [
-        f"{labels[name]} {_setting(job, name)}".strip()
-        for name in names
+        f"{label} {_setting(rows[0], name)}".strip()
+        for name, label in _LABELS.items()
         if name not in varying and name != "memory"
     ]
-    said = [
-        f"{job.requests} request{'s' if job.requests > 1 else ''} of {format_bytes(job.request_bytes)}",
-        *fixed,
-    ]
+    plural = "s" if job.requests > 1 else ""
+    said = [f"{job.requests} request{plural} of {format_bytes(job.request_bytes)}", *fixed]
     if job.passes > 1:
         said.append(f"{job.passes} times, one queued behind the other")
     if job.footprint_bytes < job.file_bytes:
         said.append(
             f"the memory of {first} only {format_bytes(job.footprint_bytes)}, used again and again, like fio's"
         )
-    blocks = all(row.contest.jobs[0].block_size <= _SMALL_BLOCK for row in rows)
-    head = [labels[name] for name in varying]
-    head += [
-        f"{first} GB/s",
-        f"{second} GB/s",
-        "speed ratio",
-        *(["speed"] if case.speed_target is not None else []),
-    ]
-    head += [
-        f"{first} CPU s/GiB",
-        f"{second} CPU s/GiB",
-        "CPU ratio",
-        *(["CPU"] if case.cpu_target is not None else []),
-    ]
-    if blocks:
-        head += [
-            f"{first} blocks/s",
-            f"{second} blocks/s",
-            f"{first} blocks/CPU s",
-            f"{second} blocks/CPU s",
-        ]
-    lines = []
-    for entry in rows:
-        line = [_setting(entry.contest.jobs[0], name) for name in varying]
-        line += [f"{value:.2f}" for value in entry.gb_per_second] + [_ratio(entry.speed)]
-        line += (
-            [verdict(entry.speed, least=case.speed_target)] if case.speed_target is not None else []
-        )
-        line += [f"{value:.4f}" for value in entry.cpu_seconds_per_gib] + [_ratio(entry.cpu)]
-        line += [verdict(entry.cpu, most=case.cpu_target)] if case.cpu_target is not None else []
-        if blocks:
-            line += [
-                _thousands(speed * 1e9 / job_.block_size)
-                for speed, job_ in zip(entry.gb_per_second, entry.contest.jobs, strict=True)
-            ]
-            line += [
-                _thousands((1 << 30) / job_.block_size / cost)
-                for cost, job_ in zip(entry.cpu_seconds_per_gib, entry.contest.jobs, strict=True)
-            ]
-        lines.append(line)
     memory = "; ".join(
         f"{kind}: {MEMORY[kind]}"
         for kind in dict.fromkeys(row.contest.jobs[0].memory for row in rows)
@@ -336,41 +223,79 @@ def _case(case: Case, rows: Sequence[Row], results: Results) -> list[str]:
     sentences = [f"{', '.join(said)}; {min(row.rounds for row in rows)} rounds. Memory {memory}."]
     if rows[0].contest.directory is not None:
         sentences.append(f"In {rows[0].contest.directory}.")
-    others = dict.fromkeys(
-        (labels[name], _setting(row.contest.jobs[1], name))
+    others = {
+        f"{label} {_setting(row, name, 1)}": None
         for row in rows
-        for name in names
-        if _differs(row.contest, name)
-    )
+        for name, label in _LABELS.items()
+        if _setting(row, name) != _setting(row, name, 1)
+    }
     if others:
-        sentences.append(
-            f"{second} has {', '.join(f'{label} {value}' for label, value in others)}."
+        sentences.append(f"{second} has {', '.join(others)}.")
+    cells = dict(_cells(case, rows, varying))
+    return [f"## {case.title}: {first} / {second}", " ".join(sentences), columns(rows, cells)]
+
+
+def _cells(case: Case, rows: Sequence[Row], varying: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The columns of a case's table."""
+    sides = list(enumerate(rows[0].contest.sides))
+    for name in varying:
+        yield _LABELS[name], lambda row, name=name: _setting(row, name)
+    for side, title in sides:
+        yield f"{title} GB/s{' ' * side}", lambda row, side=side: f"{row.gb_per_second[side]:.2f}"
+    yield "speed ratio", lambda row: row.speed
+    if case.speed_target is not None:
+        yield "speed", lambda row: verdict(row.speed, least=case.speed_target)
+    for side, title in sides:
+        yield (
+            f"{title} CPU s/GiB{' ' * side}",
+            lambda row, side=side: f"{row.cpu_seconds_per_gib[side]:.4f}",
         )
-    return [f"## {case.title}: {first} / {second}", " ".join(sentences), table(head, lines)]
+    yield "CPU ratio", lambda row: row.cpu
+    if case.cpu_target is not None:
+        yield "CPU", lambda row: verdict(row.cpu, most=case.cpu_target)
+    if all(row.contest.jobs[0].block_size <= _SMALL_BLOCK for row in rows):
+
+        def thousands(row: Row, side: int, blocks_per_byte: float) -> str:
+            return f"{blocks_per_byte / row.contest.jobs[side].block_size / 1000:.0f} k"
+
+        for side, title in sides:
+            yield (
+                f"{title} blocks/s{' ' * side}",
+                lambda row, side=side: thousands(row, side, row.gb_per_second[side] * 1e9),
+            )
+        for side, title in sides:
+            yield (
+                f"{title} blocks/CPU s{' ' * side}",
+                lambda row, side=side: thousands(
+                    row, side, (1 << 30) / row.cpu_seconds_per_gib[side]
+                ),
+            )
+
+
+def _setting(row: Row, name: str, side: int = 0) -> str:
+    value = getattr(row.contest.jobs[side], name)
+    return format_bytes(value) if name == "block_size" else str(value)
 
 
 def _submissions(results: Results) -> list[str]:
-    groups: dict[tuple[str, int], list[float]] = {}
-    for contest, rounds in results.rounds.items():
-        for side, job in enumerate(contest.jobs):
-            for entry in rounds:
-                if submits := entry.measurements[side].submit_seconds:
-                    groups.setdefault((job.backend, job.request_bytes), []).extend(
-                        1e6 * seconds for seconds in submits
-                    )
-    if not groups:
+    found = [
+        (job.backend, job.request_bytes, 1e6 * seconds)
+        for contest, rounds in results.rounds.items()
+        for side, job in enumerate(contest.jobs)
+        for entry in rounds
+        for seconds in entry.measurements[side].submit_seconds
+    ]
+    if not found:
         return []
+    frame = pd.DataFrame(found, columns=["backend", "nbytes", "us"])
     lines = [
         (
             backend,
             format_bytes(nbytes),
-            str(len(found)),
-            *(
-                f"{value:.1f}"
-                for value in (statistics.median(found), percentile(found, 99), max(found))
-            ),
+            len(us),
+            *_tenths(us.median(), percentile(us, 99), us.max()),
         )
-        for (backend, nbytes), found in sorted(groups.items())
+        for (backend, nbytes), us in frame.groupby(["backend", "nbytes"]).us
     ]
     return [
         "## Submitting a request",
@@ -384,58 +309,20 @@ def _latencies(latencies: Sequence[Latencies]) -> list[str]:
         return []
     lines = []
     for entry in latencies:
-        pread, polled, waited, stats = (
-            [1e6 * seconds for seconds in values] for values in entry[2:]
-        )
-        wake = statistics.median(waited) - statistics.median(polled)
-        figures = (
-            statistics.median(pread),
-            statistics.median(polled),
-            statistics.median(waited),
-            percentile(waited, 99),
-            wake,
-        )
+        pread, polled, waited, stats = ([1e6 * one for one in values] for values in entry[2:])
+        middle = [statistics.median(values) for values in (pread, polled, waited)]
+        figures = (*middle, percentile(waited, 99), middle[2] - middle[1])
         asked = (statistics.median(stats), percentile(stats, 99)) if stats else ()
-        lines.append(
-            (entry.place, entry.backend, *(f"{value:.1f}" for value in (*figures, *asked)))
-        )
-    head = (
-        "in",
-        "backend",
-        "pread",
-        "polled",
-        "waited",
-        "waited, 99 %",
-        "waking up",
-        "stats()",
-        "stats(), 99 %",
-    )
+        lines.append((entry.place, entry.backend, *_tenths(*figures, *asked)))
+    head = "in, backend, pread, polled, waited, waited; 99 %, waking up, stats(), stats(); 99 %"
     return [
         "## Waiting for 4 KiB",
         f"Microseconds. A request costs what `polled` and `waited` are above `pread`; waking up is `waited` less `polled`, medians both: at most "
         f"{WAKE_TARGET_MICROSECONDS:g} is the target. `stats()` was asked while a large read was under way. Caller and worker were kept on different cores. "
         f"{len(latencies[0].pread)} times each, interleaved.",
-        table(head, lines),
+        table([title.replace(";", ",") for title in head.split(", ")], lines),
     ]
 
 
-def _differs(contest: Contest, name: str) -> bool:
-    return bool(getattr(contest.jobs[0], name) != getattr(contest.jobs[1], name))
-
-
-def _setting(job: Job, name: str) -> str:
-    value = getattr(job, name)
-    return format_bytes(value) if name == "block_size" else str(value)
-
-
-def _ratio(found: Spread) -> str:
-    return f"{found.median:.2f} [{found.low:.2f} to {found.high:.2f}]"
-
-
-def _thousands(value: float) -> str:
-    return f"{value / 1000:.0f} k"
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+def _tenths(*values: float) -> list[str]:
+    return [f"{value:.1f}" for value in values]

@@ -5,6 +5,7 @@ and in RAM favours nobody.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import shutil
@@ -16,9 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nvme_offload.errors import CorruptionError, UnsupportedError
+from nvme_offload.errors import CorruptionError, IOFailure, UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, allocate
+
+from .plan import Job
 
 Bytes = NDArray[np.uint8]
 
@@ -156,31 +159,13 @@ def require_filled(buffer: Bytes, seed: int, side: str) -> None:
     stamps = _stamps(buffer)
     if not np.array_equal(stamps, _numbers(buffer.nbytes)):
         require_read(buffer, side)
-        raise CorruptionError(
-            f"{side} brought pages of another place",
-            operation="read",
-            path="the file",
-            offset=0,
-            nbytes=buffer.nbytes,
-            done=0,
-        )
+        raise wrong(f"{side} brought pages of another place", 0, buffer.nbytes)
     for begin, pattern in _patterns(buffer.nbytes, seed):
         _stamps(pattern)[:] = stamps[begin // _PAGE_BYTES :][: pattern.size // _PAGE_BYTES]
-        wrong = (
-            np.flatnonzero(buffer[begin : begin + pattern.size] != pattern)
-            if not np.array_equal(buffer[begin : begin + pattern.size], pattern)
-            else None
-        )
-        if wrong is not None:
-            offset = begin + int(wrong[0])
-            raise CorruptionError(
-                f"{side} did not bring this byte",
-                operation="read",
-                path="the file",
-                offset=offset,
-                nbytes=1,
-                done=0,
-            )
+        differing = np.flatnonzero(buffer[begin : begin + pattern.size] != pattern)
+        if differing.size:
+            offset = begin + int(differing[0])
+            raise wrong(f"{side} did not bring this byte", offset, 1)
 
 
 def _patterns(nbytes: int, seed: int) -> Iterator[tuple[int, Bytes]]:
@@ -200,17 +185,35 @@ def require_read(buffer: Bytes, side: str) -> None:
     """
     numbers = _numbers(buffer.nbytes)
     stamps = _stamps(buffer)
-    wrong = np.flatnonzero((stamps == 0) | ((stamps - numbers) % np.uint64(numbers.size) != 0))
-    if wrong.size:
-        offset = int(wrong[0]) * _PAGE_BYTES
-        raise CorruptionError(
-            f"{side} did not bring this page",
-            operation="read",
-            path="the file",
-            offset=offset,
-            nbytes=_PAGE_BYTES,
-            done=0,
-        )
+    pages = np.flatnonzero((stamps == 0) | ((stamps - numbers) % np.uint64(numbers.size) != 0))
+    if pages.size:
+        offset = int(pages[0]) * _PAGE_BYTES
+        raise wrong(f"{side} did not bring this page", offset, _PAGE_BYTES)
+
+
+def wrong(
+    said: str, offset: int, nbytes: int, path: str = "the file", operation: str = "read"
+) -> CorruptionError:
+    """The error of a side that brought other bytes than it should."""
+    return CorruptionError(
+        said, operation=operation, path=path, offset=offset, nbytes=nbytes, done=0
+    )
+
+
+def failed(
+    said: str, job: Job, number: int = errno.EIO, done: int = 0, path: str = "the file"
+) -> IOFailure:
+    """The error of a side that did not move all bytes of *job*."""
+    facts = {"operation": job.direction, "path": path, "offset": 0}
+    return IOFailure(number, said, nbytes=job.nbytes, done=done, **facts)
+
+
+def memory_of(rig: Place, job: Job, kind: str | None = None) -> dict[str, Bytes]:
+    """The memory of each direction of *job*, of that *kind* or of the job's."""
+    return {
+        direction: rig.buffers.get(kind or job.memory, number)[: job.footprint_bytes]
+        for number, direction in enumerate(job.directions)
+    }
 
 
 def _stamps(buffer: Bytes) -> NDArray[Any]:

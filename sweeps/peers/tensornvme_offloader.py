@@ -12,7 +12,7 @@ from nvme_offload.errors import UnsupportedError
 
 from .page_cache import cached_bytes, evict, sync
 from .plan import Job
-from .rig import Bytes, Place, require_read, spoil
+from .rig import Bytes, Place, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
 OPTIONS = {"sync"}
@@ -47,10 +47,7 @@ class TensorNVMe:
         """Move *job* once. Raises: UnsupportedError, CorruptionError."""
         if job.passes > 1 or job.footprint_bytes != job.file_bytes or job.thread_count > 1:
             raise UnsupportedError("TensorNVMe is only asked for what is moved once, by one thread")
-        buffers = {
-            direction: rig.buffers.get(job.memory, number)[: job.file_bytes]
-            for number, direction in enumerate(job.directions)
-        }
+        buffers = memory_of(rig, job)
         made = {direction: self._offloader(rig, job, direction) for direction in job.directions}
         tensors = {direction: self._tensors(buffer, job) for direction, buffer in buffers.items()}
         if "read" in buffers:

@@ -6,27 +6,28 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
+import pandas as pd
 
 from nvme_offload.swap.swapper import TensorSwapper
-from nvme_offload.units import parse_bytes
 from sweeps.machine import commit, facts
 from sweeps.models import CONFIGS, config_of, split_experts, tensors
 from sweeps.null import NullStore, UntouchedPool
 
-from ..command import run, stop_at_sigterm
+from .. import command
+from ..command import COUNT, Names, Size, option, say
+from ..report import columns, document, listed, write
 from . import saved
 from .least import least_bytes
 from .uses import PERSISTENT_ELEMENTS, Event, groups_of, made, most_in_use, rounds, step
 
+_LEARNING = 2  # steps, from which the order is learned
 _ORDERS = {
     "cyclic": (False, False),
     "cyclic, changed": (False, True),
@@ -57,91 +58,77 @@ class Figures:
     floor_seconds: float
     seconds: float
 
+    @property
+    def moved(self) -> int:
+        """Bytes, both ways."""
+        return self.read_bytes + self.written_bytes
+
 
 @click.command()
-@click.option(
+@option(
     "--models",
+    type=Names(),
     default="llama2-7b",
-    show_default=True,
     help=f'Of {", ".join(CONFIGS)}, or paths of config.json; "" for none.',
 )
-@click.option(
-    "--width",
-    type=click.IntRange(min=8),
-    help="Of the small-width forms of the models, instead of the models.",
-)
-@click.option(
+@command.width
+@option(
     "--rounds",
     "counts",
+    type=Names(),
     default="",
     help='Also rounds over so many values, with commas between, such as "256,2048,16384".',
 )
-@click.option(
+@option(
     "--saved",
     "saved_counts",
+    type=Names(),
     default="",
     help="Also so many tensors saved by save_on_nvme, with commas between.",
 )
-@click.option(
+@option(
     "--directory",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=command.DIRECTORY,
     default=tempfile.gettempdir(),
-    help="Of the drive that those go to. [default: that of temporary files]",
+    help="Of the drive that those go to.",
 )
-@click.option(
+@option(
     "--memory-share",
     type=click.FloatRange(0, 1),
     default=0.25,
-    show_default=True,
     help="Of all bytes of parameters and states; at least twice what is in use at once.",
 )
-@click.option("--host-memory", help="Instead of a share, for every shape.")
-@click.option(
+@option("--host-memory", type=Size(), help="Instead of a share, for every shape.")
+@option(
     "--share-of-experts",
     type=click.FloatRange(0, 1),
     default=0.5,
-    show_default=True,
     help="Of each layer, that take part in a step.",
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="That are measured, after two that the order is learned from.",
+@option("--steps", type=COUNT, default=3, help="That are measured, after two that teach the order.")
+@option(
+    "--read", "read_speed", type=float, default=2.0, help="GB/s of the drive, which both share."
 )
-@click.option(
-    "--read",
-    "read_speed",
-    type=float,
-    default=2.0,
-    show_default=True,
-    help="GB/s of the drive; the next likewise. Both at once share it.",
-)
-@click.option("--write", "write_speed", type=float, default=3.0, show_default=True)
-@click.option(
+@option("--write", "write_speed", type=float, default=3.0, help="Likewise.")
+@option(
     "--timed",
     is_flag=True,
-    help="Let transfers take their time; without, they end at once, and the floor is reckoned.",
+    help="Let transfers take their time; without, they end at once, and the floor is computed.",
 )
-@click.option(
+@option(
     "--least",
     is_flag=True,
-    help="Reckon the least that any choice could move, too: minutes from 4,000 uses on. Wants scipy.",
+    help="Also the least that any choice could move: minutes from 4,000 uses on. Needs scipy.",
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md and OUTPUT.json, after every shape.",
-)
+@command.output("Write OUTPUT.md and OUTPUT.json, after every shape.")
 def main(
-    models: str,
+    models: list[str],
     width: int | None,
-    counts: str,
-    saved_counts: str,
+    counts: list[str],
+    saved_counts: list[str],
     directory: Path,
     memory_share: float,
-    host_memory: str | None,
+    host_memory: int | None,
     share_of_experts: float,
     steps: int,
     read_speed: float,
@@ -153,43 +140,30 @@ def main(
     """Take a swapper through training steps over a store that moves no byte, and print what its
     calls cost.
     """
-    stop_at_sigterm()
+    command.stop_at_sigterm()
     described = facts(directory, "sweeps.planning") | {"versions": commit()}
     speeds = (read_speed * 1e9, write_speed * 1e9)
     found: list[Figures] = []
     added: list[saved.Added] = []
 
-    def write() -> None:
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.with_name(output.name + ".md").write_text(
-                render(described, found, added, speeds, timed)
-            )
-            figures = {
-                "facts": described,
-                "figures": list(map(dataclasses.asdict, found)),
-                "saved": list(map(dataclasses.asdict, added)),
-            }
-            output.with_name(output.name + ".json").write_text(json.dumps(figures, indent=1))
+    def keep() -> None:
+        figures, tensors = (list(map(dataclasses.asdict, rows)) for rows in (found, added))
+        results = {"facts": described, "figures": figures, "saved": tensors}
+        write(output, render(described, found, added, speeds, timed), results)
 
     def measure(
         title: str, begin: Sequence[Event], steps_of: Callable[[], Sequence[Event]]
     ) -> None:
         held = sum(nbytes for nbytes in {event.name: event.nbytes for event in begin}.values())
-        memory = (
-            parse_bytes(host_memory)
-            if host_memory
-            else max(int(held * memory_share), 2 * most_in_use(steps_of()))
-        )
+        memory = host_memory or max(int(held * memory_share), 2 * most_in_use(steps_of()))
         found.append(_measure(title, begin, steps_of, held, memory, steps, speeds, timed, least))
-        click.echo(_lines(found[-1:])[-1], err=True)
-        write()
+        say(_row(found[-1]))
+        keep()
 
-    for name in filter(None, models.split(",")):
+    for name in models:
         config = config_of(name, width)
-        split = split_experts(
-            tensors(config), int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        )
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        split = split_experts(tensors(config), experts)
         groups = groups_of(split, PERSISTENT_ELEMENTS if width is None else 0)
         chance = random.Random(0)
         share = share_of_experts if any(group.expert for group in groups) else 1.0
@@ -198,15 +172,15 @@ def main(
             made(groups),
             lambda: step(groups, share, chance),  # noqa: B023 - called within the turn
         )
-    for count in map(int, filter(None, counts.split(","))):
+    for count in map(int, counts):
         for title, (there_and_back, changed) in _ORDERS.items():
             begin, one = rounds(count, there_and_back, changed)
             measure(f"{count} values, {title}", begin, lambda: one)  # noqa: B023
-    for count in map(int, filter(None, saved_counts.split(","))):
+    for count in map(int, saved_counts):
         for fits in (True, False):
             added.append(saved.added(directory, count, fits))
-            click.echo(saved.table(added[-1:])[-1], err=True)
-            write()
+            say(columns(added[-1:], saved.CELLS).splitlines()[-1])
+            keep()
     click.echo(render(described, found, added, speeds, timed))
 
 
@@ -222,17 +196,13 @@ def _measure(
     least: bool,
 ) -> Figures:
     names: set[str] = set()
-    cpu: list[float] = []
-    seconds: list[float] = []
-    moved: list[tuple[int, int]] = []
-    uses: list[int] = []
-    bound: list[float] = []
+    records = []
     with NullStore(*(speeds if timed else ())) as store, UntouchedPool(memory) as pool:
         store.reserve(2 * held)
         with TensorSwapper(store, pool) as swapper:
             _go_through(swapper, begin)
             swapper.step()
-            for number in range(2 + steps):
+            for number in range(_LEARNING + steps):
                 events = steps_of()
                 names |= {event.name for event in events}
                 before = swapper.stats()
@@ -240,32 +210,31 @@ def _measure(
                 began, used = time.perf_counter(), time.thread_time()
                 _go_through(swapper, events)
                 swapper.step()
-                cpu.append(time.thread_time() - used)
-                seconds.append(time.perf_counter() - began)
-                after = swapper.stats()
-                moved.append(
-                    (
-                        after.bytes_read - before.bytes_read,
-                        after.bytes_written - before.bytes_written,
-                    )
-                )
-                uses.append(sum(event.verb in ("create", "need") for event in events))
-                if least and number >= 2:
-                    bound.append(least_bytes(events, memory))
-    read, written = (int(statistics.median(way)) for way in zip(*moved[2:], strict=True))
+                record: dict[str, float | None] = {
+                    "cpu": time.thread_time() - used,
+                    "seconds": time.perf_counter() - began,
+                    "read": swapper.stats().bytes_read - before.bytes_read,
+                    "written": swapper.stats().bytes_written - before.bytes_written,
+                    "uses": sum(event.verb in ("create", "need") for event in events),
+                }
+                if least and number >= _LEARNING:
+                    record["least"] = least_bytes(events, memory)
+                records.append(record)
+    middle = pd.DataFrame(records[_LEARNING:]).median()
+    read, written = int(middle.read), int(middle.written)
     return Figures(
         title,
         len(names),
         held,
         memory,
-        int(statistics.median(uses[2:])),
-        statistics.median(cpu[2:]),
-        cpu[0],
+        int(middle.uses),
+        middle.cpu,
+        records[0]["cpu"],
         read,
         written,
-        statistics.median(bound) if bound else None,
+        middle.least if least else None,
         read / speeds[0] + written / speeds[1],
-        statistics.median(seconds[2:]),
+        middle.seconds,
     )
 
 
@@ -284,65 +253,55 @@ def _go_through(swapper: TensorSwapper, events: Sequence[Event]) -> None:
 def render(
     described: dict[str, str],
     found: Sequence[Figures],
-    added: list[saved.Added],
+    added: Sequence[saved.Added],
     speeds: tuple[float, float],
     timed: bool,
 ) -> str:
     """The report in Markdown."""
-    parts = [
+    about_saved = (
+        "## Saved activations",
+        "`save_on_nvme` in a chain of operations on the CPU with one thread, each of which saves its input: the CPU of the whole process, the engine's "
+        "threads included, beyond that of the same chain without. Half of the rows fit into host memory; the others have an eighth of what they need.",
+        columns(added, saved.CELLS),
+    )
+    return document(
         "# What planning costs on the shapes of models",
-        "\n".join(f"- {name}: {value}" for name, value in described.items()),
+        listed(described),
         "A swapper goes through the uses of ZeRO-3 with everything on a drive, or through rounds over values of 64 KiB to 4 MiB, on a store that moves "
         "no byte. "
         "CPU is that of the thread that calls, for the calls of a step, its part of the store and the engine included; of the measured steps the median. "
         f"The floor is the time that a drive of {speeds[0] / 1e9:g} GB/s read and {speeds[1] / 1e9:g} written, which serves one block after another, needs "
         f"for what a step moved. Transfers {'take that time' if timed else 'end at once'}.",
-        "\n".join(_lines(found)),
-    ]
-    if added:
-        parts += [
-            "## Saved activations",
-            "`save_on_nvme` in a chain of operations on the CPU with one thread, each of which saves its input: the CPU of the whole process, the engine's "
-            "threads included, beyond that of the same chain without. Half of the rows fit into host memory; the others have an eighth of what they need.",
-            "\n".join(saved.table(added)),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _lines(found: Sequence[Figures]) -> list[str]:
-    head = (
-        "shape",
-        "values",
-        "GB of values, in memory",
-        "uses a step",
-        "CPU us a use",
-        "in the first step",
-        "GB read + written",
-        "over the least",
-        "floor, s",
+        columns(found, _CELLS),
+        *(about_saved if added else ()),
     )
-    rows = [(*head, "CPU / floor", "floor / time"), ("---",) * (len(head) + 2)]
-    for one in found:
-        moved = one.read_bytes + one.written_bytes
-        rows.append(
-            (
-                one.title,
-                f"{one.values}",
-                f"{one.held_bytes / 1e9:.3g}, {one.memory_bytes / 1e9:.3g}",
-                f"{one.uses}",
-                f"{one.cpu_seconds / one.uses * 1e6:.0f}",
-                f"{one.first_seconds / one.uses * 1e6:.0f}",
-                f"{one.read_bytes / 1e9:.3g} + {one.written_bytes / 1e9:.3g}",
-                f"{moved / one.least_bytes:.3f}" if one.least_bytes else "",
-                f"{one.floor_seconds:.3g}",
-                f"{one.cpu_seconds / one.floor_seconds:.4f}" if moved else "",
-                f"{one.floor_seconds / one.seconds:.2f}"
-                if moved and one.floor_seconds <= one.seconds * 1.05
-                else "",
-            )
-        )
-    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _over_floor(one: Figures) -> str:
+    reached = one.moved and one.floor_seconds <= one.seconds * 1.05
+    return f"{one.floor_seconds / one.seconds:.2f}" if reached else ""
+
+
+_CELLS: dict[str, Callable[[Figures], str]] = {
+    "shape": lambda one: one.title,
+    "values": lambda one: f"{one.values}",
+    "GB of values, in memory": lambda one: (
+        f"{one.held_bytes / 1e9:.3g}, {one.memory_bytes / 1e9:.3g}"
+    ),
+    "uses a step": lambda one: f"{one.uses}",
+    "CPU us a use": lambda one: f"{one.cpu_seconds / one.uses * 1e6:.0f}",
+    "in the first step": lambda one: f"{one.first_seconds / one.uses * 1e6:.0f}",
+    "GB read + written": lambda one: f"{one.read_bytes / 1e9:.3g} + {one.written_bytes / 1e9:.3g}",
+    "over the least": lambda one: f"{one.moved / one.least_bytes:.3f}" if one.least_bytes else "",
+    "floor, s": lambda one: f"{one.floor_seconds:.3g}",
+    "CPU / floor": lambda one: f"{one.cpu_seconds / one.floor_seconds:.4f}" if one.moved else "",
+    "floor / time": _over_floor,
+}
+
+
+def _row(one: Figures) -> str:
+    return columns([one], _CELLS).splitlines()[-1]
 
 
 if __name__ == "__main__":
-    run(main, "sweeps.planning")
+    command.run(main, "sweeps.planning")

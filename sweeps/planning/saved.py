@@ -7,6 +7,7 @@ import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -88,26 +89,10 @@ def _chain(first: torch.Tensor, tensors: int) -> torch.Tensor:
     return result.sum()
 
 
-def table(found: list[Added]) -> list[str]:
-    """The rows in Markdown."""
-    rows = [
-        (
-            "saved tensors of 4 KiB",
-            "MB of host memory",
-            "MB written a step",
-            "CPU us a tensor, forward",
-            "backward",
-        ),
-        ("---",) * 5,
-    ]
-    for one in found:
-        sizes = f"{one.host_bytes / 1e6:.3g}", f"{one.written_bytes / 1e6:.3g}"
-        rows.append(
-            (
-                f"{one.tensors}",
-                *sizes,
-                f"{one.forward_seconds * 1e6:.0f}",
-                f"{one.backward_seconds * 1e6:.0f}",
-            )
-        )
-    return [f"| {' | '.join(row)} |" for row in rows]
+CELLS: dict[str, Callable[[Added], str]] = {
+    "saved tensors of 4 KiB": lambda one: f"{one.tensors}",
+    "MB of host memory": lambda one: f"{one.host_bytes / 1e6:.3g}",
+    "MB written a step": lambda one: f"{one.written_bytes / 1e6:.3g}",
+    "CPU us a tensor, forward": lambda one: f"{one.forward_seconds * 1e6:.0f}",
+    "backward": lambda one: f"{one.backward_seconds * 1e6:.0f}",
+}

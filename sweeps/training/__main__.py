@@ -4,75 +4,42 @@ runs, and write the report.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from nvme_offload.errors import UnsupportedError
-
-from ..command import run, stop_at_sigterm
+from .. import apart, command
+from ..command import COUNT, option, say
+from ..floor import Floor, Speeds, floor, mean
 from ..machine import commit, facts
+from ..meter import memory_of
 from ..models import CONFIGS
-from .drive import Floor
+from ..report import write
+from ..turns import interruptible, rounds, there_and_back
 from .plan import Model, Variant, read_plan
 from .report import Results, as_json, render
-from .runs import Run, Speeds, mean_speeds
-from .trainer import train
+from .runs import Run, Sample, assemble
 
 _DEFAULT_PLAN = Path(__file__).parents[1] / "plans" / "training.toml"
+_NUMBER = "Instead of the plan's number."
 
 
 @click.command()
-@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--plan",
-    "plan_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=_DEFAULT_PLAN,
-    show_default=True,
-)
-@click.option(
-    "--model",
-    help=f"Instead of the plan's: {', '.join(CONFIGS)}, or the path of a Hugging Face config.json.",
-)
-@click.option(
-    "--width",
-    type=click.IntRange(min=8),
-    help="Of the model's small-width form, which has all of its tensors, instead of the model.",
-)
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Rows of tokens, of that model.",
-)
-@click.option(
-    "--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="In each row."
-)
-@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option("--cold-rounds", type=click.IntRange(min=0), help="Instead of the plan's number.")
-@click.option("--steps", type=click.IntRange(min=1), help="Instead of the plan's number.")
-@click.option("--only", help="Of the plan's variants only these, with commas between.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0),
-    help="Begin no further round that would not end within this time.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Write OUTPUT.md and OUTPUT.json, for example reports/training-vda; after every run.",
-)
-@click.option(
-    "--note",
-    multiple=True,
-    help="A sentence on the circumstances, for the report; may be given again.",
-)
+@command.directory
+@option("--plan", "plan_path", type=command.FILE, default=_DEFAULT_PLAN)
+@option("--model", help=f"Instead of the plan's: {', '.join(CONFIGS)}, or a path of a config.json.")
+@command.width
+@option("--batch", type=COUNT, default=1, help="Rows of tokens, of that model.")
+@option("--tokens", type=click.IntRange(min=2), default=128, help="In each row.")
+@command.rounds
+@option("--cold-rounds", type=click.IntRange(min=0), help=_NUMBER)
+@option("--steps", type=COUNT, help=_NUMBER)
+@option("--only", type=command.Names(), help="Of the plan's variants only these, with commas.")
+@command.seconds()
+@command.output("Write OUTPUT.md and OUTPUT.json after every run.")
+@command.note
 def main(
     directory: Path,
     plan_path: Path,
@@ -80,130 +47,111 @@ def main(
     width: int | None,
     batch: int,
     tokens: int,
-    rounds: int | None,
-    cold_rounds: int | None,
-    steps: int | None,
-    only: str | None,
+    only: list[str] | None,
     seconds: float | None,
     output: Path | None,
-    note: tuple[str, ...],
+    notes: tuple[str, ...],
+    **numbers: Any,
 ) -> None:
     """Compare ways to train with offload to the drive of DIRECTORY, in interleaved runs, and print
     a report in Markdown.
     """
-    stop_at_sigterm()
+    command.stop_at_sigterm()
     if width and not model:
         raise click.UsageError("give --width with --model")
     other = Model(name=model, width=width, batch=batch, tokens=tokens) if model else None
-    plan = read_plan(plan_path).narrowed(
-        rounds, cold_rounds, steps, only.split(",") if only else None, other
-    )
-    results = Results(
-        facts(directory, "sweeps.training") | {"versions": commit()}, plan, [], [], [], list(note)
-    )
-    started = time.monotonic()
-    try:
-        for _ in _measure(results, directory, started + seconds if seconds is not None else None):
-            results.facts["took"] = f"{time.monotonic() - started:.0f} s"
-            if output is not None:
-                _write(results, output)
-    except KeyboardInterrupt:
-        results.notes.insert(0, "Interrupted: not all rounds were held.")
-    results.facts["took"] = f"{time.monotonic() - started:.0f} s"
-    if output is not None:
-        _write(results, output)
-    click.echo(render(results))
+    plan = read_plan(plan_path).narrowed(only, other, **numbers)
+    described = facts(directory, "sweeps.training") | {"versions": commit()}
+    results = Results(described, plan, [], [], [], list(notes))
+    with (
+        interruptible(results.facts, results.notes),
+        floor(directory, plan.aio, plan.fio_bytes, results.facts, results.notes) as drive,
+    ):
+        _measure(results, directory, drive, seconds, output)
+    write(output, text := render(results), as_json(results))
+    click.echo(text)
 
 
-def _measure(results: Results, directory: Path, deadline: float | None) -> Iterator[None]:
-    """Hold the rounds of the plan; yields after each run."""
+def _measure(
+    results: Results,
+    directory: Path,
+    drive: Floor | None,
+    seconds: float | None,
+    output: Path | None,
+) -> None:
+    """Run the rounds of the plan, and write what there is after each run."""
+
+    def speeds() -> Speeds | None:
+        if drive is not None:
+            results.speeds.append(drive.measure())
+        return results.speeds[-1] if drive is not None else None
+
     plan = results.plan
-    longest = 0.0
-    with contextlib.ExitStack() as undo:
-        floor = _floor(results, directory, undo)
-        for number in range(plan.rounds):
-            began = time.monotonic()
-            if deadline is not None and number > 0 and began + longest > deadline:
-                results.notes.append(
-                    f"{number} of {plan.rounds} rounds were held in the time that was given."
-                )
-                return
-            before = _speeds(results, floor)
-            for variant in plan.variants[:: -1 if number % 2 else 1]:
-                run = train(plan, variant, number, directory)
-                after = _speeds(results, floor) if variant.drives else before
-                run.drive = (
-                    mean_speeds(before, after) if before and after and variant.drives else None
-                )
-                before = after
-                _note(results, variant, run)
-                results.runs.append(run)
-                yield
-            longest = max(longest, time.monotonic() - began)
-        cold = [plan.named(name) for name in plan.cold_variants]
-        for number in range(plan.cold_rounds):
-            for variant in cold[:: -1 if number % 2 else 1]:
-                run = train(plan, variant, number, directory, cold=True)
-                _note(results, variant, run)
-                results.cold_runs.append(run)
-                yield
+    for number in rounds(plan.rounds, seconds, results.notes):
+        before = speeds()
+        for variant in there_and_back(plan.variants, number):
+            run = train(results, variant, number, directory)
+            after = speeds() if variant.drives else before
+            run.drive = mean(before, after) if variant.drives else None
+            before = after
+            _note(results, run)
+            results.runs.append(run)
+            write(output, render(results), as_json(results))
+    for number in range(plan.cold_rounds):
+        for variant in there_and_back([plan.named(name) for name in plan.cold_variants], number):
+            results.cold_runs.append(train(results, variant, number, directory, cold=True))
+            _note(results, results.cold_runs[-1])
+            write(output, render(results), as_json(results))
 
 
-def _floor(results: Results, directory: Path, undo: contextlib.ExitStack) -> Floor | None:
-    if not results.plan.fio_bytes:
-        return None
-    try:
-        floor = undo.enter_context(Floor(results.plan, directory))
-    except UnsupportedError as error:
-        results.notes.append(f"Without the drive's own speed: {error}")
-        return None
-    results.facts["versions"] = f"{floor.version}, {results.facts['versions']}"
-    return floor
+def train(
+    results: Results, variant: Variant, number: int, directory: Path, cold: bool = False
+) -> Run:
+    """Run *variant* once with *directory* for its files, which are removed.
+
+    cold: nothing is compiled yet, and there is one step.
+    """
+    plan, samples, started = results.plan, list[Sample](), time.monotonic()
+
+    def look(process: int) -> None:
+        if (memory := memory_of(process)) is not None:
+            samples.append(Sample(time.monotonic(), memory))
+
+    with apart.place("training", directory) as work:
+        (work / "offload").mkdir()
+        job = {
+            "ours": variant.ours,
+            "ds_config": variant.ds_config_at(str(work / "offload")),
+            "directory": str(directory),
+            "model": plan.model.config,
+            **{key: getattr(plan.model, key) for key in ("hidden", "blocks", "tokens", "batch")},
+            "steps": 1 if cold else plan.steps,
+            "weights": not cold,
+        }
+        environment = apart.only_rank()
+        if cold:
+            environment["TORCH_EXTENSIONS_DIR"] = str(work / "extensions")
+        module, timeout = "sweeps.training.trainee", plan.timeout_seconds
+        told, error = apart.run(module, job, work, timeout, environment=environment, look=look)
+    return assemble(variant.name, number, started, error, told, samples)
 
 
-def _speeds(results: Results, floor: Floor | None) -> Speeds | None:
-    if floor is None:
-        return None
-    results.speeds.append(floor.measure())
-    return results.speeds[-1]
-
-
-def _note(results: Results, variant: Variant, run: Run) -> None:
+def _note(results: Results, run: Run) -> None:
     for version in run.facts.get("versions", []):
         if version not in results.facts["versions"]:
             results.facts["versions"] += f", {version}"
     if "accelerator" in run.facts:
+        threads, optimizer = run.facts["threads"], run.facts["optimizer"]
         results.facts["accelerator"] = run.facts["accelerator"]
-        results.facts["threads and optimizer"] = (
-            f"{run.facts['threads']} threads of torch; {run.facts['optimizer']}"
-        )
-    settling = (
-        results.plan.settling_steps if len(run.step_ends) > results.plan.settling_steps else 0
-    )
-    times = [run.measure(name, settling) for name in ("forward", "backward", "optimizer", "cold")]
-    figures = " / ".join("-" if value is None else f"{value:.2f}" for value in times)
-    said = (
-        f"failed: {run.error}"
-        if run.error
-        else f"forward / backward / optimizer / cold start {figures} s, peak {(run.peak_bytes() or 0) / 1e9:.2f} GB"
-    )
-    share = run.share("optimizer_floor", settling)
-    _say(
-        f"round {run.number + 1}, {variant.name}: {said}{'' if share is None else f', {share:.2f} of the floor'}"
-    )
-
-
-def _write(results: Results, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_name(output.name + ".md").write_text(render(results))
-    output.with_name(output.name + ".json").write_text(
-        json.dumps(as_json(results), indent=1) + "\n"
-    )
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
+        results.facts["threads and optimizer"] = f"{threads} threads of torch; {optimizer}"
+    settling = results.plan.settling_steps
+    found = run.figures(settling if len(run.step_ends) > settling else 0)
+    names = ("forward", "backward", "optimizer", "cold")
+    figures = " / ".join(f"{found[name]:.2f}" for name in names)
+    peak = f"peak {run.peak_bytes() / 1e9:.2f} GB"
+    said = f"forward / backward / optimizer / cold start {figures} s, {peak}"
+    say(f"round {run.number + 1}, {run.variant}: {f'failed: {run.error}' if run.error else said}")
 
 
 if __name__ == "__main__":
-    run(main, "sweeps.training")
+    command.run(main, "sweeps.training")

@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from nvme_offload.errors import UsageError
+from nvme_offload.hardware.config import AioConfig
 from nvme_offload.units import parse_bytes
 
 from ..models import Tensor, config_of, tensors
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pytest brings it along
+from ..plan import made, read, require_known
 
 # What a target or a ratio may be about, with how the report calls it.
 MEASURES = {
@@ -104,8 +100,8 @@ class Variant:
     name: str
     title: str
     ours: bool
-    equal: bool
     ds_config: Mapping[str, Any]
+    equal: bool = True
 
     @property
     def drives(self) -> bool:
@@ -129,9 +125,14 @@ class Target:
 
     variant: str
     measure: str
-    against: str | None
-    most: float | None
-    least: float | None
+    against: str | None = None
+    most: float | None = None
+    least: float | None = None
+
+    def __post_init__(self) -> None:
+        require_known([self.measure], MEASURES if self.against is not None else SHARES)
+        if (self.most is None) == (self.least is None):
+            raise ValueError(f"the target for {self.variant} needs either most or least")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,30 +156,34 @@ class Plan:
     variants: tuple[Variant, ...]
     targets: tuple[Target, ...]
 
+    def __post_init__(self) -> None:
+        names = [variant.name for variant in self.variants]
+        if len(set(names)) != len(names):
+            raise ValueError("two variants have the same name")
+        if not 0 <= self.settling_steps < self.steps:
+            settling = self.settling_steps
+            raise ValueError(f"of {self.steps} steps, {settling} cannot be for settling")
+        require_known([self.baseline, *self.cold_variants], names)
+        judged = {name for target in self.targets for name in (target.variant, target.against)}
+        require_known(judged - {None}, names)
+
     def narrowed(
-        self,
-        rounds: int | None,
-        cold_rounds: int | None,
-        steps: int | None,
-        only: Collection[str] | None,
-        model: Model | None = None,
+        self, only: Collection[str] | None, model: Model | None = None, **numbers: int | None
     ) -> Plan:
-        """This plan with other numbers, with *only* some of its variants, or with another model,
-        where they are not None. Raises: UsageError.
+        """This plan with *only* some of its variants, with another model, or with other *numbers*
+        of rounds, cold_rounds and steps, where they are not None. Raises: UsageError.
         """
         names = [variant.name for variant in self.variants]
         if only is not None and (unknown := sorted(set(only) - set(names))):
             raise UsageError(f"{unknown[0]!r} is none of the plan's variants: {', '.join(names)}")
         kept = tuple(variant for variant in self.variants if only is None or variant.name in only)
         known = {variant.name for variant in kept} | {None}
-        wanted = self.steps if steps is None else steps
+        other = {key: number for key, number in numbers.items() if number is not None}
         return dataclasses.replace(
             self,
             model=model or self.model,
-            steps=wanted,
-            settling_steps=min(self.settling_steps, wanted - 1),
-            rounds=self.rounds if rounds is None else rounds,
-            cold_rounds=self.cold_rounds if cold_rounds is None else cold_rounds,
+            **other,
+            settling_steps=min(self.settling_steps, other.get("steps", self.steps) - 1),
             cold_variants=tuple(name for name in self.cold_variants if name in known),
             baseline=self.baseline if self.baseline in known else kept[0].name,
             variants=kept,
@@ -192,102 +197,39 @@ class Plan:
         return next(variant for variant in self.variants if variant.name == name)
 
     @property
-    def aio(self) -> Mapping[str, Any]:
+    def aio(self) -> AioConfig:
         """The baseline's settings of the drive, with DeepSpeed's defaults; fio is run at these."""
-        section = self.named(self.baseline).ds_config.get("aio", {})
-        return {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, **section}
-
-
-_PLAN_KEYS = {
-    "steps",
-    "settling_steps",
-    "rounds",
-    "cold_rounds",
-    "cold_variants",
-    "fio_bytes",
-    "timeout_seconds",
-    "baseline",
-    "model",
-    "ds_config",
-}
-_VARIANT_KEYS = {"name", "title", "ours", "equal", "ds_config"}
-_TARGET_KEYS = {"variant", "measure", "against", "most", "least"}
+        given = {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            **self.named(self.baseline).ds_config.get("aio", {}),
+        }
+        sizes = (given[key] for key in ("block_size", "queue_depth", "intra_op_parallelism"))
+        return AioConfig(*map(int, sizes))
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in *path*.
-
-    Raises: UsageError naming what is missing, unknown or not possible; OSError.
-    """
-    try:
-        return _plan(tomllib.loads(path.read_text()))
-    except KeyError as error:
-        raise UsageError(f"{path}: {error} is missing") from None
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    """The plan in *path*. Raises: UsageError with what is wrong; OSError."""
+    return read(path, _plan)
 
 
 def _plan(document: dict[str, Any]) -> Plan:
-    _require_known(document, _PLAN_KEYS | {"variant", "target"})
-    common = document["ds_config"]
-    variants = tuple(_variant(entry, common) for entry in document["variant"])
-    names = [variant.name for variant in variants]
-    if len(set(names)) != len(names):
-        raise ValueError("two variants have the same name")
-    targets = tuple(_target(entry) for entry in document.get("target", []))
-    cold_variants = tuple(document.get("cold_variants", names))
-    _require_known([document["baseline"], *cold_variants], names)
-    _require_known(
-        [
-            name
-            for target in targets
-            for name in (target.variant, target.against)
-            if name is not None
-        ],
-        names,
+    common = document.pop("ds_config")
+    variants = tuple(
+        made(Variant, entry, ds_config=merged(common, entry.get("ds_config", {})))
+        for entry in document.pop("variant")
     )
-    plan = Plan(
-        Model(**document["model"]),
-        document["steps"],
-        document["settling_steps"],
-        document["rounds"],
-        document.get("cold_rounds", 0),
-        cold_variants,
-        parse_bytes(document["fio_bytes"]),
-        document["timeout_seconds"],
-        document["baseline"],
-        variants,
-        targets,
+    return made(
+        Plan,
+        document,
+        model=Model(**document["model"]),
+        fio_bytes=parse_bytes(document["fio_bytes"]),
+        cold_rounds=document.get("cold_rounds", 0),
+        cold_variants=tuple(document.get("cold_variants", [one.name for one in variants])),
+        targets=tuple(made(Target, entry) for entry in document.pop("target", [])),
+        variants=variants,
     )
-    if not 0 <= plan.settling_steps < plan.steps:
-        raise ValueError(f"of {plan.steps} steps, {plan.settling_steps} cannot be for settling")
-    return plan
-
-
-def _variant(entry: dict[str, Any], common: Mapping[str, Any]) -> Variant:
-    _require_known(entry, _VARIANT_KEYS)
-    return Variant(
-        entry["name"],
-        entry["title"],
-        entry["ours"],
-        entry.get("equal", True),
-        merged(common, entry.get("ds_config", {})),
-    )
-
-
-def _target(entry: dict[str, Any]) -> Target:
-    _require_known(entry, _TARGET_KEYS)
-    target = Target(
-        entry["variant"],
-        entry["measure"],
-        entry.get("against"),
-        entry.get("most"),
-        entry.get("least"),
-    )
-    _require_known([target.measure], MEASURES if target.against is not None else SHARES)
-    if (target.most is None) == (target.least is None):
-        raise ValueError(f"the target for {target.variant} needs either most or least")
-    return target
 
 
 def merged(common: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,9 +244,3 @@ def merged(common: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, A
 def _offload_sections(ds_config: Mapping[str, Any]) -> list[dict[str, Any]]:
     zero = ds_config.get("zero_optimization", {})
     return [zero[key] for key in _DIRECTORY_KEYS if key in zero]
-
-
-def _require_known(found: Iterable[str], known: Collection[str]) -> None:
-    unknown = sorted(set(found) - set(known))
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(known))}")

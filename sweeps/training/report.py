@@ -5,17 +5,20 @@ machine.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pandas as pd
+
 from nvme_offload.units import format_bytes
-from sweeps.peers.report import Spread, spread, verdict
 
+from .. import floor
+from ..meter import Memory
+from ..report import Spread, columns, document, escaped, listed, shown, spread, table, verdict
+from ..report import ratios as of_rounds
 from .plan import MEASURES, SHARES, Plan, Target, Variant
-from .runs import PHASES, Run, Speeds, floor_seconds
-
-_PRELUDE = ("import", "init")
+from .runs import PHASES, Run, Speeds
 
 
 @dataclasses.dataclass
@@ -32,151 +35,150 @@ class Results:
     notes: list[str]
 
     def of(self, variant: str) -> list[Run]:
-        """The runs of a variant."""
-        return [run for run in self.runs if run.variant == variant]
+        """The runs of a variant that came to their end."""
+        return [run for run in self.runs if run.variant == variant and run.error is None]
 
 
-def ratios(
-    first: Sequence[Run], second: Sequence[Run], measure: Callable[[Run], float | None]
-) -> Spread | None:
-    """The first variant's figure over the second's, of each round that has both; None where there
-    is no such round.
-    """
-    others = {run.number: measure(run) for run in second}
-    pairs = [(measure(run), others.get(run.number)) for run in first]
-    found = [mine / other for mine, other in pairs if mine is not None and other]
-    return spread(found) if found else None
+class Figures:
+    """The figures of *runs*, a row each."""
+
+    def __init__(self, runs: Sequence[Run], settling_steps: int) -> None:
+        self._frame = pd.DataFrame(
+            {
+                "variant": run.variant,
+                "round": run.number,
+                "whole": run.error is None,
+                **run.figures(settling_steps),
+            }
+            for run in runs
+        )
+
+    def of(self, variant: str | None, name: str, whole: bool = True) -> pd.Series:
+        """The figure *name* of a variant, by round; of runs that failed, too, unless *whole*."""
+        if self._frame.empty:
+            return pd.Series(dtype=float)
+        mine = self._frame[self._frame.variant == variant]
+        return (mine[mine.whole] if whole else mine).set_index("round")[name]
+
+    def median(self, variant: str, name: str) -> float:
+        """Over the rounds; NaN where there is none."""
+        return float(self.of(variant, name).median())
+
+    def ratios(self, variant: str, to: str | None, name: str, whole: bool = True) -> pd.Series:
+        """The figure of *variant* over that of *to*, in each round that has both."""
+        return of_rounds(self.of(variant, name, whole), self.of(to, name, False))
 
 
 def reached(results: Results, target: Target) -> Spread | None:
     """What there is to hold against a target."""
     settling = results.plan.settling_steps
     if target.against is None:
-        shares = [
-            share
-            for run in results.of(target.variant)
-            if (share := run.share(target.measure, settling)) is not None
-        ]
-        return spread(shares) if shares else None
-    runs = results.cold_runs if target.measure == "cold" and results.cold_runs else results.runs
-    first, second = (
-        [run for run in runs if run.variant == name] for name in (target.variant, target.against)
-    )
-    return ratios(first, second, lambda run: run.measure(target.measure, settling))
+        found = Figures(results.runs, settling).of(target.variant, target.measure, False).dropna()
+    else:
+        cold = target.measure == "cold" and results.cold_runs
+        figures = Figures(results.cold_runs if cold else results.runs, settling)
+        found = figures.ratios(target.variant, target.against, target.measure, False)
+    return spread(found) if len(found) else None
 
 
 def unequal(results: Results) -> list[str]:
     """The variants among those that should be equal whose losses or weights are not those of the
     first of them, or not those of another run.
     """
-    names = [variant.name for variant in results.plan.variants if variant.equal]
-    whole = [run for name in names for run in results.of(name) if run.error is None]
+    whole = [run for one in results.plan.variants if one.equal for run in results.of(one.name)]
     weights = next((run.weights for run in whole if run.weights is not None), None)
-    return list(
-        dict.fromkeys(
-            run.variant
-            for run in whole
-            if run.losses != whole[0].losses or run.weights not in (None, weights)
-        )
-    )
+    other = [
+        run.variant
+        for run in whole
+        if run.losses != whole[0].losses or run.weights not in (None, weights)
+    ]
+    return list(dict.fromkeys(other))
 
 
 def render(results: Results) -> str:
     """The report in Markdown."""
-    parts = [
+    figures = Figures(results.runs, results.plan.settling_steps)
+    there = [variant for variant in results.plan.variants if results.of(variant.name)]
+    return document(
         "# Training steps with offload",
         *_targets(results),
-        *_equality(results),
+        *_equality(results, there),
         *_circumstances(results),
-    ]
-    parts += [
-        *_times(results),
-        *_drive(results),
-        *_phases(results),
-        *_memory(results),
-        *_cold(results),
+        *_times(results, figures, there),
+        *_drive(results, figures, [variant for variant in there if variant.drives]),
+        *_memory(results, figures, there),
+        *_cold(results, figures),
         *_failures(results),
-    ]
-    return "\n\n".join(parts) + "\n"
+    )
 
 
 def as_json(results: Results) -> dict[str, Any]:
     """Everything that was measured, each run by itself."""
-    plan = results.plan
     return {
         "facts": results.facts,
         "notes": results.notes,
-        "plan": dataclasses.asdict(plan),
+        "plan": dataclasses.asdict(results.plan),
         "speeds": [speeds._asdict() for speeds in results.speeds],
-        **{
-            name: [_run_as_json(run, plan.settling_steps) for run in getattr(results, name)]
-            for name in ("runs", "cold_runs")
-        },
+        "runs": [_run_as_json(run, results.plan.settling_steps) for run in results.runs],
+        "cold_runs": [_run_as_json(run, results.plan.settling_steps) for run in results.cold_runs],
     }
 
 
 def _run_as_json(run: Run, settling: int) -> dict[str, Any]:
-    shown = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    shown["phases"] = [phase._asdict() for phase in run.phases]
-    shown["at_peak"] = run.at_peak and run.at_peak._asdict()
-    shown["drive"] = run.drive and run.drive._asdict()
     return {
-        **shown,
+        **{field.name: getattr(run, field.name) for field in dataclasses.fields(run)},
+        "phases": [phase._asdict() for phase in run.phases],
+        "at_peak": run.at_peak and run.at_peak._asdict(),
+        "drive": run.drive and run.drive._asdict(),
         "measures": {name: run.measure(name, settling) for name in MEASURES},
         "shares": {name: run.share(name, settling) for name in SHARES},
     }
 
 
 def _targets(results: Results) -> Iterator[str]:
-    lines = []
-    for target in results.plan.targets:
+    def judged(target: Target) -> str:
         found = reached(results, target)
-        about = MEASURES.get(target.measure) or SHARES[target.measure]
-        against = f"over {_title(results, target.against)}" if target.against else "beside fio"
-        wanted = f"<= {target.most:g}" if target.most is not None else f">= {target.least:g}"
-        judged = verdict(found, target.least, target.most) if found else "not measured"
-        lines.append(
-            (_title(results, target.variant), about, against, wanted, _ratio(found), judged)
-        )
-    if lines:
+        return verdict(found, target.least, target.most) if found else "not measured"
+
+    cells = {
+        "variant": lambda one: _title(results, one.variant),
+        "what": lambda one: MEASURES.get(one.measure) or SHARES[one.measure],
+        "": lambda one: f"over {_title(results, one.against)}" if one.against else "beside fio",
+        "target": lambda one: f"<= {one.most:g}" if one.most is not None else f">= {one.least:g}",
+        "median [spread]": lambda one: reached(results, one) or "",
+        " ": judged,
+    }
+    if results.plan.targets:
         yield "A ratio is of times or of bytes: less is better. A share of the floor should be near 1."
-        yield _table(("variant", "what", "", "target", "median [spread]", ""), lines)
+        yield columns(results.plan.targets, cells)
 
 
-def _equality(results: Results) -> Iterator[str]:
-    plan = results.plan
-    expected = [
-        variant
-        for variant in plan.variants
-        if variant.equal and any(run.error is None for run in results.of(variant.name))
-    ]
-    whole = [run for variant in expected for run in results.of(variant.name) if run.error is None]
+def _equality(results: Results, there: Sequence[Variant]) -> Iterator[str]:
+    expected = [variant for variant in there if variant.equal]
+    whole = [run for variant in expected for run in results.of(variant.name)]
     if not whole:
         return
-    differing = unequal(results)
     asked = ", ".join(variant.title for variant in expected)
     hashed = sum(run.weights is not None for run in whole)
-    if differing:
-        yield f"**Losses or weights differ** between {asked}: in {', '.join(_title(results, name) for name in differing)}."
+    if differing := unequal(results):
+        titles = ", ".join(_title(results, name) for name in differing)
+        yield f"**Losses or weights differ** between {asked}: in {titles}."
     else:
         yield (
             f"Losses of every step, {len(whole[0].losses)} in each of {len(whole)} runs, and all weights at the end, looked at in {hashed} of them, are equal "
             f"bit for bit: {asked}."
         )
-    for variant in plan.variants:
-        others = [
-            run for run in results.of(variant.name) if run.error is None and not variant.equal
-        ]
-        if others:
+    for variant in there:
+        if not variant.equal:
             same = all(
-                run.losses == whole[0].losses and run.weights == whole[0].weights for run in others
+                (run.losses, run.weights) == (whole[0].losses, whole[0].weights)
+                for run in results.of(variant.name)
             )
             yield f"Nothing of the kind is asked of {variant.title}; its are {'the same' if same else 'others'}."
 
 
 def _circumstances(results: Results) -> Iterator[str]:
-    plan, facts = results.plan, [f"- {name}: {value}" for name, value in results.facts.items()]
-    model = plan.model
+    plan, model = results.plan, results.plan.model
     rounds = len({run.number for run in results.runs})
     size = (
         f"{model.parameters / 1e9:.2f}e9"
@@ -184,7 +186,7 @@ def _circumstances(results: Results) -> Iterator[str]:
         else f"{model.parameters / 1e6:.0f}e6"
     )
     yield "## Where, when and how"
-    yield "\n".join(facts)
+    yield listed(results.facts)
     yield from results.notes
     yield (
         f"The model: {model.title}, {size} parameters. A run is a process of {plan.steps} steps, of which the first "
@@ -195,272 +197,173 @@ def _circumstances(results: Results) -> Iterator[str]:
     )
 
 
-def _times(results: Results) -> Iterator[str]:
-    settling, plan = results.plan.settling_steps, results.plan
-    lines = []
-    for variant, runs in _whole(results):
-        base = results.of(plan.baseline)
-        seconds = [
-            _number(_middle(runs, lambda run, name=name: run.measure(name, settling)))
-            for name in (*PHASES, "update", "step")
-        ]  # type: ignore[misc]
-        cpu = _middle(
-            runs,
-            lambda run: sum(
-                run.median(name, settling, lambda phase: phase.cpu_seconds) or 0 for name in PHASES
-            ),
-        )
-        compared = [
-            _ratio(ratios(runs, base, lambda run, name=name: run.measure(name, settling)))
-            for name in ("update", "step")
-        ]  # type: ignore[misc]
-        lines.append((variant.title, *seconds, *compared, _number(cpu)))
-    head = (
-        *PHASES,
-        "backward + optimizer",
-        "step",
-        "ratio of backward + optimizer",
-        "ratio of step",
-        "CPU s a step",
+def _times(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
+    base = results.plan.baseline
+    titles = dict(
+        zip((*PHASES, "update", "step"), (*PHASES, "backward + optimizer", "step"), strict=True)
     )
+    cells = {
+        "variant": lambda one: one.title,
+        **{
+            title: lambda one, name=name: _number(figures.median(one.name, name))
+            for name, title in titles.items()
+        },
+        **{
+            f"ratio of {titles[name]}": lambda one, name=name: shown(
+                figures.ratios(one.name, base, name)
+            )
+            for name in ("update", "step")
+        },
+        "CPU s a step": lambda one: _number(
+            sum(figures.of(one.name, f"{name} cpu_seconds").fillna(0) for name in PHASES).median()
+        ),
+    }
     yield "## Seconds a step"
-    yield _table(("variant", *head), lines)
+    yield columns(there, cells)
 
 
-def _drive(results: Results) -> Iterator[str]:
-    settling, aio = results.plan.settling_steps, results.plan.aio
+def _drive(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
+    aio = results.plan.aio
     yield "## Bytes moved, beside what the drive gives"
     if results.speeds:
-        figures = [
-            f"{name} {_ratio(spread([getattr(speeds, name) / 1e9 for speeds in results.speeds]))} GB/s"
-            for name in Speeds._fields  # read, write, mixed
-        ]
         yield (
-            f"fio, {len(results.speeds)} times between the runs, with block {format_bytes(int(aio['block_size']))}, depth {aio['queue_depth']}, threads "
-            f"{aio['intra_op_parallelism']}: {', '.join(figures)}; mixed is as many bytes each way at once, the sum. The floor is the least time in which a "
+            f"fio, {len(results.speeds)} times between the runs, with block {format_bytes(aio.block_size)}, depth {aio.queue_depth}, threads "
+            f"{aio.thread_count}: {floor.described(results.speeds)}. The floor is the least time in which a "
             "phase's bytes can be moved: the longest of read by read, written by write and both by mixed, at the mean of fio's figures before and after."
         )
-    lines = []
-    for variant, runs in _whole(results):
-        if not variant.drives:
-            continue
-        moved = []
-        for name in PHASES:
-            read, written = (
-                _middle(runs, lambda run, name=name, way=way: run.moved((name,), settling)[way])
-                or 0
-                for way in (0, 1)
-            )  # type: ignore[misc]
-            moved.append(f"{read / 1e9:.2f} + {written / 1e9:.2f}")
-        floor = _middle(
-            runs,
-            lambda run: (
-                floor_seconds(*run.moved(("optimizer",), settling), run.drive)
-                if run.drive
-                else None
-            ),
+
+    def moved(variant: str, phase: str) -> list[float]:
+        fields = ("read_bytes", "written_bytes")
+        each = [figures.median(variant, f"{phase} {field}") for field in fields]
+        return [0 if math.isnan(nbytes) else nbytes for nbytes in each]
+
+    cells = {
+        "variant": lambda one: one.title,
+        **{
+            f"{name}: GB read + written": lambda one, name=name: " + ".join(
+                f"{nbytes / 1e9:.2f}" for nbytes in moved(one.name, name)
+            )
+            for name in PHASES
+        },
+        "optimizer: floor, s": lambda one: _number(figures.median(one.name, "optimizer floor")),
+        **{
+            title: lambda one, name=name: shown(figures.of(one.name, name))
+            for name, title in SHARES.items()
+        },
+    }
+    yield columns(there, cells)
+
+    def phase(key: tuple[Variant, str]) -> list[str]:
+        variant, name = key
+        seconds, busy, planning, uses = (
+            figures.median(variant.name, f"{name} {field}")
+            for field in ("seconds", "busy_seconds", "planning_seconds", "uses")
         )
-        shares = []
-        for name in SHARES:
-            found = [share for run in runs if (share := run.share(name, settling)) is not None]
-            shares.append(_ratio(spread(found) if found else None))
-        lines.append((variant.title, *moved, _number(floor), *shares))
-    head = (
-        "variant",
-        *(f"{name}: GB read + written" for name in PHASES),
-        "optimizer: floor, s",
-        *SHARES.values(),
-    )
-    yield _table(head, lines)
+        nbytes = moved(variant.name, name)
+        speed = f"{sum(nbytes) / seconds / 1e9:.2f}"
+        floors = figures.of(variant.name, f"{name} floor")
+        share = shown(floors / figures.of(variant.name, name)) if sum(nbytes) else ""
+        a_use = f"{planning / uses * 1e6:.0f}" if uses else ""
+        busy_share = f"{min(busy / seconds, 1):.2f}"
+        cells = [variant.title, name, _number(seconds), busy_share, speed]
+        return [*cells, share, f"{planning:.3f}", a_use]
 
-
-def _phases(results: Results) -> Iterator[str]:
-    """What the drive did in each phase, and what planning it took."""
-    settling = results.plan.settling_steps
-    lines = []
-    for variant, runs in _whole(results):
-        for name in PHASES if variant.drives else ():
-            read, written = (
-                _middle(runs, lambda run, name=name, way=way: run.moved((name,), settling)[way])
-                or 0
-                for way in (0, 1)
-            )  # type: ignore[misc]
-            seconds, busy, planning, uses = (
-                _middle(
-                    runs,
-                    lambda run, name=name, of=of: run.median(
-                        name, settling, lambda phase: getattr(phase, of)
-                    ),
-                )
-                or 0  # type: ignore[misc]
-                for of in ("seconds", "busy_seconds", "planning_seconds", "uses")
-            )
-            shares = [
-                floor_seconds(*run.moved((name,), settling), run.drive) / took
-                for run in runs
-                if read + written and run.drive and (took := run.median(name, settling))
-            ]
-            a_use = f"{planning / uses * 1e6:.0f}" if uses else ""
-            speed = f"{(read + written) / seconds / 1e9:.2f}" if seconds else ""
-            share = f"{min(busy / seconds, 1):.2f}" if seconds else ""
-            lines.append(
-                (
-                    variant.title,
-                    name,
-                    _number(seconds),
-                    share,
-                    speed,
-                    _ratio(spread(shares) if shares else None),
-                    f"{planning:.3f}",
-                    a_use,
-                )
-            )
     yield "In each phase: the share of it in which the drive had anything in flight, whoever asked, and the CPU seconds of the swapper's calls."
-    yield _table(
-        (
-            "variant",
-            "phase",
-            "s",
-            "drive busy",
-            "GB/s",
-            "floor / time",
-            "planning CPU s",
-            "us a use",
-        ),
-        lines,
-    )
-
-
-def _memory(results: Results) -> Iterator[str]:
-    base, settling = results.of(results.plan.baseline), results.plan.settling_steps
-    lines, held, kinds = [], [], []
-    for variant, runs in _whole(results):
-        phases = [
-            _gigabytes(_middle(runs, lambda run, names=names: run.peak_bytes(*names)))
-            for names in (_PRELUDE, *((name,) for name in PHASES))
-        ]  # type: ignore[misc]
-        after = _middle(
-            runs,
-            lambda run: next(phase.after_bytes for phase in run.phases if phase.name == "init"),
-        )
-        last = _middle(runs, lambda run: run.phases[-1].after_bytes)
-        peak = _middle(runs, lambda run: run.peak_bytes())
-        ratio = _ratio(ratios(runs, base, lambda run: run.measure("peak", settling)))
-        settled = _gigabytes(_middle(runs, lambda run: run.measure("settled_peak", settling)))
-        settled_ratio = _ratio(
-            ratios(runs, base, lambda run: run.measure("settled_peak", settling))
-        )
-        lines.append(
-            (
-                variant.title,
-                _gigabytes(peak),
-                ratio,
-                settled,
-                settled_ratio,
-                *phases,
-                _gigabytes(after),
-                _gigabytes(last),
-            )
-        )
-        if peaks := [run.at_peak for run in runs if run.at_peak is not None]:
-            values = [
-                statistics.median(getattr(peak, name) for peak in peaks)
-                for name in ("resident", "anonymous", "file", "shared", "locked", "pinned")
-            ]
-            held.append((variant.title, *map(_gigabytes, values)))
-        kinds += [
-            (
-                variant.title,
-                moment,
-                ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in found.items() if size > 5e7),
-            )
-            for moment, found in runs[0].kinds.items()
-        ]
-    yield "## Host memory"
-    yield (
-        "Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took."
-    )
-    head = (
+    head = [
         "variant",
-        "peak",
-        "ratio",
-        "peak past the first steps",
-        "ratio",
-        "init",
-        *PHASES,
-        "left after init",
-        "left after the last step",
-    )
-    yield _table(head, lines)
+        "phase",
+        "s",
+        "drive busy",
+        "GB/s",
+        "floor / time",
+        "planning CPU s",
+        "us a use",
+    ]
+    yield table(head, [phase((variant, name)) for variant in there for name in PHASES])
+
+
+def _memory(results: Results, figures: Figures, there: Sequence[Variant]) -> Iterator[str]:
+    base = results.plan.baseline
+
+    def gigabytes(name: str) -> Any:
+        return lambda one: _gigabytes(figures.median(one.name, name))
+
+    def ratio(name: str) -> Any:
+        return lambda one: shown(figures.ratios(one.name, base, name))
+
+    cells = {
+        "variant": lambda one: one.title,
+        "peak": gigabytes("peak"),
+        "ratio": ratio("peak"),
+        "peak past the first steps": gigabytes("settled_peak"),
+        "ratio ": ratio("settled_peak"),
+        "init": gigabytes("prelude peak"),
+        **{name: gigabytes(f"{name} peak") for name in PHASES},
+        "left after init": gigabytes("after init"),
+        "left after the last step": gigabytes("after last"),
+    }
+    held = {
+        "variant": lambda one: one.title,
+        **{name: gigabytes(f"at peak {name}") for name in Memory._fields if name != "peak"},
+    }
+    sampled = [one for one in there if any(run.at_peak for run in results.of(one.name))]
+    kinds = [
+        (
+            variant.title,
+            moment,
+            ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in found.items() if size > 5e7),
+        )
+        for variant in there
+        for moment, found in results.of(variant.name)[0].kinds.items()
+    ]
+    yield "## Host memory"
+    yield "Resident bytes of the process, GB. Peaks are the kernel's own, of each phase by itself; init has also what importing took."
+    yield columns(there, cells)
     yield "At the moment when most was resident, of those looked at every 50 ms; locked and pinned are among the others:"
-    yield _table(("variant", "resident", "anonymous", "file", "shared", "locked", "pinned"), held)
+    yield columns(sampled, held)
     yield "What it was when nothing went on, GB, of the first round:"
-    yield _table(("variant", "after", "resident"), kinds)
+    yield table(("variant", "after", "resident"), kinds)
 
 
-def _cold(results: Results) -> Iterator[str]:
-    settling = results.plan.settling_steps
-    lines = []
-    for variant in results.plan.variants:
-        cells = []
-        for runs in (results.runs, results.cold_runs):
-            mine, base = (
-                [run for run in runs if run.variant == name]
-                for name in (variant.name, results.plan.baseline)
-            )
-            seconds = _middle(mine, lambda run: run.measure("cold", settling))
-            cells += [
-                _number(seconds),
-                _ratio(ratios(mine, base, lambda run: run.measure("cold", settling))),
-            ]
-        lines.append((variant.title, *cells))
+def _cold(results: Results, warm: Figures) -> Iterator[str]:
+    base = results.plan.baseline
+    cold = Figures(results.cold_runs, results.plan.settling_steps)
+    cells = {"variant": lambda one: one.title}
+    for title, figures, space in (("compiled before", warm, ""), ("nothing compiled", cold, " ")):
+        cells[title] = lambda one, figures=figures: _number(
+            figures.of(one.name, "cold", False).median()
+        )
+        cells[f"ratio{space}"] = lambda one, figures=figures: shown(
+            figures.ratios(one.name, base, "cold", False)
+        )
     yield "## Cold start"
     yield "Seconds from the start of a process to the end of its first step: with all compiled by an earlier run, and with an empty TORCH_EXTENSIONS_DIR."
-    yield _table(("variant", "compiled before", "ratio", "nothing compiled", "ratio"), lines)
+    yield columns(results.plan.variants, cells)
 
 
 def _failures(results: Results) -> Iterator[str]:
-    lines = []
-    for run in [*results.runs, *results.cold_runs]:
-        if run.error is not None:
-            done = f"after {len(run.step_ends)} step{'' if len(run.step_ends) == 1 else 's'}"
-            peak = _gigabytes(run.peak_bytes())
-            lines.append((_title(results, run.variant), done, peak, run.error.replace("|", "\\|")))
+    lines = [
+        (
+            _title(results, run.variant),
+            f"after {len(run.step_ends)} step{'' if len(run.step_ends) == 1 else 's'}",
+            _gigabytes(run.peak_bytes()),
+            escaped(run.error),
+        )
+        for run in [*results.runs, *results.cold_runs]
+        if run.error is not None
+    ]
     if lines:
         yield "## What failed"
-        yield _table(
-            ("variant", "when", "peak memory, GB", "what it said"), list(dict.fromkeys(lines))
-        )
+        yield table(("variant", "when", "peak memory, GB", "what it said"), dict.fromkeys(lines))
 
 
-def _whole(results: Results) -> Iterator[tuple[Variant, list[Run]]]:
-    """The variants with those of their runs that came to the end."""
-    for variant in results.plan.variants:
-        runs = [run for run in results.of(variant.name) if run.error is None]
-        if runs:
-            yield variant, runs
+def _title(results: Results, name: str) -> str:
+    return results.plan.named(name).title
 
 
-def _middle(runs: Sequence[Run], measure: Callable[[Run], float | None]) -> float | None:
-    found = [value for run in runs if (value := measure(run)) is not None]
-    return statistics.median(found) if found else None
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _title(results: Results, name: str | None) -> str:
-    return results.plan.named(name).title if name is not None else ""
-
-
-def _ratio(found: Spread | None) -> str:
-    return "" if found is None else f"{found.median:.2f} [{found.low:.2f} to {found.high:.2f}]"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _gigabytes(value: float | None) -> str:
-    return "" if value is None else f"{value / 1e9:.2f}"
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+def _gigabytes(value: float) -> str:
+    return "" if math.isnan(value) else f"{value / 1e9:.2f}"

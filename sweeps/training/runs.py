@@ -5,21 +5,17 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .process import Memory
+import pandas as pd
+
+from ..apart import of
+from ..floor import Speeds, floor_seconds
+from ..meter import Memory
 
 PHASES = ("forward", "backward", "optimizer")
-
-
-class Speeds(NamedTuple):
-    """Bytes a second that fio reached: reading, writing, and both at once (the sum)."""
-
-    read: float
-    write: float
-    mixed: float
 
 
 class Sample(NamedTuple):
@@ -47,11 +43,6 @@ class Phase(NamedTuple):
     planning_seconds: float
     uses: int
 
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.ended - self.began
-
 
 @dataclasses.dataclass
 class Run:
@@ -73,86 +64,64 @@ class Run:
     facts: Mapping[str, Any]
     drive: Speeds | None = None
 
-    def of(self, name: str, settling_steps: int) -> list[Phase]:
-        """The phases of that name, of steps past the first ones."""
-        return [
-            phase
-            for phase in self.phases
-            if phase.name == name and phase.step is not None and phase.step >= settling_steps
-        ]
+    def figures(self, settling_steps: int) -> dict[str, float]:
+        """All of its figures by name, in seconds and bytes; NaN where the run did not come to one.
 
-    def median(
-        self,
-        name: str,
-        settling_steps: int,
-        of: Callable[[Phase], float] = lambda phase: phase.seconds,
-    ) -> float | None:
-        """The median of a phase's seconds, or of something else, over the steps; None where there
-        were none.
+        Those of `plan.MEASURES` and `plan.SHARES`; "PHASE FIELD", the median over the steps of that
+        field of a phase; "PHASE peak", which counts the first steps, too.
         """
-        phases = self.of(name, settling_steps)
-        return statistics.median(map(of, phases)) if phases else None
+        phases = pd.DataFrame(self.phases, columns=Phase._fields)
+        phases["seconds"] = phases.ended - phases.began
+        settled = phases[pd.to_numeric(phases.step) >= settling_steps]
+        medians = settled.groupby("name").median(numeric_only=True).reindex(PHASES)
+        steps = settled.pivot(index="step", columns="name", values="seconds")
+        steps = steps.reindex(columns=PHASES)
+        figures = {
+            f"{name} {field}": medians.at[name, field] for name in PHASES for field in medians
+        }
+        figures |= {name: medians.at[name, "seconds"] for name in PHASES}
+        figures["update"] = steps[[*PHASES[1:]]].sum(axis=1, skipna=False).median()
+        figures["step"] = steps.sum(axis=1, skipna=False).median()
+        figures["cold"] = self.step_ends[0] - self.started if self.step_ends else math.nan
+        figures["peak"] = self.peak_bytes() if self.error is None else math.nan
+        figures["settled_peak"] = settled.peak_bytes.max()
+        figures["prelude peak"] = self.peak_bytes("import", "init")
+        figures |= {f"{name} peak": self.peak_bytes(name) for name in PHASES}
+        figures["after init"] = phases[phases.name == "init"].after_bytes.max()
+        figures["after last"] = self.phases[-1].after_bytes if self.phases else math.nan
+        figures |= {
+            f"at peak {key}": value for key, value in (self.at_peak or _NONE)._asdict().items()
+        }
+        for name in (*PHASES, "step"):
+            moved = self.moved(PHASES if name == "step" else (name,), settling_steps)
+            floor = floor_seconds(*moved, self.drive) if self.drive else math.nan
+            figures[f"{name} floor"] = floor
+            figures[f"{name}_floor"] = floor / figures[name] if floor else math.nan
+        return figures
 
     def measure(self, name: str, settling_steps: int) -> float | None:
-        """A measure of `plan.MEASURES`, in seconds or bytes; None where the run did not
-        come to it.
-        """
-        if name in PHASES:
-            return self.median(name, settling_steps)
-        if name == "cold":
-            return self.step_ends[0] - self.started if self.step_ends else None
-        if name == "peak":
-            return self.peak_bytes() if self.error is None else None
-        if name == "settled_peak":
-            return max(
-                (
-                    phase.peak_bytes
-                    for phase in self.phases
-                    if phase.step is not None and phase.step >= settling_steps
-                ),
-                default=None,
-            )
-        names = PHASES[1:] if name == "update" else PHASES
-        by_step = [self.of(phase, settling_steps) for phase in names]
-        sums = [sum(phase.seconds for phase in step) for step in zip(*by_step, strict=False)]
-        return statistics.median(sums) if sums else None
+        """One of `figures`; None where the run did not come to it."""
+        found = float(self.figures(settling_steps)[name])
+        return None if math.isnan(found) else found
 
-    def peak_bytes(self, *names: str) -> float | None:
+    share = measure
+
+    def peak_bytes(self, *names: str) -> float:
         """The most that was resident, of all phases or those of these names; steps that settle
         count too.
         """
         peaks = [phase.peak_bytes for phase in self.phases if not names or phase.name in names]
-        return max(peaks) if peaks else None
+        return max(peaks, default=math.nan)
 
     def moved(self, names: Sequence[str], settling_steps: int) -> tuple[float, float]:
         """Bytes read and written in these phases of a step: medians."""
-        reads = [
-            self.median(name, settling_steps, lambda phase: phase.read_bytes) or 0 for name in names
-        ]
-        writes = [
-            self.median(name, settling_steps, lambda phase: phase.written_bytes) or 0
-            for name in names
-        ]
-        return sum(reads), sum(writes)
-
-    def share(self, name: str, settling_steps: int) -> float | None:
-        """A share of `plan.SHARES`; None where nothing was moved, or fio not run."""
-        phase = name.removesuffix("_floor")
-        seconds = self.measure(phase, settling_steps)
-        read, written = self.moved(PHASES if phase == "step" else (phase,), settling_steps)
-        if self.drive is None or not seconds or read + written == 0:
-            return None
-        return floor_seconds(read, written, self.drive) / seconds
+        phases = pd.DataFrame(self.phases, columns=Phase._fields)
+        settled = phases[pd.to_numeric(phases.step) >= settling_steps]
+        each = settled[settled.name.isin(names)].groupby("name")
+        return float(each.read_bytes.median().sum()), float(each.written_bytes.median().sum())
 
 
-def floor_seconds(read: float, written: float, drive: Speeds) -> float:
-    """The least time in which a drive of these speeds moves that many bytes."""
-    return max(read / drive.read, written / drive.write, (read + written) / drive.mixed)
-
-
-def mean_speeds(before: Speeds, after: Speeds) -> Speeds:
-    """Of two measurements."""
-    return Speeds(*(statistics.fmean(pair) for pair in zip(before, after, strict=True)))
+_NONE = Memory(*[math.nan] * len(Memory._fields))  # type: ignore[arg-type]
 
 
 def assemble(
@@ -160,20 +129,18 @@ def assemble(
     number: int,
     started: float,
     error: str | None,
-    events: Sequence[Mapping[str, Any]],
+    events: Sequence[dict[str, Any]],
     samples: Sequence[Sample],
 ) -> Run:
     """The run that these events tell of."""
-    phases, steps = [], []
-    facts: dict[str, Any] = {}
-    for event in events:
-        values = {key: value for key, value in event.items() if key != "event"}
-        if event["event"] == "phase":
-            phases.append(Phase(**values))
-        elif event["event"] == "step":
-            steps.append(values)
-        else:
-            facts |= values
+    phases = tuple(Phase(**event) for event in of(events, "phase"))
+    steps = of(events, "step")
+    facts = {
+        key: value
+        for kind in ("done", "weights")
+        for event in of(events, kind)
+        for key, value in event.items()
+    }
     measured = [
         sample.memory for sample in samples if not phases or sample.moment <= phases[-1].ended
     ]
@@ -182,7 +149,7 @@ def assemble(
         number,
         started,
         error,
-        tuple(phases),
+        phases,
         tuple(step["loss"] for step in steps),
         tuple(step["ended"] for step in steps),
         tuple(step["stats"] for step in steps),

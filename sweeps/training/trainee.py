@@ -1,5 +1,5 @@
-"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json EVENTS_FD`.
-Writes what it does as lines of JSON.
+"""One variant, in a process of its own: `python -m sweeps.training.trainee JOB.json`. Writes what it
+does as lines of JSON.
 
 Every line has a key "event": "phase" for a stretch of time ("import", "init", then "forward",
 "backward" and "optimizer" of each step), "step" after each step, "done" at the end. Times are those
@@ -12,79 +12,42 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import platform
-import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
-from ..meter import Disk, Planning
+from .. import meter
+from ..apart import teller
 from ..models import build, tensors
-from . import process
+from .runs import Phase
 
 
 def main() -> None:
     """Train what the job says, and tell."""
-    signal.signal(signal.SIGTERM, _stop)
     job = json.loads(Path(sys.argv[1]).read_text())
-    with contextlib.suppress(OSError):  # when memory runs out, this is the process to end
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    with os.fdopen(int(sys.argv[2]), "w", buffering=1) as events:
-        _train(job, _Teller(events, Path(job["directory"])))
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    _train(job, _Teller(Path(job["directory"])))
 
 
 class _Teller:
     """Writes events, and measures phases."""
 
-    def __init__(self, events: TextIO, directory: Path) -> None:
-        self._events = events
-        self._disk = Disk(directory)
-        self._planning = Planning()
-
-    def tell(self, event: str, **values: Any) -> None:
-        print(json.dumps({"event": event, **values}), file=self._events)
+    def __init__(self, directory: Path) -> None:
+        self.tell = teller()
+        self._meter = meter.Meter(directory)
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        process.restart_peak()
-        planning = self._planning
-        before, busy, planned, uses = (
-            process.traffic(),
-            self._disk.read().busy_seconds,
-            planning.seconds,
-            planning.uses,
-        )
-        cpu, began = _cpu_seconds(), time.monotonic()
-        yield
-        ended, cpu, after, memory = (
-            time.monotonic(),
-            _cpu_seconds() - cpu,
-            process.traffic(),
-            process.memory_of("self"),
-        )
-        self.tell(
-            "phase",
-            name=name,
-            step=step,
-            began=began,
-            ended=ended,
-            cpu_seconds=cpu,
-            read_bytes=after.read - before.read,
-            written_bytes=after.written - before.written,
-            peak_bytes=memory.peak if memory else 0,
-            after_bytes=memory.resident if memory else 0,
-            busy_seconds=self._disk.read().busy_seconds - busy,
-            planning_seconds=planning.seconds - planned,
-            uses=planning.uses - uses,
-        )
+        meter.restart_peak()
+        with self._meter.stretch() as took:
+            yield
+        memory = meter.memory_of("self")
+        took["peak_bytes"] = memory.peak if memory else 0
+        took["after_bytes"] = memory.resident if memory else 0
+        fields = {key: value for key, value in took.items() if key in Phase._fields}
+        self.tell("phase", name=name, step=step, **fields)
 
 
 def _train(job: dict[str, Any], teller: _Teller) -> None:
@@ -196,13 +159,8 @@ def _stack(hidden: int, blocks: int) -> Any:
     return Stack()
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _memory_kinds() -> dict[str, int]:
-    return process.parse_smaps(Path("/proc/self/smaps").read_text())
+    return meter.parse_smaps(Path("/proc/self/smaps").read_text())
 
 
 def _stats(engine: Any) -> dict[str, Any] | None:

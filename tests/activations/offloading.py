@@ -39,7 +39,7 @@ class LateCopy:
             self._pair[0].copy_(self._pair[1])
             self._pair = None
 
-    def let_go(self) -> None:
+    def release_device(self) -> None:
         self.wait()
 
     def precede(self, storage: torch.UntypedStorage) -> None:
@@ -56,6 +56,6 @@ class LateCopier(Copier):
     def overlaps(self, device: torch.device) -> bool:
         return True
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, saving: bool) -> Any:
+    def _start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         target.fill_(77)
         return LateCopy(target, source, self._chance)

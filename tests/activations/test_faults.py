@@ -100,11 +100,11 @@ def test_a_full_filesystem(mounted: Callable[[str], Path]) -> None:
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="file is not a directory, and none is made"):
+    with pytest.raises(UsageError, match="file is not a directory, and is not created"):
         save_on_nvme(tmp_path / "file")
     with pytest.raises(
         UsageError,
-        match="missing/below does not exist, and none is made: mount the drive, or make the directory",
+        match="missing/below does not exist, and is not created: mount the drive, or create the directory",
     ):
         save_on_nvme(tmp_path / "missing" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -114,7 +114,7 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"paths": []}, "at least one path"),
-        ({"min_bytes": "many"}, "min_bytes is no number of bytes: 'many'"),
+        ({"min_bytes": "many"}, "min_bytes is not a number of bytes: 'many'"),
         ({"min_bytes": -1}, "min_bytes"),
         ({"host_memory": 0}, "host_memory must be"),
         ({"host_memory": "much"}, "host_memory must be .* not 'much'"),

@@ -127,7 +127,7 @@ def test_a_store_writes_nothing_through_the_page_cache(mounted: Callable[[str], 
     sizes = [1, 511, 512, 3072, 4095, 4096, 4097, 70_001, (1 << 20) + 5]
     generator = np.random.default_rng(5)
     with TensorStore(mounted("ext4"), AioConfig(block_size=16 << 10)) as store:
-        (slabs,) = store._room.drives
+        (slabs,) = store._space.drives
         for _ in range(3):
             values = {str(size): generator.integers(0, 256, size, dtype=np.uint8) for size in sizes}
             for ticket in [store.put(name, value) for name, value in values.items()]:

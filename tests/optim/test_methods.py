@@ -172,7 +172,7 @@ class Shared(torch.optim.SGD):
 def test_a_state_of_no_parameter_is_refused(tmp_path):
     with pytest.raises(
         UnsupportedError,
-        match="Shared cannot be used with NVMeOptimizer: its state has 'total', which is of no parameter",
+        match="Shared cannot be used with NVMeOptimizer: its state has 'total', which belongs to no parameter",
     ):
         NVMeOptimizer(parameters(), Shared, lr=0.1, paths=tmp_path)
 

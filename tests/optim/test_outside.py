@@ -186,7 +186,7 @@ def test_a_group_that_is_added_is_as_the_class_has_it(tmp_path):
 def test_what_cannot_be_used_is_refused_by_name(tmp_path):
     with pytest.raises(
         UnsupportedError,
-        match="Regrouped cannot be used with NVMeOptimizer: of one group of parameters it makes 4",
+        match="Regrouped cannot be used with NVMeOptimizer: it turns one parameter group into 4",
     ):
         NVMeOptimizer(parameters(shapes=SHAPES), Regrouped, paths=tmp_path)
     with pytest.raises(

@@ -120,6 +120,16 @@ _gates = []
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    """Whatever the tests before this one have compiled in this process: then steps are not run
+    under anything.
+    """
+    update_queue._compiled = False
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left():
     """A test leaves no thread at a gate, where a fork and the end of the process would wait for it,
     and no optimizer to the garbage collector, whose time is not ours.
@@ -487,6 +497,21 @@ def test_zero_grad_and_what_is_asked_of_a_gradient_do_not_wait(tmp_path, monkeyp
     gate.opened.set()
     optimizer.close()
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_last_stats_does_not_wait(tmp_path, monkeypatch):
+    optimizer = begun(tmp_path)[1]
+    optimizer.synchronize()
+    before = optimizer.last_stats
+    assert before.step == 2
+    gate = Gate(optimizer, monkeypatch)
+    optimizer.step()
+    assert optimizer.last_stats.step == 2
+    assert not gate.awaited.is_set()
+    gate.opened.set()
+    assert optimizer.stats() == optimizer.last_stats
+    assert optimizer.last_stats.step == 3
+    optimizer.close()
 
 
 # Nobody sees what was before.
@@ -985,14 +1010,10 @@ def test_parameters_of_another_class_are_refused(tmp_path):
 
 @pytest.fixture
 def compiler():
-    """As in a process where nothing was compiled."""
+    """What the test compiles is gone with it."""
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    update_queue._compiled = False
     yield
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    update_queue._compiled = False
 
 
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles

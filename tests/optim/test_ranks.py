@@ -1,5 +1,6 @@
 """`NVMeOptimizer` on two ranks: DDP, `ZeroRedundancyOptimizer`, FSDP2, tensor parallelism,
-distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.py`.
+distributed checkpoints. See `ranks.py`, `ranks_in_backward.py`, `ranks_overlap.py`,
+`ranks_accumulate.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,16 @@ OVERLAPPED = (
     "ddp_with_unused_parameters",
     "ddp_accumulation",
     "zero_redundancy",
+    "fsdp2_is_refused",
+)
+ACCUMULATED = (
+    "ddp",
+    "ddp_that_reduces_each",
+    "ddp_with_gradients_in_its_buckets",
+    "ddp_that_reduces_each_in_its_buckets",
+    "ddp_with_unused_parameters",
+    "ddp_with_a_static_graph",
+    "reduced_by_hand",
     "fsdp2_is_refused",
 )
 
@@ -105,6 +116,11 @@ def told_overlapped(tmp_path_factory):
     return told_by_two_ranks("ranks_overlap.py", "cpu", tmp_path_factory.mktemp("drive"))
 
 
+@pytest.fixture(scope="module")
+def told_accumulated(tmp_path_factory):
+    return told_by_two_ranks("ranks_accumulate.py", "cpu", tmp_path_factory.mktemp("drive"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(told, case):
@@ -121,6 +137,17 @@ def test_updates_in_backward_on_two_ranks(told_in_backward, case):
 @pytest.mark.parametrize("case", OVERLAPPED)
 def test_overlapped_steps_on_two_ranks(told_overlapped, case):
     assert told_overlapped[case] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_accumulation_on_two_ranks(told_accumulated, case):
+    assert told_accumulated[case] == []
+
+
+@pytest.mark.slow
+def test_every_accumulated_case_is_looked_at(told_accumulated):
+    assert set(told_accumulated) == set(ACCUMULATED)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ sys.path.append(str(ROOT))
 
 from sweeps.optimizer.report import Drive, Results, Run, as_json, render  # noqa: E402
 from sweeps.optimizer.shapes import gpt_shapes  # noqa: E402
-from sweeps.training.runs import Speeds  # noqa: E402
 
 
 @pytest.mark.parametrize("parameters", [10**5, 10**7, 4 * 10**8, 16 * 10**8, 7 * 10**9])
@@ -54,7 +53,7 @@ def run(variant, number, seconds, moved=(0, 0), drive=None, error=None, peak=1e9
 
 
 def test_the_report_says_what_was_measured():
-    drive = Drive(Speeds(3e9, 3e9, 3e9), 2.8e9)
+    drive = Drive(3e9, 3e9, 3e9, 2.8e9)
     runs = [
         *(run("exact", number, 9.0, (12e9, 12e9), drive) for number in range(2)),
         *(run("compact", number, 4.0 + number, (4e9, 4e9), drive, peak=2e9) for number in range(2)),

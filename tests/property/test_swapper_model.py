@@ -77,7 +77,7 @@ class LateTicket:
         self.start()
         if self.ticket is None:
             raise CancelledError(
-                "a transfer that it was to follow failed",
+                "a transfer that it waited for failed",
                 operation="read",
                 path="",
                 offset=0,

@@ -243,7 +243,7 @@ def with_latencies() -> Profile:
 def with_sustained(cache_ends: bool = True) -> Profile:
     samples, done = [], 0
     for second in range(1, 61):
-        done += int((4.5 if done < 90e9 or not cache_ends else 0.5) * 1e9)
+        done += int((4.5 if done < 72e9 or not cache_ends else 0.5) * 1e9)
         samples.append((float(second), done))
     run = Sustained(
         done,
@@ -252,7 +252,7 @@ def with_sustained(cache_ends: bool = True) -> Profile:
         4.5,
         0.5 if cache_ends else 4.5,
         cache_ends,
-        90_000_000_000 if cache_ends else None,
+        72_000_000_000 if cache_ends else None,
     )
     return brief(sustained=run)
 

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import statistics
 
 import pytest
 
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Trial
 from nvme_offload.planning import traffic
-from nvme_offload.report import compare, summary, tables, training, wording, write
+from nvme_offload.report import charts, compare, markdown, summary, tables, training, wording, write
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -77,17 +78,17 @@ def test_a_step_takes_as_long_as_its_tightest_bound():
 
 def test_steps_are_for_one_and_eight_gpus(made_up):
     steps = training.steps(made_up.profile())
-    seconds = 7e9 * 32 / (made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9)
-    before = 7e9 * 32 / (made_up.control_speed["mixed"] * 1e9)
+    seconds = 7e9 * 24 / (made_up.best(made_up.chosen, "mixed").gb_per_s * 1e9)
+    before = 7e9 * 24 / (made_up.control_speed["mixed"] * 1e9)
     assert [(step.parameters, step.gpus, step.drives) for step in steps[:3]] == [
         (7e9, 1, 1),
         (7e9, 8, 1),
         (7e9, 8, 8),
     ]
     assert [(step.rank_bytes, step.drive_bytes) for step in steps[:3]] == [
-        (224e9, 224e9),
-        (28e9, 224e9),
-        (28e9, 28e9),
+        (168e9, 168e9),
+        (21e9, 168e9),
+        (21e9, 21e9),
     ]
     assert [step.seconds for step in steps[:3]] == [
         pytest.approx(value) for value in (seconds, seconds, seconds / 8)
@@ -107,7 +108,9 @@ def test_the_page_has_the_steps(made_up):
         )
         assert " ".join(" ".join(row).split()) in page.words
     assert "estimated" in page.words
-    assert "Every parameter costs 16 bytes read and 16 written" in page.words
+    assert "Every parameter costs 12 bytes read and 12 written" in page.words
+    assert "16-bit gradients in host memory" in page.words
+    assert "optimizer states; gradients stay in host memory" in page.words
 
 
 def test_several_paths_share_a_step(made_up):
@@ -116,7 +119,7 @@ def test_several_paths_share_a_step(made_up):
     assert traffic.stripe_speeds(profile) == together
     rows = {plain(row)[0]: plain(row) for row in tables.steps(profile).rows}
     assert rows["7 B, 8 GPUs, these 2 paths"][1] == wording.duration(
-        7e9 * 32 / together["mixed"] / 1e9
+        7e9 * 24 / together["mixed"] / 1e9
     ).replace("\xa0", " ")
     assert plain(tables.stripe(profile).rows[-1])[-3:] == [
         f"{together[phase]:#.3g}" for phase in PHASES
@@ -125,13 +128,13 @@ def test_several_paths_share_a_step(made_up):
 
 def test_wear_is_bytes_over_bytes(made_up):
     assert [(each.written_bytes, round(each.steps, 1)) for each in training.wear()] == [
-        (112e9, 892.9),
-        (208e9, 480.8),
-        (1120e9, 89.3),
+        (84e9, 1190.5),
+        (156e9, 641.0),
+        (840e9, 119.0),
     ]
     worn = made_up.shapes["worn"]()
     assert traffic.rated_bytes(worn) == pytest.approx(1.2e15)
-    assert [row[-1] for row in tables.wear(worn).rows] == ["10,714", "5,769", "1,071"]
+    assert [row[-1] for row in tables.wear(worn).rows] == ["14,286", "7,692", "1,429"]
     # whole per cents say nothing there
     assert traffic.rated_bytes(made_up.shapes["hardly worn"]()) is None
     assert traffic.rated_bytes(made_up.profile()) is None
@@ -163,15 +166,96 @@ def test_tables_are_rectangles(made_up):
             assert table.caption, table.name
 
 
+def test_a_setting_has_one_ratio_and_one_speed_wherever_it_is_shown(made_up):
+    """The median of a setting's trials is not what it was judged by; a report shows the latter."""
+    profile = made_up.shapes["everything"]()
+    drawn = charts.of(profile)
+    for phase, name in (("read", "Read"), ("write", "Write"), ("mixed", "Both at once")):
+        judged = {one.setting: one for one in (profile.best[phase], profile.performance[phase])}
+        trials = [
+            trial.relative
+            for trial in profile.trials
+            if (trial.phase, trial.setting, trial.stage) == (phase, profile.chosen, "final")
+        ]
+        assert statistics.median(trials) != judged[profile.chosen].relative
+        table = tables.finalists(profile)
+        column = plain(table.columns).index(name)
+        cells = {plain(row)[-1]: plain(row)[column] for row in table.rows}
+        reached = judged[profile.chosen]
+        assert cells["chosen"] == f"{reached.gb_per_s:#.3g} ({reached.relative:.2f}{TIMES})"
+        assert cells["defaults"] == f"{made_up.control_speed[phase]:#.3g} (1.00{TIMES})"
+        shown = summary.reached(profile, phase)
+        for setting, one in judged.items():
+            assert (shown[setting].gb_per_s, shown[setting].relative) == (
+                pytest.approx(one.gb_per_s),
+                one.relative,
+            )
+    chosen, mixed = profile.chosen, profile.performance["mixed"]
+    rows = {plain(row)[0]: plain(row) for row in drawn["ranking"].rows}
+    assert rows[wording.setting(chosen)][3] == f"{mixed.relative:.2f}{TIMES}"
+    together = {plain(row)[0]: plain(row)[-1] for row in drawn["trade-off"].rows}
+    assert together[wording.setting(chosen)] == f"{mixed.gb_per_s:#.3g}"
+    assert plain(tables.limits(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
+    assert plain(tables.backends(profile).rows[2])[1] == f"{mixed.gb_per_s:#.3g}"
+    # what is shown of fio is the speed that is shown of the setting, times their ratio
+    fio = summary.beside(profile, "fio")["mixed"]
+    assert plain(tables.limits(profile).rows[2])[2] == f"{mixed.gb_per_s * fio.relative:#.3g}"
+
+
+def test_latencies_have_the_rate_of_the_speed_that_is_shown(made_up):
+    whole = made_up.shapes["latencies"]()
+    timed = [one for one in whole.latencies if one.setting == whole.chosen]
+    rare = dataclasses.replace(timed[0], p999_ms=39.5)
+    others = [one for one in whole.latencies if one is not timed[0]]
+    profile = dataclasses.replace(whole, latencies=(rare, *others))
+    table = tables.latency(profile)
+    read, write, _ = map(plain, table.rows)
+    rate = 1e9 * profile.performance["read"].gb_per_s / profile.chosen.block_size
+    assert read[:2] == ["read", f"{rate:,.0f}"]
+    assert (read[5], write[5]) == ("39.5 ms", "\N{EN DASH}")
+    assert read[-1] == "3,000"
+    assert "p99.9" in table.columns
+    assert tables.latency(made_up.profile()).rows == ()
+
+
+@pytest.mark.parametrize(
+    ("disk", "says"),
+    [("/dev/vda", "says a virtual disk"), ("/dev/sda", "a hard disk is far too slow")],
+)
+def test_a_disk_that_rotates_has_that_explained(made_up, disk, says):
+    whole = made_up.brief()
+    drive = {**whole.drive, "rotational": True, "physical_devices": [disk]}
+    text = markdown(dataclasses.replace(whole, drive=drive), {})
+    (line,) = (line for line in text.splitlines() if line.startswith("| Rotational |"))
+    assert line.startswith("| Rotational | yes: ")
+    assert says in line
+    still = markdown(dataclasses.replace(whole, drive={**drive, "rotational": False}), {})
+    assert "| Rotational | no |" in still
+
+
+def test_the_page_says_how_good_its_evidence_is(made_up):
+    assert "The evidence is good" in made_up.page_of("one path").words
+    assert "The evidence is **good**." in made_up.markdown_of("one path")
+    poor = made_up.page_of("no trials").words
+    assert "The evidence is poor" in poor
+    assert "mixed: 0 of 4 final trials of at least 0.5 s" in poor
+
+
 def test_health_before_and_after(made_up):
     table = tables.health(made_up.shapes["worn"]())
+    absent = "not reported by this drive"
     assert [plain(row) for row in table.rows] == [
         ["Temperature", "41 \N{DEGREE SIGN}C", "67 \N{DEGREE SIGN}C"],
+        ["Highest seen in the sweep", absent, ""],
+        ["Warns from", absent, ""],
+        ["Slowed by heat in its life", "0 s", "12 s"],
         ["Rated life used", "5 %", "5 %"],
         ["Written in its life", "60 TB", "60 TB"],
-        ["Slowed by heat in its life", "0 s", "12 s"],
         ["It warns of", "\N{EN DASH}", "too hot"],
     ]
+    silent = tables.health(made_up.profile())
+    assert {plain(row)[1] for row in silent.rows} == {absent}
+    assert len(silent.rows) == 6
     assert "nvme-cli" in table.caption
 
 

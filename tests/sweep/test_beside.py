@@ -11,9 +11,11 @@ import pytest
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import Setting
-from nvme_offload.sweep import fio
+from nvme_offload.sweep import fio, tune
 from nvme_offload.sweep.beside import by_turns, judged
+from nvme_offload.sweep.progress import Progress
 from nvme_offload.sweep.trial import REQUEST_BYTES, Rig
+from nvme_offload.sweep.verdict import Result
 
 SETTING = Setting(1 << 20, 16, 2)
 
@@ -25,11 +27,60 @@ def test_a_steady_drift_cancels() -> None:
         now[0] *= 0.8
         return 1e9 * now[0] * factor
 
-    found = judged("fio", "fio-3", "mixed", *by_turns(lambda: run(1.0), lambda: run(1.5), 3))
+    ones, (others,) = by_turns(lambda: run(1.0), [lambda: run(1.5)], 3)
+    found = judged("fio", "fio-3", "mixed", ones, others)
     assert (found.relative_low, found.relative, found.relative_high) == pytest.approx(
         (1.5, 1.5, 1.5)
     )
     assert (found.name, found.version, found.phase) == ("fio", "fio-3", "mixed")
+
+
+def test_several_take_turns_with_the_engine() -> None:
+    ran: list[str] = []
+
+    def run(name: str, speed: float) -> float:
+        ran.append(name)
+        return speed
+
+    ones, (fio_s, others) = by_turns(
+        lambda: run("ours", 4.0), [lambda: run("fio", 5.0), lambda: run("other", 2.0)], 2
+    )
+    assert ran == ["ours", "fio", "other", "ours", "fio", "other", "ours"]
+    assert (ones, fio_s, others) == ([4.0] * 3, [5.0] * 2, [2.0] * 2)
+
+
+@pytest.mark.parametrize("seconds", [40, 60, 300])
+def test_fio_is_run_more_than_once_for_half_a_second_at_least(
+    monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    monkeypatch.setattr(fio, "version", lambda: "fio-3")
+    options = tune.Options(seconds=seconds)
+    ran: list[tuple[str, float]] = []
+
+    class Counting:
+        file_bytes, direct = 1 << 30, True
+
+        def paths(self, direction: str) -> list[str]:
+            return ["/" + direction]
+
+        def run(self, setting: Setting, phase: str, window: float) -> Result:
+            ran.append((phase, window))
+            return Result(10**9, 10**9, 1.0)
+
+    speeds = iter([3e9, 4e9] * 100)
+
+    def by_fio(paths: object, size: int, setting: Setting, window: float, direct: bool) -> float:
+        ran.append(("fio", window))
+        return next(speeds)
+
+    monkeypatch.setattr(fio, "bytes_per_second", by_fio)
+    found = tune._beside(Counting(), SETTING, options, Progress(None))  # type: ignore[arg-type]
+    of_fio = [one for one in found if one.name == "fio"]
+    assert [one.phase for one in of_fio] == ["read", "write", "mixed"]
+    assert all(one.relative_low < one.relative_high for one in of_fio)
+    assert sum(name == "fio" for name, _ in ran) >= 6
+    assert {window for _, window in ran} == {0.5}
+    assert tune._seconds_after(options) < 0.5 * seconds
 
 
 def test_fio_has_as_much_under_way_as_the_engine() -> None:

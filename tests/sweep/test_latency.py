@@ -59,3 +59,6 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert (found.p50_ms, found.p95_ms, found.p99_ms, found.max_ms) == (100, 190, 198, 200)
     one = percentiles(SETTING, "read", [0.25])
     assert (one.p50_ms, one.p99_ms, one.max_ms) == (250, 250, 250)
+    assert found.p999_ms is None  # of so few blocks it would be the longest
+    many = percentiles(SETTING, "read", [seconds / 1000 for seconds in range(1, 2001)])
+    assert (many.p99_ms, many.p999_ms, many.max_ms) == (1980, 1998, 2000)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Setting
+from nvme_offload.hardware.profile_grade import LEAST_TRIAL_SECONDS
+from nvme_offload.planning.traffic import STATES, floor
 from nvme_offload.sweep import space
 from nvme_offload.sweep.search import GROUP, Search, drive
-from nvme_offload.sweep.verdict import STEP_BYTES, Ask, Result, Verdict, decide
+from nvme_offload.sweep.verdict import ALIKE, STEP_BYTES, Ask, Result, Verdict, decide
 
 
 @dataclasses.dataclass
@@ -249,6 +251,76 @@ def test_steady_is_said_of_a_steady_drive_only() -> None:
         verdict = decide(wild.sweep().evidence)
         assert not verdict.steady
         assert any("did not become steady" in warning for warning in verdict.warnings)
+
+
+def test_every_speed_is_at_the_level_that_its_ratio_is_of() -> None:
+    """What was chosen and what was best come from the same finals: the quotient of two speeds is
+    that of their ratios, the best is never slower than what was chosen, and both were candidates.
+    """
+    for seed in range(20):
+        simulated = SimulatedDrive(seed, half_bytes=16 << 20, jumps=0.3, drift=2.0)
+        verdict = decide(simulated.sweep().evidence)
+        for phase in PHASES:
+            chosen, best = verdict.performance[phase], verdict.best[phase]
+            assert best.gb_per_s / chosen.gb_per_s == pytest.approx(best.relative / chosen.relative)
+            assert best.gb_per_s >= chosen.gb_per_s
+            assert chosen in verdict.finals[phase]
+            assert best == max(verdict.finals[phase], key=lambda one: one.relative)
+            # nothing that ran under one load alone
+            others = {other.setting for other in verdict.finals["mixed"]}
+            assert {one.setting for one in verdict.finals[phase]} == others
+
+
+def test_what_a_report_has_as_slower_than_the_defaults_is_not_chosen() -> None:
+    """In the time that `plan` and the report say a step takes, which one slow load can set."""
+    drives = [SimulatedDrive(seed, half_bytes=16 << 20, jumps=0.5, noise=0.3) for seed in range(20)]
+    writes_badly = SimulatedDrive(half_bytes=16 << 20)
+    speed = writes_badly.speed
+    writes_badly.speed = lambda setting, phase: (  # type: ignore[method-assign]
+        speed(setting, phase) * (0.15 if phase == "write" and setting != DEEPSPEED_DEFAULTS else 1)
+    )
+    for simulated in [*drives, writes_badly]:
+        verdict = decide(simulated.sweep(12.0).evidence)
+        chosen = {phase: best.gb_per_s for phase, best in verdict.performance.items()}
+        defaults = {
+            phase: best.gb_per_s / best.relative for phase, best in verdict.performance.items()
+        }
+        slower = floor(STATES, 1, chosen).seconds / floor(STATES, 1, defaults).seconds
+        assert slower <= 1 + ALIKE
+    assert verdict.chosen == DEEPSPEED_DEFAULTS
+
+
+def test_what_is_dearer_in_every_load_is_never_far_better_than_what_was_chosen() -> None:
+    for seed in range(20):
+        simulated = SimulatedDrive(seed, half_bytes=16 << 20, jumps=0.3)
+        verdict = decide(simulated.sweep().evidence)
+
+        def step(setting: Setting, verdict: Verdict = verdict) -> float:
+            speeds = {
+                phase: next(one for one in found if one.setting == setting).gb_per_s
+                for phase, found in verdict.finals.items()
+            }
+            return sum(STEP_BYTES[phase] / speed for phase, speed in speeds.items())
+
+        fastest = min(map(step, (one.setting for one in verdict.finals["mixed"])))
+        assert step(verdict.chosen) <= 1.031 * fastest
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(8, 2), (15, 2), (20, 2), (35, 4), (54, 4), (300, 4)]
+)
+def test_the_finals_have_whole_windows_where_there_is_the_time(seconds: float, rounds: int) -> None:
+    simulated = SimulatedDrive()
+    search = simulated.sweep(seconds)
+    chosen = decide(search.evidence).chosen
+    finals = [
+        seen
+        for seen in search.evidence.observations
+        if seen.ask.stage == "final" and seen.ask.setting == chosen and not seen.flaw
+    ]
+    whole = [seen.ask.phase for seen in finals if seen.result.seconds >= LEAST_TRIAL_SECONDS]
+    assert len(whole) == len(finals) or seconds == 8
+    assert whole.count("mixed") >= (rounds if seconds > 8 else 0)
 
 
 def test_reasons_name_the_faster_and_dearer_setting() -> None:

@@ -13,15 +13,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from swept_profiles import CHOSEN, made_up
 
 from nvme_offload import AioConfig
 from nvme_offload.errors import UsageError
-from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Best, Profile, Setting, Trial
-from nvme_offload.hardware.profile_shelf import find, keep
-from nvme_offload.sweep import check, compare
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, PHASES, Profile, Setting
+from nvme_offload.hardware.profile_shelf import find, keep, remember
+from nvme_offload.sweep import check, compare, history
 
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
-CHOSEN = Setting(1 << 20, 16, 2)
 
 
 def run(
@@ -32,73 +33,9 @@ def run(
         [*SWEEP, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environment,
         cwd=cwd,
-    )
-
-
-def made_up(
-    speed: float = 2.0, scatter: float = 0.02, chosen: Setting = CHOSEN, runs: int = 8, **drive: str
-) -> Profile:
-    chance = random.Random(4)
-    best = {
-        phase: Best(
-            **dataclasses.asdict(chosen),
-            gb_per_s=speed,
-            relative=1.5,
-            relative_low=1.4,
-            relative_high=1.6,
-        )
-        for phase in PHASES
-    }
-    trials = []
-    for index in range(runs):
-        for phase in PHASES:
-            now = speed * chance.gauss(1, scatter)
-            fields = {
-                "phase": phase,
-                **dataclasses.asdict(chosen),
-                "bytes": int(now * 1e9),
-                "seconds": 1.0,
-                "gb_per_s": now,
-                "stage": "final",
-            }
-            moved = {
-                "read_gb_per_s": now,
-                "write_gb_per_s": 0.0,
-                "control": False,
-                "relative": 1.5,
-                "started_seconds": float(index),
-            }
-            trials.append(Trial(**fields, **moved))  # type: ignore[arg-type]
-    return Profile(
-        tool_version="0.1.0",
-        created="2025-01-02T03:04:05+00:00",
-        command="nvme-sweep /local_nvme",
-        drive={
-            "path": "/local_nvme",
-            "model": "Made-Up Drive",
-            "filesystem": "ext4",
-            "device": "/dev/nvme0n1",
-            "identity": "0" * 32,
-            **drive,
-        },
-        workload={"ranks": 1},
-        engine={
-            "name": "native",
-            "version": "0.1.0",
-            "backend": "libaio",
-            "kernel": "6.1.0",
-            "direct": True,
-        },
-        trials=tuple(trials),
-        best=best,
-        chosen=chosen,
-        performance=best,
-        reasons=("a reason",),
-        steady=True,
-        warnings=(),
     )
 
 
@@ -181,7 +118,12 @@ def test_refusals_are_one_line(disk: Path, tmp_path: Path) -> None:
         (["show", tmp_path / "none"], "none does not exist: give a profile.json"),
         (["show", "/proc"], "no profile of the drive of /proc is kept"),
         (["compare", tmp_path / "odd.json", tmp_path / "none"], "odd.json is not a drive profile"),
-        (["compare", tmp_path], "Missing argument 'B'"),
+        (["compare", tmp_path / "none"], "none is not a directory"),
+        (["compare", "/proc"], "the history of the drive of /proc has 0 of 2 sweeps"),
+        (["compare", "", disk], "a path is empty: is a variable of the shell not set?"),
+        (["show", ""], "a path is empty"),
+        (["show", "--history"], "--history: name a directory on the drive"),
+        (["check", "", "--config", tmp_path / "ds.json"], "a path is empty"),
         (["check", disk], "Missing option '--config'"),
         (["check", disk, "--config", tmp_path / "none"], "none does not exist"),
         (
@@ -247,6 +189,8 @@ def test_changes_hold_the_truth_and_say_when_they_cannot_tell() -> None:
         == 3
     )
     assert compare.changes(made_up(runs=1), made_up(runs=1))[0].low < 1
+    poor = compare.lines(made_up(2.0, runs=1), made_up(3.0), ("a", "b"))
+    assert sum(line.endswith("too poor to tell") for line in poor) == 3
 
 
 def test_compare_prints_both_sides(tmp_path: Path) -> None:
@@ -273,6 +217,47 @@ def test_a_report_of_the_first_schema_can_still_be_compared() -> None:
 def test_a_drive_that_was_never_swept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="run `nvme-sweep /proc` first"):
         compare.load(Path("/proc"))
+
+
+# The history
+
+
+def test_show_and_compare_read_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    here = describe(tmp_path).as_dict()
+    sweeps = [
+        dataclasses.replace(made_up(speed), drive=here, created=created, engine=engine)
+        for speed, created, engine in (
+            (2.0, "2026-01-02T03:04:05+00:00", {**made_up().engine, "kernel": "6.1.0"}),
+            (3.0, "2026-02-02T03:04:05+00:00", {**made_up().engine, "kernel": "6.8.0"}),
+            (3.01, "2026-03-02T03:04:05+00:00", {**made_up().engine, "kernel": "6.8.0"}),
+        )
+    ]
+    for profile in sweeps:
+        remember(profile)
+    keep(sweeps[1])
+    shown = run("show", tmp_path, "--history")
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].split() == ["swept", "grade", "setting", "read", "write", "mixed"]
+    assert lines[1].split() == [
+        *("2026-01-02", "03:04", "good", "1", "MiB", "x", "16,", "2", "threads"),
+        *("2.00", "2.00", "2.00"),
+    ]
+    assert [line for line in lines if line.endswith("in use")] == [lines[2]]
+    assert [line.strip() for line in lines[3:7]] == [
+        *history.since(sweeps[0], sweeps[1])[:3],
+        "kernel 6.1.0 -> 6.8.0",
+    ]
+    assert lines[3].strip().startswith("read    2.00 -> 3.00 GB/s, +50 % (+")
+    assert lines[3].endswith("faster")
+    assert sum("cannot be told apart" in line for line in lines) == 3
+    compared = run("compare", tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    assert "mixed   3.00 -> 3.01 GB/s" in compared.stdout
+    assert [line.split()[0] for line in compared.stdout.splitlines() if "6.8.0" in line] == [
+        "kernel"
+    ]
 
 
 # Checking

@@ -20,19 +20,19 @@ SCRIPTS = {
     "write_file": "commit.write_file(place / 'file', NEW)",
     "overwrite_file": "commit.overwrite_file(place / 'file', NEW)",
     "directory": """
-with commit.aside_directory(place / "directory") as aside:
+with commit.partial_directory(place / "directory") as aside:
     (aside / "one").write_bytes(NEW)
     (aside / "two").write_bytes(NEW)
     commit.sync_tree(aside)
-    commit.show_directory(aside, place / "directory", over=True)
+    commit.publish_directory(aside, place / "directory", over=True)
 """,
     "two renames": """
 commit._exchanged = lambda *_: False  # as on NFS
-with commit.aside_directory(place / "directory") as aside:
+with commit.partial_directory(place / "directory") as aside:
     (aside / "one").write_bytes(NEW)
     (aside / "two").write_bytes(NEW)
     commit.sync_tree(aside)
-    left = commit.show_directory(aside, place / "directory", over=True)
+    left = commit.publish_directory(aside, place / "directory", over=True)
     left and commit.remove(left)
 """,
 }
@@ -116,7 +116,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_
     left.write_text("left")
     other.write_text("theirs")
     (tmp_path / ".file.00000000.partial").mkdir()
-    with commit.aside_directory(tmp_path / "file") as aside:
+    with commit.partial_directory(tmp_path / "file") as aside:
         commit.write_file(tmp_path / "file", "text")
         assert aside.is_dir()
         assert sorted(tmp_path.iterdir()) == sorted([aside, other, tmp_path / "file"])
@@ -135,8 +135,8 @@ def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(
         if script == "write_file":
             commit.write_file(image / "file", NEW)
         else:
-            with commit.aside_directory(image / "directory") as aside:
-                replaced = commit.show_directory(aside, image / "directory", over=True)
+            with commit.partial_directory(image / "directory") as aside:
+                replaced = commit.publish_directory(aside, image / "directory", over=True)
             assert replaced is None or not replaced.exists()
         assert [entry.name for entry in image.iterdir()] == [
             "file" if script == "write_file" else "directory"
@@ -146,8 +146,8 @@ def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(
 
 def test_a_process_that_a_signal_ends_removes_what_it_has_aside(tmp_path: Path) -> None:
     with (
-        commit.aside_directory(tmp_path / "other") as other,
-        commit.aside_directory(tmp_path / "directory") as aside,
+        commit.partial_directory(tmp_path / "other") as other,
+        commit.partial_directory(tmp_path / "directory") as aside,
     ):
         (aside / "one").write_bytes(NEW)
         commit.remove_unfinished()
@@ -172,8 +172,8 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_directory_is_not_shown_over_another_unasked(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    with commit.aside_directory(tmp_path / "there") as aside:
+    with commit.partial_directory(tmp_path / "there") as aside:
         (aside / "new").touch()
         with pytest.raises(FileExistsError):
-            commit.show_directory(aside, tmp_path / "there")
+            commit.publish_directory(aside, tmp_path / "there")
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]

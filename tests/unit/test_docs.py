@@ -1,33 +1,48 @@
-"""README, CONTRIBUTING and docs/: their links lead somewhere, their commands have the options that
-they are given, their code runs; the reference builds.
+"""README, CONTRIBUTING, docs/ and the index of reports/: their links lead somewhere, their commands
+have the options that they are given, their code runs; the pages with the API reference build.
 """
 
 from __future__ import annotations
 
 import ast
+import html
 import importlib
+import inspect
 import json
+import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from nvme_offload.commands.cli import command as nvme_offload_command
+from nvme_offload.hardware import profile_shelf
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import cli as sweep_cli
 from nvme_offload.zero3.settings import Settings
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it along
+
 ROOT = Path(__file__).parents[2]
+URL = "https://github.com/nvme-offload/nvme-offload"
 PAGES = [
     ROOT / "README.md",
     ROOT / "ARCHITECTURE.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "index.md"}),  # the site's contents
 ]
 LANGUAGES = {"sh", "python", "json", "yaml", "text"}
 # Code that needs one of these is compiled, and what it takes from this package is looked up; all
@@ -138,6 +153,8 @@ def check_command(text: str) -> None:
             check_click(getattr(sweep_cli, name), rest)
         case ["nvme-sweep", *rest]:
             check_click(sweep_cli.command, rest)
+        case ["nvme-offload", "run", "--", *rest]:
+            check_command(shlex.join(rest))
         case ["nvme-offload", name, *rest]:
             assert name in nvme_offload_command.commands
             check_click(nvme_offload_command.commands[name], rest)
@@ -252,15 +269,148 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def links_of(page: Path) -> list[str]:
+    """The targets of its links and images, also of those that are defined at the page's end."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)
+
+
+def file_of(page: Path, target: str) -> tuple[Path, str] | None:
+    """The file and the anchor that *target* names; None for one outside of the repository."""
+    name, _, anchor = target.partition("#")
+    if match := re.fullmatch(rf"{URL}/(?:blob|raw|tree)/main/(.*)", name):
+        return ROOT / match[1], anchor
+    assert not target.startswith((f"{URL}/blob", f"{URL}/raw", f"{URL}/tree")), target
+    if target.startswith(("http://", "https://")):
+        return None
+    return (page.parent / name).resolve() if name else page, anchor
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", ROOT / "reports" / "README.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        if target.startswith(("http://", "https://")):
-            continue
-        name, _, anchor = target.partition("#")
-        file = (page.parent / name).resolve() if name else page
-        assert file.exists(), f"{page.name} leads to {target}"
-        assert not anchor or anchor in anchors_of(file), f"{page.name} leads to {target}"
+    for target in links_of(page):
+        if found := file_of(page, target):
+            file, anchor = found
+            assert file.exists(), f"{page.name} leads to {target}"
+            assert not anchor or anchor in anchors_of(file), f"{page.name} leads to {target}"
+
+
+def test_links_of_the_readme_are_absolute_and_defined():
+    """A package index shows it, too, and resolves no relative link."""
+    targets = links_of(ROOT / "README.md")
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith("https://")] == []
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    defined = {name.lower() for name in re.findall(r"^\[([^\]]+)\]: ", text, re.M)}
+    used = re.findall(r"\]\[([^\]]+)\]|(?<!\])\[([^\]]+)\](?![\[(:])", text)
+    names = {(first or second).lower() for first, second in used}
+    assert names == defined
+
+
+def test_every_address_of_the_project_has_the_one_base():
+    """What the pages, the metadata and the forms name is below the URL in pyproject.toml."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert urls["Repository"] == URL
+    for name, url in urls.items():
+        found = file_of(ROOT / "pyproject.toml", url) if url.startswith(f"{URL}/blob/") else None
+        assert url.startswith(URL), name
+        assert found is None or found[0].exists(), name
+    for path in [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml")]:
+        for url in re.findall(r"https://github\.com/nvme-offload/[^\s\"')]*", path.read_text()):
+            assert url == URL or url.startswith(f"{URL}/"), path
+            if url.startswith(f"{URL}/blob/"):
+                assert file_of(path, url)[0].exists(), f"{path} leads to {url}"
+
+
+def test_ci_runs_targets_that_the_makefile_has():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"^ +- run: (make .*)$", workflow, re.MULTILINE)
+    assert {"make lint", "make test", "make wheel", "make docs"} <= set(commands)
+    for command in commands:
+        check_command(command)
+
+
+REPORTS = ROOT / "reports"
+
+
+def test_the_index_of_reports_reaches_every_file():
+    reached = {
+        file_of(REPORTS / "README.md", target)[0] for target in links_of(REPORTS / "README.md")
+    }
+    files = {path for path in REPORTS.rglob("*") if path.is_file()}
+    # the files of a directory are reached from its report
+    folders = {path.parent for path in reached if path.name == "report.md"}
+    assert {path for path in files if not folders & {*path.parents}} - reached == {
+        REPORTS / "README.md"
+    }
+    assert folders == {path for path in REPORTS.iterdir() if path.is_dir()}
+
+
+INDEXED = [
+    line.strip("| ").split(" | ")
+    for line in (REPORTS / "README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| [")
+]
+
+
+@pytest.mark.parametrize("row", INDEXED, ids=lambda row: re.match(r"\[(.*?)\]", row[0])[1])
+def test_a_row_of_the_index_has_the_date_and_the_command_of_its_report(row):
+    link, _machine, date, command, shows = row
+    report = (REPORTS / re.search(r"\]\((.*?)\)", link)[1]).read_text(encoding="utf-8")
+    assert date in report
+    assert command.strip("`") in report
+    assert shows
+
+
+def test_the_chart_is_drawn_from_the_report():
+    namespace = runpy.run_path(str(ROOT / "tools" / "draw_chart.py"))
+    report = json.loads(namespace["REPORT"].read_text(encoding="utf-8"))
+    chart = namespace["svg"](report)
+    assert namespace["CHART"].read_text(encoding="utf-8") == chart, "run tools/draw_chart.py"
+    # the figures are those of the report's own table, and of the README
+    page = namespace["REPORT"].with_suffix(".md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for bar in namespace["bars"](report):
+        title = next(
+            variant["title"]
+            for variant in report["plan"]["variants"]
+            if variant["name"] == bar.variant
+        )
+        steps, peaks = (
+            [
+                cell.strip()
+                for cell in table.partition(f"| {title} | ")[2].splitlines()[0].split("|")
+            ]
+            for table in (
+                page.partition("## Seconds a step")[2],
+                page.partition("## Host memory")[2],
+            )
+        )
+        assert float(steps[4]) == pytest.approx(bar.step_seconds, rel=5e-3)
+        assert float(peaks[0]) == pytest.approx(bar.peak_bytes / 1e9, abs=5e-3)
+        assert f"{bar.step_seconds:.1f}" in readme
+        assert f"{bar.peak_bytes / 1e9:.1f}" in readme
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints(tmp_path, monkeypatch):
+    """With the profile that is committed for the drive of the pages' example."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Does it fit?")[2]
+    command, shown = re.findall(r"^```\w+\n(.*?)^```$", readme, re.M | re.S)[:2]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "100")
+    profile = Profile.load(REPORTS / "h200-vda-2026-11-21" / "profile.json")
+    profile.drive["identity"] = describe(tmp_path).identity
+    profile_shelf.keep(profile)
+    words = shlex.split(command.replace("\\\n", "").replace("/local_nvme", str(tmp_path)))
+    printed = CliRunner().invoke(nvme_offload_command, words[1:]).output
+    if shutil.disk_usage(tmp_path).free < 50e9:
+        pytest.skip("the plan of the example needs 50 GB free on the drive of the tests")
+    missing = [line for line in shown.splitlines() if line not in printed.splitlines()]
+    assert not missing, f"{command}prints:\n{printed}"
 
 
 def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
@@ -288,21 +438,194 @@ def test_the_architecture_names_every_room_and_no_file_that_is_not_there():
 
 
 def test_every_page_is_reached_from_the_readme():
-    targets = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - targets == set()
+    targets = {file_of(ROOT / "README.md", target)[0] for target in links_of(ROOT / "README.md")}
+    assert {page for page in PAGES if page.parent == ROOT / "docs"} - targets == set()
 
 
-def test_every_public_name_is_documented_and_the_reference_builds(tmp_path):
-    pytest.importorskip("pdoc", reason="pdoc is not installed here")
+BUILD_DOCS = runpy.run_path(str(ROOT / "tools" / "build_docs.py"))
+
+
+def callables_of(module: str) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The public classes, methods and functions that the API reference shows for *module*."""
+    within = importlib.import_module(module)
+    for name in BUILD_DOCS["public_names"](within):
+        found = getattr(within, name)
+        if inspect.isclass(found) or inspect.isfunction(found):
+            yield name, found
+        for member in vars(found) if inspect.isclass(found) else ():
+            value = getattr(found, member)
+            if not member.startswith("_") and inspect.isroutine(value):
+                yield f"{name}.{member}", value
+
+
+def parameters_of(found: Callable[..., object]) -> set[str]:
+    """The names of its public parameters; of a class, those of its constructor."""
+    if inspect.isclass(found):
+        made_by = [each for each in (found.__init__, found.__new__) if inspect.isfunction(each)]
+        if not made_by:  # a built-in one, as an exception's
+            return set()
+        found = made_by[0]
+    names = inspect.signature(found).parameters
+    return {name for name in names if name not in ("self", "cls") and not name.startswith("_")}
+
+
+def named_in(section: str, docstring: str) -> set[str]:
+    """The names that a section of a numpydoc docstring describes."""
+    text = re.search(rf"^{section}\n-+\n(.*?)(?=^\S[^\n]*\n-+$|\Z)", docstring, re.M | re.S)
+    lines = re.findall(r"^\S.*", text[1], re.M) if text else []
+    return {name.strip(" *") for line in lines for name in line.partition(" : ")[0].split(",")}
+
+
+def bases_of(found: Callable[..., object]) -> Sequence[object]:
+    """A class with those whose fields it inherits; anything else by itself."""
+    return found.__mro__[:-1] if inspect.isclass(found) else [found]
+
+
+def attributes_in(found: object) -> set[str]:
+    """The names that the docstring of *found* itself has under Attributes."""
+    return named_in("Attributes", inspect.cleandoc(found.__doc__ or ""))
+
+
+@pytest.mark.parametrize("module", BUILD_DOCS["documented_modules"]())
+def test_a_docstring_describes_every_parameter_by_its_name(module):
+    missing, unknown = {}, {}
+    for name, found in callables_of(module):
+        docstring, parameters = inspect.getdoc(found) or "", parameters_of(found)
+        described = named_in("Parameters", docstring)
+        missing[name] = parameters - described - set().union(*map(attributes_in, bases_of(found)))
+        unknown[name] = described - parameters
+    assert {name: each for name, each in missing.items() if each} == {}
+    assert {name: each for name, each in unknown.items() if each} == {}
+
+
+def test_names_are_read_from_a_numpydoc_section():
+    docstring = """Read bytes.
+
+Parameters
+----------
+path : str
+    The file.
+offset, count : int
+    Bytes: at least 1.
+**others
+    More.
+
+Returns
+-------
+bytes
+    What was read.
+
+Attributes
+----------
+size
+    In bytes.
+"""
+    assert named_in("Parameters", docstring) == {"path", "offset", "count", "others"}
+    assert named_in("Attributes", docstring) == {"size"}
+    assert named_in("Yields", docstring) == set()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages as `make docs` builds them, which fails where a link leads nowhere."""
+    for module in ("sphinx", "myst_parser", "furo", "numpydoc"):
+        pytest.importorskip(module, reason=f"{module} is not installed here")
+    into = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "build_docs.py", str(tmp_path)],
-        capture_output=True,
-        text=True,
+        [sys.executable, ROOT / "tools" / "build_docs.py", into], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    page = (tmp_path / "nvme_offload.html").read_text(encoding="utf-8")
-    for name in importlib.import_module("nvme_offload").__all__:
-        assert f'id="{name}"' in page
-    assert not re.search(r'src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//|@import', page), (
-        "the pages fetch nothing"
+    return into
+
+
+def test_the_site_has_every_page_and_every_public_name(site):
+    first = (site / "index.html").read_text(encoding="utf-8")
+    for page in PAGES:
+        if page.parent == ROOT / "docs":
+            assert (site / f"{page.stem}.html").exists()
+            assert f'href="{page.stem}.html"' in first
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    package = importlib.import_module("nvme_offload")
+    for name in package.__all__:
+        found = getattr(package, name)
+        anchor = f'id="{found.__module__}.{found.__qualname__}"'
+        # what a package's __init__ takes from within has its anchor there
+        short = f'id="{found.__module__.rpartition(".")[0]}.{found.__qualname__}"'
+        assert any(anchor in text or short in text for text in pages.values()), name
+    overview = pages[site / "api" / "index.html"]
+    assert 'href="pytorch.html#nvme_offload.optim.NVMeOptimizer"' in overview
+    assert 'href="engine.html#nvme_offload.io.engine.Engine"' in overview
+
+
+def test_the_site_fetches_nothing_and_its_links_lead_somewhere(site):
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    for path, text in pages.items():
+        assert not re.search(r'src="(?:https?:)?//|<link[^>]*href="(?:https?:)?//|@import', text)
+        for target in re.findall(r'<a [^>]*href="([^"]+)"', text):
+            if found := file_of(path, html.unescape(target)):
+                file, anchor = found
+                assert file.exists(), f"{path.name} leads to {target}"
+                if anchor and file in pages:
+                    assert f'id="{anchor}"' in pages[file], f"{path.name} leads to {target}"
+
+
+def test_numpydoc_sections_are_rendered(tmp_path):
+    """With the pages' own configuration."""
+    for module in ("sphinx", "myst_parser", "furo", "numpydoc"):
+        pytest.importorskip(module, reason=f"{module} is not installed here")
+    (tmp_path / "sample.py").write_text(
+        '''"""A module."""
+
+
+def read(path: str, count: int) -> bytes:
+    """Read `count` bytes.
+
+    Parameters
+    ----------
+    path
+        The file.
+    count
+        Bytes, at least 1.
+
+    Returns
+    -------
+    bytes
+        What was read.
+
+    Raises
+    ------
+    OSError
+        If the drive fails.
+
+    Notes
+    -----
+    See read(2).
+    """
+'''
     )
+    (tmp_path / "sample.md").write_text("# Sample\n\n```{eval-rst}\n.. automodule:: sample\n```\n")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "-c",
+        ROOT / "docs",
+        "-D",
+        "html_theme=basic",
+        "-D",
+        "root_doc=sample",
+    ]
+    done = subprocess.run(
+        [*command, tmp_path, tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "site" / "sample.html").read_text(encoding="utf-8")
+    fields = re.findall(r"<dt class=\"field-\w+\">(\w+)<", page)
+    assert fields == ["Parameters", "Returns", "Raises"]
+    assert '<p class="rubric">Notes</p>' in page
+    assert '<span class="pre">count</span></code> bytes' in page

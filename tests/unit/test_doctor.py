@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -18,7 +19,7 @@ from nvme_offload.commands import checks, cli
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
-from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
 from nvme_offload.zero3.settings import Settings
 
 NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
@@ -32,7 +33,24 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_PROBE_BYTES", 4 << 20)
 
 
-def keep_profile(path: Path, gb_per_s: float) -> None:
+def keep_profile(path: Path, gb_per_s: float, seconds: float = 0.6) -> None:
+    trials = tuple(
+        Trial(
+            phase=phase,
+            **dataclasses.asdict(SETTING),
+            bytes=int(gb_per_s * seconds * 1e9),
+            seconds=seconds,
+            gb_per_s=gb_per_s,
+            read_gb_per_s=gb_per_s,
+            write_gb_per_s=0.0,
+            stage="final",
+            control=False,
+            relative=1.0,
+            started_seconds=float(number),
+        )
+        for number in range(4)
+        for phase in PHASES
+    )
     best = {
         phase: Best(
             SETTING.block_size,
@@ -57,7 +75,7 @@ def keep_profile(path: Path, gb_per_s: float) -> None:
             described,
             {"ranks": 1},
             {"name": "native"},
-            (),
+            trials,
             best,
             SETTING,
             best,
@@ -96,38 +114,45 @@ def plan(*arguments: object) -> Result:
     )
 
 
-def test_a_plan_is_printed_with_its_formula(tmp_path):
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """As wide as lines are by default; pytest-xdist says 80."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_the_answer_comes_first_then_what_to_paste_then_the_table(tmp_path):
     keep_profile(tmp_path, 4.0)
-    done = plan(
-        "--params",
-        "1B",
-        "--budget",
-        "3GB",
-        "--path",
-        tmp_path,
-        "--gpu-memory",
-        "8GB",
-        "--host-memory",
-        "16GB",
-    )
+    ask = ("--params", "1B", "--budget", "3GB", "--path", tmp_path)
+    done = plan(*ask, "--gpu-memory", "8GB", "--host-memory", "16GB")
     assert done.return_value == 0
     lines = done.output.splitlines()
-    assert (
-        lines[0]
-        == "1B parameters: 1 billion parameters, the largest layer 70.43 million (of the usual shape)"
-    )
-    assert lines[1].startswith("1 rank, H100 with 8 GB; 16 GB of host memory, which streams ")
-    assert lines[2].startswith(f"{tmp_path}: ")
-    assert lines[2].endswith("read 4, write 4, mixed 4 GB/s")
-    chosen = [line for line in lines if line.startswith("*")]
-    assert len(chosen) == 1
-    assert chosen[0].split("  ")[1].strip() == "nvme_offload, optimizer on NVMe"
-    assert "needs 21.5 GB of GPU memory" in next(line for line in lines if "ZeRO-1" in line)
-    answer = next(line for line in lines if line.startswith("Fastest that fits: "))
-    assert answer.startswith("Fastest that fits: nvme_offload, optimizer on NVMe, ")
-    assert 'with "host_memory": 3000000000 a rank, call nvme_offload.zero3.enable()' in done.output
-    assert " TB a day to " in done.output
-    assert "communication between ranks" in lines[-1]
+    assert lines[0].startswith("Train it with NVMeOptimizer: it fits, ")
+    assert lines[0].endswith(" s a step without compute.")
+    code = lines.index("    optimizer = NVMeOptimizer(")
+    assert lines[code + 3 : code + 5] == [
+        f'        paths="{tmp_path}",',
+        "        host_memory=3000000000,",
+    ]
+    head = next(index for index, line in enumerate(lines) if "way to train" in line)
+    assert code < lines.index("How the seconds were found:") < head
+    (chosen,) = [line for line in lines if line.startswith("*")]
+    assert chosen.split("  ")[1].strip() == "NVMeOptimizer"
+    at = next(index for index, line in enumerate(lines) if "ZeRO-1" in line)
+    assert lines[at + 1].startswith("     needs 21.5 GB of GPU memory, and a GPU has 8 GB")
+    assert "It writes " in done.output
+    told = " ".join(done.output.split())
+    assert f" TB a day to {tmp_path}." in told
+    assert "1 billion parameters, the largest layer 70.43 million (of the usual shape)" in told
+    assert "1 rank, GPU H100 with 8 GB (989 Tflop/s), 16 GB of host memory at 50 GB/s." in told
+    assert "read 4, write 4, mixed 4 GB/s." in told
+    assert "communication between ranks" in told
+
+
+def schema_keys(object_name: str) -> set[str]:
+    """The keys of an object of the JSON, as docs/planning.md documents them."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    table = page.partition(f"### {object_name}\n")[2].partition("###")[0]
+    return {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
 
 
 def test_a_plan_as_json_has_everything(tmp_path):
@@ -148,23 +173,30 @@ def test_a_plan_as_json_has_everything(tmp_path):
         "--json",
     )
     told: dict[str, Any] = json.loads(done.output)
+    assert set(told) == schema_keys("plan")
+    assert all(set(each) == schema_keys("each of plans") for each in told["plans"])
     assert (told["world"], told["work"]) == (
         {"ranks": 2, "nodes": 8, "zero_init": True},
-        {"sequence": 2048, "micro_batch": 2},
+        {
+            "sequence": 2048,
+            "micro_batch": 2,
+            "accumulation": 1,
+            "activations": "checkpoint",
+            "offloaded_share": 1.0,
+            "activation_host_bytes": 2_000_000_000,
+        },
     )
     assert told["model"]["parameters"] == 7_000_000_000
     assert told["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
-    assert len(told["plans"]) == 12
+    assert len(told["plans"]) == 24
     assert told["fastest"] in {each["name"] for each in told["plans"] if each["fits"]}
     for each in told["plans"]:
         assert each["fits"] == (not each["problems"])
-        terms = each["terms"]
-        parts = [
-            [term["seconds"] for term in terms[name]] for name in ("passes", "update", "drive")
-        ]
-        assert each["seconds"] == pytest.approx(
-            max(parts[0], default=0) + max(sum(parts[1]), sum(parts[2]))
-        )
+        assert each["seconds"] == pytest.approx(sum(phase["seconds"] for phase in each["phases"]))
+        for phase in each["phases"]:
+            beside = [sum(term["seconds"] for term in terms) for terms in phase["beside"]]
+            assert phase["seconds"] == pytest.approx(phase["times"] * max(beside, default=0))
+        assert each["tokens_per_second"] == pytest.approx(2 * 2048 * 16 / each["seconds"])
     assert told["ds_config"]["train_micro_batch_size_per_gpu"] == 2
 
 
@@ -185,7 +217,7 @@ def test_the_config_is_written_aside_and_never_over_another(tmp_path):
     )
     done = plan(*ask)
     assert done.return_value == 0
-    assert done.output.endswith(f"Wrote {config}: set learning rate and batch size.\n")
+    assert done.output.endswith(f"Wrote {config}: set the learning rate.\n")
     written = json.loads(config.read_text())
     assert written["zero_optimization"]["offload_optimizer"] == {
         "device": "nvme",
@@ -195,7 +227,9 @@ def test_the_config_is_written_aside_and_never_over_another(tmp_path):
     assert written["aio"]["intra_op_parallelism"] == 4
     assert (
         Settings.of(written).host_memory
-        == json.loads(plan(*ask[:-2], "--json").output)["ds_config"]["nvme_offload"]["host_memory"]
+        == json.loads(plan(*ask[:-2], "--way", "zero3", "--json").output)["ds_config"][
+            "nvme_offload"
+        ]["host_memory"]
     )
     again = plan(*ask)
     assert "exists: give another name" in str(again.exception)
@@ -206,8 +240,9 @@ def test_a_huggingface_config_is_taken(tmp_path):
     shape = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     done = plan("--model", tmp_path)
-    assert done.output.startswith(
-        f"{tmp_path / 'config.json'}: 0.1244 billion parameters, the largest layer 38.6 million\n"
+    assert (
+        f"{tmp_path / 'config.json'}, 0.1244 billion parameters, the largest layer 38.6 million."
+        in " ".join(done.output.split())
     )
 
 
@@ -224,7 +259,10 @@ def test_nothing_that_fits_is_said_with_status_3(tmp_path):
         tmp_path / "none.json",
     )
     assert (done.returncode, done.stderr) == (3, "")
-    assert "Nothing fits. Name a directory on a drive with --path." in done.stdout
+    assert " ".join(done.stdout.split()).startswith(
+        "Nothing fits. The cheapest change that does: a drive with 491 GB free (--path DIR); then "
+        "ZeRO-3, all on NVMe, compact24 fits, and its speed is not known"
+    )
     assert not (tmp_path / "none.json").exists()
 
 
@@ -232,8 +270,8 @@ def test_without_a_sweep_the_plan_says_what_to_run(tmp_path):
     done = plan(
         "--params", "2B", "--path", tmp_path, "--gpu-memory", "12GB", "--host-memory", "20GB"
     )
-    assert f"not swept: run `nvme-sweep {tmp_path}`" in done.output
-    assert "whose drive was never swept." in done.output
+    assert f"not swept: run `nvme-sweep {tmp_path}`" in " ".join(done.output.split())
+    assert "its speed is not known before the drive is measured" in done.output.splitlines()[0]
 
 
 def test_a_gpu_brings_its_memory_and_its_speed():
@@ -258,11 +296,111 @@ def test_a_gpu_brings_its_memory_and_its_speed():
 
 def test_a_gpu_that_is_not_known_has_no_compute_and_that_is_said():
     done = plan("--params", "350M", "--seq", 2048, "--gpu", "Abacus")
-    assert "compute of a GPU 'Abacus', whose speed is not known here" in done.output
+    assert done.output.splitlines()[0].endswith(" s a step without compute.")
+    assert "GPU Abacus with 80 GB (speed unknown: compute is left out)" in done.output
+    assert "compute of a GPU 'Abacus', whose speed is not known here" in " ".join(
+        done.output.split()
+    )
 
 
-def test_what_is_asked_of_another_machine_is_answered_alike():
-    assert len({plan("--params", "1B", "--seq", 2048).output for _ in range(3)}) == 1
+DRIVE = ("--drive-read", "3GB", "--drive-write", "2.5GB")
+
+
+@pytest.mark.parametrize("alone", [("--gpu", "L40"), ("--gpu-memory", "24GB"), DRIVE])
+def test_what_is_asked_of_another_machine_is_answered_alike(alone, monkeypatch):
+    available = iter(range(8 << 30, 9 << 30, 1 << 28))
+    monkeypatch.setattr("nvme_offload.planning.plan.available_bytes", lambda: next(available))
+    monkeypatch.setattr("nvme_offload.planning.plan.copy_bytes_per_second", pytest.fail)
+    assert len({run("plan", "--params", "1B", "--seq", 2048, *alone).output for _ in range(3)}) == 1
+
+
+def test_a_drive_is_described_by_its_speeds():
+    told = json.loads(plan("--params", "7B", *DRIVE, "--drive-free", "1TB", "--json").output)
+    (drive,) = told["machine"]["drives"]
+    assert (drive["path"], drive["free_bytes"]) == ("/local_nvme", 10**12)
+    assert drive["gb_per_s"] == {"read": 3.0, "write": 2.5, "mixed": pytest.approx(2.727, rel=1e-3)}
+    told = json.loads(plan("--params", "7B", *DRIVE, "--drive-mixed", "2GB", "--json").output)
+    assert told["machine"]["drives"][0]["gb_per_s"]["mixed"] == 2.0
+    assert told["machine"]["drives"][0]["free_bytes"] is None
+
+
+def test_a_way_and_a_format_can_be_asked_for():
+    names = []
+    for way in cli.WAYS:
+        ask = ("--params", "7B", *DRIVE, "--way", way, "--state-format", "compact", "--json")
+        names.append([each["name"] for each in json.loads(plan(*ask).output)["plans"]])
+    zero, deepspeed, zero3, plain = names
+    assert len(zero) == 6
+    assert deepspeed == ["deepspeed-nvme-optimizer", "deepspeed-nvme-both"]
+    assert zero3 == ["nvme-optimizer-compact", "nvme-both-compact"]
+    assert plain == ["plain-compact", "plain-in-backward-compact"]
+    told = json.loads(plan("--params", "7B", *DRIVE, "--inference", "--json").output)
+    assert [each["name"] for each in told["plans"]] == [
+        "inference-gpu",
+        "inference-cpu",
+        "inference-nvme",
+    ]
+    assert "optimizer" not in told["ds_config"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
+@pytest.mark.parametrize("memory", ["24GB", "1GB"])
+def test_lines_end_within_the_terminal(columns, memory, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = plan("--params", "7B", "--seq", 2048, "--gpu-memory", memory, *DRIVE)
+    longest = max(done.output.splitlines(), key=len)
+    assert len(longest) <= max(columns, 60), longest
+    assert "NVMeOptimizer, compact, in backward" in done.output
+
+
+def test_what_concedes_something_else_is_not_hidden_by_what_is_faster():
+    ask = ("--params", "7B", "--seq", 2048, "--gpu", "RTX 4090", "--gpu-memory", "24GB")
+    drive = ("--drive-read", "7GB", "--drive-write", "6GB", "--drive-free", "1TB")
+    text = " ".join(plan(*ask, *drive).output.split())
+    assert "Faster, if states may be rounded to 8 bits: ZeRO-3, states on NVMe, compact, " in text
+    assert "Faster, if gradients are not clipped by a norm: NVMeOptimizer, in backward, " in text
+    assert "to 8 bits and gradients are not clipped by a norm: NVMeOptimizer, compact, in" in text
+    told = json.loads(plan(*ask, *drive, "--json").output)
+    seconds = {each["name"]: each["seconds"] for each in told["plans"]}
+    assert seconds["plain-in-backward"] > seconds["nvme-optimizer-compact"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory"),
+    [
+        ("T4", 16),
+        ("RTX A6000", 48),
+        ("RTX 5090", 32),
+        ("MI300X", 192),
+        ("L40", 48),
+        ("L4", 24),
+        ("A100 80GB", 80),
+        ("NVIDIA A100-SXM4-40GB", 40),
+        ("NVIDIA GeForce RTX 3090 Ti", 24),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(gpu, memory):
+    told = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
+    assert told["machine"]["gpu"]["memory_bytes"] == memory * 10**9
+    assert told["machine"]["gpu"]["link_bytes_per_second"] > 10e9
+
+
+def test_a_gpu_without_bfloat16_gets_fp16():
+    for gpu, precision in (("T4", "fp16"), ("L4", "bf16")):
+        told = json.loads(run("plan", "--params", "350M", "--gpu", gpu, "--json").output)
+        assert told["ds_config"][precision] == {"enabled": True}
+
+
+def test_what_would_help_is_told_where_nothing_fits(tmp_path):
+    ask = ("--params", "7B", "--gpu", "RTX 4090", "--host-memory", "64GB", "--seq", 2048, *DRIVE)
+    ask = (*ask, "--micro-batch", 4, "--activations", "keep", "--json")
+    done = run("plan", *ask)
+    assert done.return_value == 3
+    change = json.loads(done.output)["change"]
+    assert change["words"] == "activation checkpointing (--activations checkpoint)"
+    assert change["plan"]["fits"]
+    asked = [{"keep": "checkpoint"}.get(str(each), each) for each in ask]
+    assert json.loads(run("plan", *asked).output)["fastest"] == change["plan"]["name"]
 
 
 @pytest.mark.parametrize(
@@ -277,13 +415,24 @@ def test_what_is_asked_of_another_machine_is_answered_alike():
         (["plan", "--params", "7B", "--ranks", "0"], "0 is not in the range"),
         (
             ["plan", "--params", "7B", "--gpu-memory", "24"],
-            "24 is 24 bytes: give a unit, such as 24GB",
+            "24 is 24 bytes: did you mean 24GB?",
         ),
-        (["plan", "--params", "7B", "--host-memory", "64"], "give a unit, such as 64GB"),
+        (["plan", "--params", "7B", "--host-memory", "1.5"], "did you mean 1.5GB?"),
+        (["plan", "--params", "7B", "--host-memory", "0GB"], "0GB is no size: give one above 0"),
+        (["plan", "--params", "-1"], "'-1' is no number of parameters"),
         (
             ["plan", "--params", "7B", "--gpus", "1", "--gpu", "A100"],
-            "how much memory such a GPU has is not known here: give --gpu-memory",
+            "A100 is sold with 40 and 80 GB of memory: give --gpu-memory 80GB",
         ),
+        (
+            ["plan", "--params", "7B", "--gpu", "Abacus"],
+            "the memory of a GPU 'Abacus' is not known",
+        ),
+        (["plan", "--params", "7B", "--gpus", "0", "--gpu", "L4"], "trains without GPUs"),
+        (["plan", "--params", "7B", "--gpus", "2"], "no GPU is seen here: give --gpu"),
+        (["plan", "--params", "7B", "--drive-read", "3GB"], "both --drive-read and --drive-write"),
+        (["plan", "--params", "7B", *DRIVE, "--path", "/tmp"], "--path is a drive that is here"),
+        (["plan", "--params", "7B", "--budget", "-1"], "'-1' is not a size"),
         (["repair"], "No such command 'repair'"),
     ],
 )
@@ -383,10 +532,16 @@ def test_a_swept_drive_is_well_and_an_unswept_one_is_not(tmp_path):
     assert before[-1].status == "warning"
     assert before[-1].remedy == f"nvme-sweep {tmp_path}"
     keep_profile(tmp_path, 4.0)
-    assert (
-        list(checks.drive(str(tmp_path)))[-1].found
-        == "swept 2001-02-03: read 4, write 4, mixed 4 GB/s"
+    swept = list(checks.drive(str(tmp_path)))[-1]
+    assert (swept.status, swept.found) == (
+        "ok",
+        "swept 2001-02-03: read 4.00, write 4.00, mixed 4.00 GB/s; the evidence is good",
     )
+    keep_profile(tmp_path, 4.0, seconds=0.1)
+    swept = list(checks.drive(str(tmp_path)))[-1]
+    assert swept.status == "warning"
+    assert "mixed 4.00 GB/s; the evidence is poor (read: 0 of 2 final trials" in swept.found
+    assert swept.remedy == f"nvme-sweep {tmp_path}, while nobody else uses the drive"
 
 
 def test_direct_io_is_tried_on_the_path_and_nothing_is_left(directory):

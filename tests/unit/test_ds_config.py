@@ -518,7 +518,7 @@ def test_an_edit_in_place_that_was_cut_short_is_told_and_not_built_upon(tmp_path
     for use in (lambda: read_aio(path), lambda: apply(path, SETTING)):
         with pytest.raises(
             UsageError,
-            match=r"cut short.*its text from before is in .*ds.json.before; copy that back",
+            match=r"interrupted.*the old text is in .*ds.json.before; copy that back",
         ):
             use()
     path.write_text(HUGGING_FACE)

@@ -197,7 +197,7 @@ def test_what_follows_a_failure_is_not_started(
             engine.write(random_bytes(PAGE), file, after=[failing]),
         ):
             with pytest.raises(
-                CancelledError, match="a transfer that it was to follow failed"
+                CancelledError, match="a transfer that it waited for failed"
             ) as caught:
                 ticket.wait(SECONDS)
             assert (
@@ -293,7 +293,7 @@ def test_cancelling_what_is_held_ends_it_and_what_follows(
         assert follower.done()
         with pytest.raises(CancelledError, match="it was cancelled before it started"):
             held.wait(0)
-        with pytest.raises(CancelledError, match="a transfer that it was to follow failed"):
+        with pytest.raises(CancelledError, match="a transfer that it waited for failed"):
             follower.wait(0)
         assert not held.cancel()
         assert not follower.cancel()

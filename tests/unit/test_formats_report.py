@@ -8,7 +8,6 @@ import torch
 from click.testing import CliRunner
 
 from sweeps.formats.__main__ import main
-from sweeps.formats.codec import main as codec
 from sweeps.formats.report import Results, render, smoothed, verdict
 from sweeps.formats.stress import Stressed
 from sweeps.formats.text import read_text
@@ -95,14 +94,20 @@ def test_the_command_trains_and_writes_its_report(tmp_path, at_once):
     options = f"--at-once {at_once} --layers 1 --width 16 --heads 2 --context 8 --batch 2 --steps 3 --seeds 2 --device cpu --text-megabytes 0.2 --no-stress"
     called = CliRunner().invoke(
         main,
-        [*options.split(), "--output", str(tmp_path / "new" / "formats")],
+        [
+            *options.split(),
+            "--formats",
+            "exact,split,compact",
+            "--output",
+            str(tmp_path / "new" / "formats"),
+        ],
         catch_exceptions=False,
     )
     assert called.exit_code == 0
     assert "| split | 10." in called.output
     written = json.loads((tmp_path / "new" / "formats.json").read_text())
     assert [(run["format"], run["seed"], len(run["losses"])) for run in written["trained"]] == [
-        (name, seed, 3) for seed in (0, 1) for name in ("exact", "split", "compact", "compact24")
+        (name, seed, 3) for seed in (0, 1) for name in ("exact", "split", "compact")
     ]
     assert "formats.png" in (tmp_path / "new" / "formats.md").read_text()
     assert (tmp_path / "new" / "formats.png").read_bytes().startswith(b"\x89PNG")
@@ -124,19 +129,3 @@ def test_what_cannot_be_trained_is_refused(options, message):
     called = CliRunner().invoke(main, options.split())
     assert called.exit_code == 2
     assert message in called.output
-
-
-def test_the_codec_is_timed_with_its_bytes():
-    called = CliRunner().invoke(
-        codec, ["--parameters", "65536", "--rounds", "1", "--device", "cpu"], catch_exceptions=False
-    )
-    assert called.exit_code == 0
-    for row, nbytes in (
-        ("exact: unpack", "12.0000"),
-        ("split: pack", "10.0000"),
-        ("compact: pack", "4.0078"),
-    ):
-        assert any(
-            line.startswith(f"| {row} |") and line.endswith(f"| {nbytes} |")
-            for line in called.output.splitlines()
-        )

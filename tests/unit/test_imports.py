@@ -22,6 +22,7 @@ HOST = LEAVES | {"files", "hardware"}
 MOVING = HOST | {"io", "store", "swap"}
 MAY_IMPORT = {
     "__init__": {"activations", "errors", "hardware", "io", "optim", "store", "swap"},
+    "autoload": {"zero3"},
     "units": set(),
     "errors": {"units"},
     "files": set(),
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "zero3": MOVING | {"ds_config", "optimizer_states", "planning"},
     "report": HOST | {"ds_config", "planning"},
     "sweep": HOST | {"ds_config", "io", "planning", "report"},
-    "commands": HOST | {"ds_config", "io", "planning", "zero3"},
+    "commands": HOST | {"autoload", "ds_config", "io", "planning", "zero3"},
 }
 # What needs the standard library alone, but for this package.
 PURE = sorted({"errors", "units", "files", "hardware", "ds_config", "planning"})
@@ -46,6 +47,7 @@ PURE_MODULES = {
     "swap/access_order.py",
     "swap/arena.py",
     "swap/drive_use.py",
+    "swap/live.py",
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
@@ -60,10 +62,13 @@ _ZERO3 = (
     "last_gradients",
     "inference",
     "op",
+    "awaited",
     "optimizer_swapper",
+    "overlap",
     "param_swapper",
     "stage3",
     "states",
+    "updates",
     "working_weights",
 )
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from typing import Any
 
 import pytest
 import torch
 
+from nvme_offload.commands import cli, unknown_family
 from nvme_offload.errors import UsageError
 from nvme_offload.planning.model import of_config, of_count, of_module
 
@@ -143,8 +146,6 @@ def test_a_model_type_that_is_no_name_is_refused(tmp_path):
 
 def test_the_file_that_is_named_is_sized_whatever_lies_beside_it(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from nvme_offload.commands import unknown_family
-
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1000, "head_dim": 16}
     named = tmp_path / "gemma2.json"
@@ -155,6 +156,168 @@ def test_the_file_that_is_named_is_sized_whatever_lies_beside_it(tmp_path):
     assert alone.parameters == of_module(model).parameters
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     assert of_config(named, unknown_family.build) == alone
+
+
+def meta(transformers: Any, config: Any, name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config)
+
+
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 1000}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+ODD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # experts, of which a token uses some; an encoder and a decoder; shared and separate embeddings;
+    # several models in one; another head than a language model's; a vision model
+    "experts": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "encoder-decoder": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 1000,
+        },
+    ),
+    "tied": ("Qwen2Config", "Qwen2ForCausalLM", {**TINY, "tie_word_embeddings": True}),
+    "untied": ("Qwen2Config", "Qwen2ForCausalLM", {**TINY, "tie_word_embeddings": False}),
+    "text and vision": (
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **TINY},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "classifier": ("LlamaConfig", "LlamaForSequenceClassification", {**TINY, "num_labels": 7}),
+    "bare": ("LlamaConfig", "LlamaModel", TINY),
+    "vision": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_models_are_counted_as_transformers_makes_them(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    config_class, name, shape = ODD[kind]
+    config = getattr(transformers, config_class)(**shape)
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    found = of_config(tmp_path, unknown_family.build)
+    wanted = of_module(meta(transformers, config, name))
+    assert found == dataclasses.replace(wanted, source=found.source)
+    if kind == "experts":
+        each = 3 * 64 * 32  # gate, up and down of an expert, six of eight of which idle in 2 layers
+        assert found.idle == 2 * 6 * each
+    else:
+        assert found.idle == 0
+    if kind == "text and vision":
+        assert (found.layers, found.hidden, found.vocabulary) == (2, 64, 1000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[" * 100_000,
+        '"llama"',
+        "\xff",
+        '{"model_type": "llama", "hidden_size": "4096"}',
+        '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 128, '
+        '"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 9}',
+        '{"model_type": "gemma2", "hidden_size": "wide"}',
+        '{"model_type": "gemma2", "num_hidden_layers": -1, "hidden_size": -64}',
+        '{"model_type": "t5", "d_model": null, "num_heads": "many"}',
+        '{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForPoetry"]}',
+        '{"model_type": "llama", "architectures": ["LlamaForPoetry"]}',
+        '{"model_type": "no family"}',
+        '{"model_type": "clip", "text_config": "none"}',
+    ],
+)
+def test_a_config_that_is_no_model_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, text):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    command = ["nvme-offload", "plan", "--model", str(tmp_path), "--gpu", "L4"]
+    monkeypatch.setattr("sys.argv", command)
+    assert cli.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("nvme-offload: ")
+    assert said.err.count("\n") == 1
+
+
+# What is not covered by the sweep below, with transformers 5: classes whose default configuration
+# makes no model (transformers raises on its own), and those that need packages beside it, such as
+# timm, scipy or detectron2. Base classes without parameters are no models.
+SWEEP_PARTS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(SWEEP_PARTS))
+def test_every_class_of_transformers_is_counted(tmp_path, part):
+    transformers = pytest.importorskip("transformers")
+    families = sorted(transformers.CONFIG_MAPPING)[part::SWEEP_PARTS]
+    counted, wrong, not_built = 0, [], []
+    for family in families:
+        for kind in classes(transformers, family):
+            try:
+                config = transformers.CONFIG_MAPPING[family]()
+                with torch.device("meta"):
+                    parameters = {id(each): each for each in kind._from_config(config).parameters()}
+            except Exception as error:  # what transformers does not build, nobody can count
+                not_built.append(f"{kind.__name__}: {error}")
+                continue
+            wanted = sum(each.numel() for each in parameters.values())
+            if not wanted:
+                continue
+            described = {**config.to_dict(), "architectures": [kind.__name__]}
+            (tmp_path / "config.json").write_text(json.dumps(described))
+            try:
+                found = of_config(tmp_path, unknown_family.build).parameters
+            except UsageError as error:
+                wrong.append(f"{kind.__name__}: {error}")
+                continue
+            counted += 1
+            if found != wanted:
+                wrong.append(f"{kind.__name__}: {found}, and it has {wanted}")
+    assert wrong == []
+    assert counted > 4 * len(not_built), not_built
+
+
+def classes(transformers: Any, family: str) -> list[Any]:
+    """The models of *family*, by its own modeling file; none where that needs what is not there."""
+    config_class = transformers.CONFIG_MAPPING[family]
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return []
+    return [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type)
+        and issubclass(each, transformers.PreTrainedModel)
+        and each.__module__ == name
+        and each.config_class is config_class
+        and not each.__name__.endswith("PreTrainedModel")
+    ]
 
 
 def test_an_unknown_family_is_built_by_who_can(tmp_path):

@@ -4,6 +4,9 @@ where a header is missing.
 
 from __future__ import annotations
 
+import email
+import functools
+import http.server
 import importlib.metadata
 import os
 import re
@@ -12,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
 import venv
 import zipfile
 from pathlib import Path
@@ -224,6 +228,10 @@ def test_a_portable_wheel_carries_libraries_and_licences(distributions):
         )
         (record,) = (name for name in names if name.endswith("THIRD-PARTY.txt"))
         told = archive.read(record).decode()
+        (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+        assert "[torch.backends]\nnvme_offload = nvme_offload.autoload:install\n" in (
+            archive.read(points).decode()
+        )
     # RHEL 8, and torch's own wheels
     assert max(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", extension)) <= 28
     assert b"GLIBCXX" not in extension
@@ -241,6 +249,95 @@ def test_a_portable_wheel_carries_libraries_and_licences(distributions):
         "nvme_offload/report/templates/report.html.j2",
     } <= set(names)
     assert not any(name.startswith(("tests/", "sweeps/", "tools/")) for name in names)
+
+
+@pytest.mark.slow
+def test_the_distributions_are_ready_for_an_index(distributions):
+    pytest.importorskip("twine", reason="twine is not installed here")
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *distributions],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.count("PASSED")) == (0, 2), done.stdout
+    wheel, _ = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata.get_payload(decode=True).decode().strip() == readme.strip()
+    markdown = pytest.importorskip("readme_renderer.markdown", reason="twine brings it along")
+    shown = markdown.render(readme)
+    if shown is None:
+        pytest.skip("readme-renderer is here without its extra for Markdown")
+    assert shown.count("<table>") == 1
+    assert "][" not in shown, "a link has no address"
+    assert len(re.findall(r'<img src="https://github.com/[^"]*\.svg"', shown)) == 1
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert set(urls) == {"Homepage", "Documentation", "Repository", "Issues", "Changelog"}
+
+
+@pytest.fixture
+def fresh_environment(tmp_path):
+    """The Python of a new environment that sees what the package depends on, and not the package;
+    its pip is this environment's.
+    """
+    venv.create(tmp_path / "fresh", symlinks=True)
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    for folder in map(Path, sys.path):
+        if folder.name.endswith("-packages"):
+            for entry in folder.iterdir():
+                if "nvme_offload" not in entry.name and entry.suffix != ".pth":
+                    link = seen / entry.name
+                    if not link.is_symlink():
+                        link.symlink_to(entry)
+    python = tmp_path / "fresh" / "bin" / "python"
+    command = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", command], capture_output=True, text=True, check=True)
+    (Path(packages.stdout.strip()) / "seen.pth").write_text(f"{seen}\n")
+    return python
+
+
+@pytest.mark.slow
+def test_a_wheel_is_installed_from_an_index_where_there_is_no_compiler(
+    distributions, fresh_environment, tmp_path
+):
+    """pip takes it from an index of our own, and command, engine and the libraries in it work."""
+    project = tmp_path / "index" / "nvme-offload"
+    project.mkdir(parents=True)
+    for path in distributions:
+        shutil.copy(path, project)
+    handler = functools.partial(SilentHandler, directory=tmp_path / "index")
+    environment = {"PATH": str(fresh_environment.parent), "HOME": str(tmp_path)}
+    for compiler in ("cc", "c++", "gcc", "g++", "clang"):
+        assert shutil.which(compiler, path=environment["PATH"]) is None
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            [*map(str, command)], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}/"
+        pip = [fresh_environment, "-m", "pip", "--disable-pip-version-check", "--isolated"]
+        run(*pip, "install", "--no-cache-dir", "--index-url", index, "nvme-offload")
+        server.shutdown()
+    place = run(fresh_environment, "-c", "import nvme_offload; print(nvme_offload.__file__)")
+    assert Path(place).is_relative_to(tmp_path / "fresh")
+    assert "Usage: nvme-sweep" in run(fresh_environment.with_name("nvme-sweep"), "--help")
+    assert "libaio works" in run(fresh_environment, ROOT / "tools" / "check_wheel.py")
+
+
+class SilentHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves a directory of distributions as an index does, and logs nothing."""
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
 
 
 @pytest.mark.slow
@@ -294,6 +391,27 @@ def test_the_source_distribution_has_what_git_has(distributions):
     assert {
         name for name in tracked.stdout.splitlines() if (ROOT / name).exists()
     } - left_out <= packed
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == nvme_offload.__version__
+    assert citation["license"] == "Apache-2.0"
+    # what the schema of that version wants
+    assert {"authors", "cff-version", "message", "title"} <= set(citation)
+
+
+def test_the_forms_for_issues_ask_for_something():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here")
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for name in ("bug.yml", "drive.yml"):
+        form = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        ids = [field["id"] for field in form["body"]]
+        assert len(set(ids)) == len(ids)
+        assert any(field.get("validations", {}).get("required") for field in form["body"])
 
 
 def test_the_installed_package_says_what_it_is():

@@ -7,8 +7,9 @@ import pytest
 
 from sweeps.peers.latency import Latencies
 from sweeps.peers.plan import Case, Contest, Job, Plan
-from sweeps.peers.report import Results, Round, as_json, percentile, render, row, spread, verdict
+from sweeps.peers.report import Results, Round, as_json, render, row
 from sweeps.peers.stopwatch import Measurement
+from sweeps.report import percentile, spread, verdict
 
 GIB = 1 << 30
 JOB = Job("read", "libaio", 1 << 20, 16, 1, "huge", GIB, GIB, 1, 1)

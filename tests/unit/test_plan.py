@@ -4,13 +4,16 @@ scheduler, and steps that were measured.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,8 +23,19 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
+from nvme_offload.planning.advice import Question, cheapest_change
 from nvme_offload.planning.model import Model, of_count
+from nvme_offload.planning.passes import (
+    ACTIVATIONS,
+    Work,
+    activation_bytes,
+    free_tokens,
+    operations,
+    saved_bytes,
+)
+from nvme_offload.planning.paste import ds_config, script, weights
 from nvme_offload.planning.placement import (
+    INFERENCE,
     STRATEGIES,
     World,
     fewest_bytes,
@@ -30,18 +44,17 @@ from nvme_offload.planning.placement import (
     whole_bytes,
 )
 from nvme_offload.planning.plan import (
+    UTILISATION,
     Drive,
     Machine,
     Plan,
-    Work,
-    activation_bytes,
     drive_at,
-    ds_config,
+    drive_described,
     fastest,
     plans,
     this_machine,
-    weights,
 )
+from nvme_offload.planning.traffic import STATE_BYTES
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
@@ -305,8 +318,10 @@ def test_a_better_machine_is_never_slower(count, ranks, host, gpu, free, speed, 
     if before is not None:
         assert after is not None
         assert after.seconds is not None
+        assert after.concession <= before.concession
         # the simplest of those that are as fast
-        assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)
+        if after.concession == before.concession:
+            assert after.seconds <= (before.seconds or 0) * 1.1 * (1 + 1e-9)
 
 
 @given(SIZES, st.sampled_from(["nvme-optimizer", "nvme-both"]), st.integers(1, 16), MEMORY, MEMORY)
@@ -328,7 +343,8 @@ def test_more_ranks_never_need_more_each(count, ranks, nodes, zero_init):
     for strategy in STRATEGIES:
         few = needs(strategy, of_count(count), World(ranks, nodes, zero_init))
         many = needs(strategy, of_count(count), World(2 * ranks, nodes, zero_init))
-        assert many.gpu_bytes <= few.gpu_bytes
+        if strategy.door != "plain" or ranks > 1:  # FSDP2 gathers layers where there are several
+            assert many.gpu_bytes <= few.gpu_bytes
         assert many.drive_bytes <= few.drive_bytes
         if strategy.stage == 3:  # DeepSpeed's estimate of stage 2 on CPU grows with the ranks
             assert many.host_bytes <= few.host_bytes
@@ -350,19 +366,23 @@ def test_the_fastest_that_fits_is_chosen():
     assert fastest(plans(of_count("1B"), machine(), World())).strategy.name == "zero1"  # type: ignore[union-attr]
     chosen = fastest(plans(SEVEN, machine(host_bytes=64 << 30), World()))
     assert chosen is not None
-    assert chosen.strategy.name == "nvme-optimizer"  # DeepSpeed's estimate for the CPU is 168 GB
+    assert chosen.strategy.name == "plain"  # DeepSpeed's estimate for the CPU is 168 GB
     assert chosen.budget_bytes is not None
     moved = streamed(chosen.strategy, SEVEN, World(), chosen.budget_bytes)
-    assert chosen.formula.endswith(
-        f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 2.58 GB/s) = {chosen.update_seconds:.3g} s)"
+    assert chosen.formulas[-1].endswith(
+        f"; drive ({moved.read / 1e9:.3g} GB read, {moved.written / 1e9:.3g} GB written; mixed 2.69 GB/s) = {chosen.update_seconds:.3g} s)"
     )
-    assert chosen.update_seconds == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.92))
+    assert chosen.update_seconds == pytest.approx((moved.read + moved.written) / (2.8e9 * 0.96))
     assert chosen.written_bytes_a_day == pytest.approx(
         chosen.written_bytes * 86400 / chosen.seconds
     )  # type: ignore[operator]
     roomy = fastest(plans(SEVEN, machine(host_bytes=400 << 30), World()))
     assert roomy is not None
-    assert (roomy.strategy.name, roomy.written_bytes) == ("zero2-cpu", 0)
+    assert (roomy.strategy.name, roomy.written_bytes) == ("plain", 0)
+    assert (
+        roomy.seconds
+        < by_name(plans(SEVEN, machine(host_bytes=400 << 30), World()))["zero2-cpu"].seconds
+    )
 
 
 def test_what_does_not_fit_says_how_much_it_takes():
@@ -372,7 +392,7 @@ def test_what_does_not_fit_says_how_much_it_takes():
     assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
-    smaller = machine(host_bytes=32 << 30, drives=(Drive("/d", 30 << 30, SPEEDS),))
+    smaller = machine(host_bytes=32 << 30, drives=(Drive("/d", 15 << 30, SPEEDS),))
     assert fastest(plans(SEVEN, smaller, World())) is None
     with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
         ds_config(found["zero3"], machine())
@@ -380,7 +400,7 @@ def test_what_does_not_fit_says_how_much_it_takes():
 
 def test_states_in_fewer_bits_are_for_where_nothing_exact_fits():
     card = Gpu("RTX 4090", 24 * 10**9)
-    here = machine(gpu=card, host_bytes=32 << 30, drives=(Drive("/d", 83 * 10**9, SPEEDS),))
+    here = machine(gpu=card, host_bytes=32 << 30, drives=(Drive("/d", 60 * 10**9, SPEEDS),))
     found = plans(SEVEN, here, World())
     chosen = fastest(found)
     assert chosen is by_name(found)["nvme-optimizer-compact"]
@@ -397,7 +417,7 @@ def test_states_in_fewer_bits_are_for_where_nothing_exact_fits():
 def test_without_a_drive_nothing_is_offloaded_to_one():
     found = plans(SEVEN, machine(drives=()), World())
     assert all(
-        "a drive: name one with --path" in plan.problems
+        "a drive: no drive given, pass --path" in plan.problems
         for plan in found
         if plan.strategy.uses_drive
     )
@@ -406,7 +426,7 @@ def test_without_a_drive_nothing_is_offloaded_to_one():
 def test_a_budget_below_the_largest_parameter_is_refused():
     found = by_name(plans(SEVEN, machine(), World(), budget=1 << 30))
     assert found["nvme-optimizer"].problems == (
-        "1.07 GB of host memory a rank for the swapper, and the largest parameter takes 2.16 GB",
+        "1.07 GB of host memory a rank for the swapper, which needs at least 2.16 GB",
     )
 
 
@@ -415,8 +435,8 @@ def test_a_drive_that_was_never_swept_has_no_seconds_and_comes_last():
     assert found["nvme-optimizer"].seconds is None
     assert found["nvme-optimizer"].written_bytes_a_day is None
     chosen = fastest(list(found.values()))
-    assert chosen is found["nvme-optimizer"]
-    assert "aio" not in ds_config(chosen, machine(drives=(Drive("/d", 1 << 40),)))
+    assert chosen is found["plain"]
+    assert "aio" not in ds_config(found["nvme-optimizer"], machine(drives=(Drive("/d", 1 << 40),)))
     roomy = plans(
         of_count("350M"), machine(drives=(Drive("/d", 1 << 40),), gpu=Gpu("x", 4 << 30)), World()
     )
@@ -428,7 +448,7 @@ def test_without_a_gpu_everything_is_in_host_memory():
     found = by_name(plans(of_count("1B"), machine(gpu=None), World(2)))
     assert {plan.gpu_bytes for plan in found.values()} == {0}
     assert found["zero3"].host_bytes > 9e9  # 18 bytes a parameter over two ranks
-    assert found["zero3"].passes == ()
+    assert found["zero3"].passes_seconds == 0  # compute on processors is not predicted
 
 
 def test_ranks_share_drives_and_memory():
@@ -456,10 +476,10 @@ def test_compute_and_activations_are_predicted_where_tokens_are_given():
     assert with_work["zero3-cpu"].gpu_bytes - without["zero3-cpu"].gpu_bytes == activation_bytes(
         SEVEN, work
     )
-    compute = {term.name: term.seconds for term in with_work["zero3-cpu"].passes}["compute"]
-    assert compute == pytest.approx(8 * 7e9 * 8192 / (989e12 * 0.4))
+    # two operations a parameter, and attention's, for each token: forward once, in backward thrice
+    compute = 4 * 8192 * (2 * 7e9 + 2 * 4096 * 4211 * 32) / (989e12 * UTILISATION)
     assert with_work["zero3-cpu"].passes_seconds > compute  # copies take longer
-    assert with_work["zero3-cpu-optimizer"].passes_seconds == compute
+    assert with_work["zero3-cpu-optimizer"].passes_seconds == pytest.approx(compute)
 
 
 # Several drives.
@@ -537,6 +557,168 @@ def test_drives_that_were_swept_together_are_as_fast_as_together():
     assert machine(drives=drives[:1]).speeds == SPEEDS
 
 
+# Passes: compute, activations, and what is hidden.
+
+
+def test_tokens_that_hide_the_drive_are_those_of_equal_times():
+    # 24 bytes a parameter at 2.6 GB/s under a backward pass of 4 operations a parameter and token
+    assert free_tokens(24e9, 400e12, 2.6e9, 4e9) == pytest.approx(24 * 400e12 / (4 * 2.6e9))
+    work = Work(sequence=4096, activations="keep")
+    roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
+    found = by_name(plans(SEVEN, roomy, World(), work, budget=8_000_000_000))["plain-in-backward"]
+    assert found.free_tokens is not None
+    assert by_name(plans(SEVEN, roomy, World(), work))["plain"].free_tokens is None
+    drive, compute = (
+        sum(term.seconds for term in terms)
+        for terms in (found.phases[-1].beside[-1], found.phases[-1].beside[0])
+    )
+    # attention comes on top of the 4 operations
+    assert compute / drive == pytest.approx(4096 / found.free_tokens, rel=0.1)
+    longer = Work(sequence=4096, micro_batch=1 + int(found.free_tokens / 4096), activations="keep")
+    hidden = by_name(plans(SEVEN, roomy, World(), longer, budget=8_000_000_000))
+    in_backward, after = hidden["plain-in-backward"], hidden["plain"]
+    assert in_backward.seconds == pytest.approx(after.passes_seconds)
+    assert after.seconds == pytest.approx(after.passes_seconds + after.update_seconds)
+
+
+def test_micro_batches_are_passed_one_after_the_other_and_hide_the_drive_once():
+    once, thrice = (
+        by_name(plans(SEVEN, machine(), World(), Work(2048, 1, times), budget=8_000_000_000))
+        for times in (1, 3)
+    )
+    for name in ("plain", "nvme-both", "zero2-cpu"):
+        assert thrice[name].passes_seconds == pytest.approx(3 * once[name].passes_seconds)
+        assert thrice[name].update_seconds == pytest.approx(once[name].update_seconds)
+        assert thrice[name].tokens_per_second == pytest.approx(3 * 2048 / thrice[name].seconds)
+    names = [(phase.name, phase.times) for phase in thrice["plain-in-backward"].phases]
+    assert names == [("forward", 3), ("backward", 2), ("backward and update", 1)]
+
+
+def test_activations_are_kept_computed_again_or_on_the_drive():
+    sizes, computed, saved = {}, {}, {}
+    for activations in ACTIVATIONS:
+        work = Work(2048, 4, 1, activations)
+        sizes[activations] = activation_bytes(SEVEN, work)
+        computed[activations] = operations(SEVEN, work).backward / operations(SEVEN, work).forward
+        saved[activations] = saved_bytes(SEVEN, work)
+    assert sizes["keep"] == 8192 * (34 * 4211 * 32 + 6 * 32000)
+    assert sizes["drive"] == 8192 * (34 * 4211 + 6 * 32000)
+    assert sizes["keep"] > sizes["checkpoint"] > sizes["checkpoint-drive"] > sizes["drive"]
+    assert computed == {"keep": 2, "checkpoint": 3, "drive": 2, "checkpoint-drive": 3}
+    assert saved["keep"] == saved["checkpoint"] == 0
+    assert saved["drive"] == 16 * saved["checkpoint-drive"] == 32 * 8192 * 4211 * 32
+    (found,) = plans(SEVEN, machine(), World(), Work(2048, 4, 1, "drive"), None, [BY_NAME["plain"]])
+    (kept,) = plans(SEVEN, machine(), World(), Work(2048, 4, 1, "keep"), None, [BY_NAME["plain"]])
+    there = int(saved["drive"]) - 2_000_000_000  # what save_on_nvme's host memory does not hold
+    assert found.drive_bytes - kept.drive_bytes == there
+    assert found.written_bytes - kept.written_bytes > 0.9 * there
+    assert found.passes_seconds > kept.passes_seconds
+
+
+def test_experts_that_a_token_does_not_use_do_not_compute():
+    sparse = dataclasses.replace(SEVEN, idle=5_000_000_000)
+    work = Work(2048)
+    attention = 2 * 2048 * 4211 * 32
+    assert operations(sparse, work).forward == 2048 * (2 * 2_000_000_000 + attention)
+    assert activation_bytes(sparse, work) == activation_bytes(SEVEN, work)
+
+
+def test_formats_move_what_the_table_of_bytes_says():
+    budget = 4_000_000_000
+    moved = {
+        name: streamed(BY_NAME[name], SEVEN, World(), budget).total
+        for name in ("plain", "plain-split", "plain-compact", "plain-compact24")
+    }
+    for name, each in zip(moved, STATE_BYTES.values(), strict=True):
+        assert moved[name] == pytest.approx(2 * (each * 7e9 - budget), rel=0.05)
+        assert needs(BY_NAME[name], SEVEN, World()).drive_bytes == int(each * 7e9)
+
+
+def test_forward_passes_alone_stream_parameters():
+    found = by_name(plans(SEVEN, machine(), World(), Work(2048), 4_000_000_000, INFERENCE))
+    assert [each.fits for each in found.values()] == [True, True, True]
+    drive = found["inference-nvme"]
+    assert drive.drive_bytes == 14_000_000_000
+    assert drive.written_bytes == 0
+    assert drive.seconds == pytest.approx(10e9 / (2.8e9 * 0.96), rel=0.01)
+    assert found["inference-cpu"].host_bytes > 14e9 > found["inference-gpu"].host_bytes
+    assert drive.gpu_bytes < 1e9 < found["inference-gpu"].gpu_bytes
+
+
+def test_drives_described_by_two_speeds_share_their_time():
+    assert drive_described(3.0, 2.0).speeds == {
+        "read": 3.0,
+        "write": 2.0,
+        "mixed": pytest.approx(2.4),
+    }
+    assert drive_described(3.0, 2.0, 4.5, 10).speeds["mixed"] == 4.5
+
+
+# Where nothing fits.
+
+
+def question(**changes: object) -> Question:
+    card = Gpu("RTX 4090", 24 * 10**9)
+    here = machine(gpu=card, host_bytes=32 << 30, drives=(Drive("/d", 200 * 10**9, SPEEDS),))
+    asked = Question(SEVEN, here, World(), Work(2048))
+    return dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"state_format": "exact", "machine": machine(drives=(Drive("/d", 50 << 30, SPEEDS),))},
+            "another state format",
+        ),
+        ({"way": "zero"}, "another way to train"),
+        (
+            {"work": Work(4096, 4, 1, "keep")},
+            "activation checkpointing (--activations checkpoint)",
+        ),
+        (
+            {"work": Work(16384, 8), "way": "zero3"},
+            "--micro-batch 1 --accumulate 8",
+        ),
+        ({"budget": 1 << 20}, "no --budget"),
+        ({"machine": machine(host_bytes=1 << 30)}, "2 GB of host memory"),
+        (
+            {"machine": machine(host_bytes=32 << 30, drives=())},
+            "a drive with 22 GB free (--path DIR)",
+        ),
+        (
+            {"machine": machine(host_bytes=32 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))},
+            "22 GB free on the drive",
+        ),
+        (
+            {"way": "zero", "machine": machine(host_bytes=1 << 30, drives=())},
+            "another way to train and 2 GB of host memory and a drive with 22 GB free (--path DIR)",
+        ),
+    ],
+)
+def test_the_cheapest_change_with_which_something_fits_is_told(changes, words):
+    asked = question(**changes)
+    assert fastest(asked.answers()) is None
+    found = cheapest_change(asked)
+    assert found is not None
+    assert found.words == words
+    assert found.plan.fits
+
+
+def test_a_change_that_is_made_is_enough():
+    here = machine(host_bytes=1 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))
+    found = cheapest_change(question(machine=here))
+    assert found is not None
+    assert found.words == "2 GB of host memory and 22 GB free on the drive"
+    for host, room, fits in ((2, 22, True), (1, 22, False), (2, 21, False)):
+        changed = machine(host_bytes=host * 10**9, drives=(Drive("/d", room * 10**9, SPEEDS),))
+        assert (fastest(question(machine=changed).answers()) is not None) == fits
+
+
+def test_where_no_change_helps_that_is_told():
+    assert cheapest_change(question(model=of_count("900T"))) is None
+
+
 # The configuration.
 
 
@@ -567,7 +749,7 @@ def test_the_config_is_what_the_plan_says():
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
+def test_deepspeed_takes_the_config_of_every_plan(tmp_path):  # but NVMeOptimizer's, which has none
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
     large = machine(
@@ -575,7 +757,8 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
         host_bytes=1 << 41,
         drives=(Drive("/a", 1 << 41, SPEEDS, "a", profile("/a")),),
     )
-    found = plans(SEVEN, large, World())
+    strategies = [each for each in STRATEGIES if each.door != "plain"]
+    found = plans(SEVEN, large, World(), strategies=strategies)
     assert all(plan.fits for plan in found)
     (tmp_path / "all.json").write_text(json.dumps([ds_config(plan, large) for plan in found]))
     code = (
@@ -599,6 +782,90 @@ def test_deepspeed_takes_the_config_of_every_plan(tmp_path):
         for plan in found
     ]
     assert [[word.rpartition(".")[2] for word in line] for line in spoken] == wanted
+
+
+def through(door: str) -> list[Any]:
+    return [pytest.param(each, id=each.name) for each in STRATEGIES if each.door == door]
+
+
+@pytest.mark.parametrize("strategy", through("plain"))
+@pytest.mark.parametrize("activations", ["checkpoint", "drive"])
+def test_the_code_of_a_plan_trains(strategy, activations, tmp_path):
+    torch = pytest.importorskip("torch")
+    small = machine(gpu=None, drives=(Drive(str(tmp_path), 1 << 40, SPEEDS),))
+    work = Work(8, activations=activations, activation_host_bytes=64 << 20)
+    (found,) = plans(of_count("1M"), small, World(), work, None, [strategy])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+    names: dict[str, Any] = {"model": model}
+    exec(script(found, small, work), names)
+    optimizer, offload = names["optimizer"], names.get("offload")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with contextlib.ExitStack() as made:
+        made.callback(optimizer.close)
+        if activations == "drive":
+            made.callback(offload.close)
+        with offload if activations == "drive" else contextlib.nullcontext():
+            loss = model(torch.ones(8, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        stats = optimizer.stats()
+    assert [
+        bool((parameter != old).any())
+        for parameter, old in zip(model.parameters(), before, strict=True)
+    ] == [True] * 4
+    assert stats.step == 1
+
+
+TRAIN = """
+import json, sys
+import torch
+import deepspeed
+import nvme_offload.zero3
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
+exec(open(sys.argv[1]).read())
+losses = []
+for _ in range(3):
+    loss = engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+stats = nvme_offload.zero3.stats(engine)
+print("trained:" + json.dumps([losses, stats.step]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", through("zero3"))
+def test_the_code_and_the_config_of_a_plan_train(strategy, tmp_path):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed; pip install nvme-offload[deepspeed]")
+    (tmp_path / "drive").mkdir()
+    small = machine(gpu=None, drives=(Drive(str(tmp_path / "drive"), 1 << 40, SPEEDS),))
+    (found,) = plans(of_count("1M"), small, World(), Work(), 300_000_000, [strategy])
+    config = ds_config(found, small)
+    config["zero_force_ds_cpu_optimizer"] = False  # nor is DeepSpeed's Adam compiled for it
+    config["optimizer"]["params"]["torch_adam"] = True
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "pasted.py").write_text(script(found, small))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted.py"],
+        env={**os.environ, **ranks, **address, "DS_ACCELERATOR": "cpu"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr[-2000:]
+    losses, step = json.loads(told.stdout.rpartition("trained:")[2])
+    assert losses[2] < losses[0]
+    assert step == 3
 
 
 # This machine.

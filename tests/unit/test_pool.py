@@ -287,7 +287,7 @@ def test_a_full_pool_answers_within_the_timeout_and_goes_on(pool):
     for timeout in (0, -1, 0.02):
         with pytest.raises(
             WaitTimeout,
-            match=r"no room for 4 KiB within .* s: 64 KiB of 64 KiB are in use, and the largest hole has 0 bytes",
+            match=r"no space for 4 KiB within .* s: 64 KiB of 64 KiB are in use, and the largest free extent has 0 bytes",
         ):
             pages(pool, 1, timeout)
     del everything
@@ -298,7 +298,7 @@ def test_a_hole_too_small_is_no_room(pool):
     held = [pages(pool, 4) for _ in range(4)]
     del held[0], held[1]
     with pytest.raises(
-        WaitTimeout, match="32 KiB of 64 KiB are in use, and the largest hole has 16 KiB"
+        WaitTimeout, match="32 KiB of 64 KiB are in use, and the largest free extent has 16 KiB"
     ):
         pages(pool, 5)
 

@@ -199,7 +199,7 @@ def test_a_path_that_was_swept_on_another_drive_is_told_of_once(
     for directory in (swept, swept / "job"):
         assert tell(directory) == [
             f"{directory} is on {ours.device}, and nvme-sweep measured it on SOLIDIGM D7 /dev/nvme9n1: mount that drive, or run `nvme-sweep {directory}` "
-            "for this one, of which there are no tuned settings"
+            "for this one, which has no tuned settings"
         ]
     assert tell(tmp_path / "elsewhere") == []
     profile_shelf.keep(profile_of(swept))  # the one that is there

@@ -38,13 +38,13 @@ def chooser(
     ],
 )
 def test_the_room_for_those_who_pass(told: str, stay: str, wanted: tuple[int, int]) -> None:
-    assert chooser(told, {"a": 1, "b": 2, "c": 4}).passing(stay) == wanted
+    assert chooser(told, {"a": 1, "b": 2, "c": 4}).transient(stay) == wanted
 
 
 def test_what_is_in_use_when_a_period_ends_has_its_room_all_the_time() -> None:
     # a is read beside b and c; c itself is what is carried
-    assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).passing("") == (6, 11)
-    assert chooser("aAbBcC", {"a": 1, "b": 2, "c": 4}, ahead=10).passing("") == (4, 14)
+    assert chooser("aAbBc", {"a": 1, "b": 2, "c": 4}, carried=4).transient("") == (6, 11)
+    assert chooser("aAbBcC", {"a": 1, "b": 2, "c": 4}, ahead=10).transient("") == (4, 14)
 
 
 def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_little() -> None:
@@ -52,7 +52,7 @@ def test_a_value_far_larger_than_all_others_stays_so_that_these_pass_through_lit
     sizes = {"a": 40, **dict.fromkeys(small, 1)}
     found = chooser("".join(f"{letter}{letter.upper()}" for letter in sizes), sizes).choose(48)
     assert "a" in found.names
-    assert found.passing_bytes == 3
+    assert found.transient_bytes == 3
     assert sum(sizes[name] for name in found.names) == 45
     assert found.saved_bytes == 45
 
@@ -63,9 +63,9 @@ def test_who_stays_and_who_passes_have_room_beside_each_other(nbytes: int) -> No
     found = chooser("".join(f"{letter}{letter.upper()}" for letter in sizes), sizes)
     choice = found.choose(nbytes)
     assert len(set(choice.names)) == len(choice.names)
-    assert choice.passing_bytes == found.passing(choice.names).nbytes
+    assert choice.transient_bytes == found.transient(choice.names).nbytes
     assert choice.saved_bytes == found.saved(choice.names)
     assert (
         not choice.names
-        or sum(sizes[name] for name in choice.names) + choice.passing_bytes <= nbytes
+        or sum(sizes[name] for name in choice.names) + choice.transient_bytes <= nbytes
     )

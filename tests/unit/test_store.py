@@ -253,7 +253,7 @@ def test_a_get_waits_for_the_put_before_it(
     out = np.zeros(MIB, np.uint8)
     with ThreadPoolExecutor(1) as threads, stall() as let_go:
         ticket = stalling_store.put("a", new)
-        with pytest.raises(WaitTimeout, match=r"put of tensor 'a' is not done within 0\.01 s"):
+        with pytest.raises(WaitTimeout, match=r"put of tensor 'a' did not finish within 0\.01 s"):
             ticket.wait(0.01)
         assert not ticket.done()
         got = threads.submit(lambda: stalling_store.get("a", out).wait(SECONDS))
@@ -317,9 +317,9 @@ def test_dropped_tickets_do_not_pile_up(store: TensorStore, random_bytes: Random
     out = np.zeros(PAGE, np.uint8)
     for _ in range(300):
         store.get("a", out)
-        while not all(ticket.done() for ticket in list(store._values.unsettled)):
+        while not all(ticket.done() for ticket in list(store._catalog.in_flight)):
             os.sched_yield()
-    assert len(store._values.unsettled) <= 1
+    assert len(store._catalog.in_flight) <= 1
     assert_array_equal(out, data)
 
 
@@ -354,7 +354,7 @@ def test_many_threads_on_shared_and_own_names(paths: list[Path]) -> None:
         assert store.names() == ["shared"]
         store.delete("shared")
         store.close()
-        assert store._values.unsettled == {}
+        assert store._catalog.in_flight == {}
 
 
 # Room and stripes
@@ -784,12 +784,12 @@ def test_a_snapshot_is_of_one_moment_for_each_name(
         let_go()
         written.result(SECONDS)
     with ThreadPoolExecutor(1) as threads:
-        with stalling_store._values.held(["a"]):
+        with stalling_store._catalog.held(["a"]):
             put = threads.submit(stalling_store.put, "a", second)
             assert not wait([put], 0.05).done
             assert_array_equal(contents(stalling_store, "a"), first)
         put.result(SECONDS)
-    with stalling_store._values.held(["a"]):
+    with stalling_store._catalog.held(["a"]):
         stalling_store.delete("a")
         stalling_store.put("a", second)
         assert stalling_store.used_bytes == 2 * MIB

@@ -160,7 +160,7 @@ def test_a_cancelled_put_leaves_what_was_there(
                 CancelledError, match=rf"it was cancelled before it started, of tensor '{put.name}'"
             ):
                 put.wait(0)
-        with pytest.raises(CancelledError, match="a transfer that it was to follow failed"):
+        with pytest.raises(CancelledError, match="a transfer that it waited for failed"):
             get.wait(0)
         let_go()
         blocker.wait(SECONDS)
@@ -282,7 +282,7 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
     old, new = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     with store_on(stalling_directory, checksum=True) as store:
         store.put("a", old).wait(SECONDS)
-        extent = store._values.current("a").extents[0]
+        extent = store._catalog.current("a").extents[0]
         with stall() as let_go:
             put = store.put("a", new)
             damage = store.engine.write(

@@ -290,7 +290,7 @@ def test_what_would_do_is_said_and_does(make_swapper: MakeSwapper) -> None:
     held = swapper.swap_in("b")  # in the middle
     with pytest.raises(
         OutOfHostMemoryError,
-        match=r"no room for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes",
+        match=r"no space for 'wide', 32 KiB.*16 KiB are in use by 'b' \(16 KiB\).*at least 65536 bytes",
     ):
         swapper.create("wide", 2 * SIZE)
     assert torch.equal(held, pattern(1))
@@ -302,7 +302,7 @@ def test_the_pool_is_taken_whole_and_given_back(store: TensorStore) -> None:
     pool = PinnedPool(2 * SIZE, pin=False)
     with TensorSwapper(store, pool) as swapper:
         assert pool.used_bytes == 2 * SIZE
-        with pytest.raises(UsageError, match="whole memory"):
+        with pytest.raises(UsageError, match="all memory"):
             TensorSwapper(store, pool)
         swapper.swap_out("value", pattern(1))
         swapper.flush()
@@ -379,7 +379,7 @@ def test_a_long_wait_says_what_it_is_for(
         assert torch.equal(swapper.swap_in("a"), pattern(1))
     told = [record.getMessage() for record in caplog.records]
     assert told == [
-        f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are under way"
+        f"waiting for the drive for {seconds} s: the read of 16 KiB of 'a'; 1 transfers of 16 KiB are in flight"
         for seconds in (5, 10)
     ]
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from nvme_offload.errors import UsageError
+from sweeps.apart import last_words
+from sweeps.floor import Speeds, floor_seconds
+from sweeps.meter import Memory, parse_io, parse_smaps, parse_status
+from sweeps.report import spread
 from sweeps.training.plan import Plan, merged, read_plan
-from sweeps.training.process import Memory, parse_io, parse_smaps, parse_status
-from sweeps.training.report import Results, as_json, ratios, reached, render, unequal
-from sweeps.training.runs import Run, Sample, Speeds, assemble, floor_seconds
-from sweeps.training.trainer import last_words
+from sweeps.training.report import Figures, Results, as_json, reached, render, unequal
+from sweeps.training.runs import Run, Sample, assemble
 
 PLANS = sorted((Path(__file__).parents[2] / "sweeps" / "plans").glob("training*.toml"))
 
@@ -152,7 +154,7 @@ def test_a_variant_is_the_common_configuration_and_what_it_says_otherwise(tmp_pa
     assert [variant.drives for variant in plan.variants] == [True, True, False]
     # the plan stays as it was
     assert "nvme_path" not in plan.named("mine").ds_config["zero_optimization"]["offload_optimizer"]
-    assert (plan.aio["block_size"], plan.aio["queue_depth"]) == (1 << 20, 4)
+    assert (plan.aio.block_size, plan.aio.queue_depth) == (1 << 20, 4)
 
 
 def test_merged_leaves_both_as_they_were() -> None:
@@ -193,13 +195,13 @@ def test_the_plans_that_come_with_it_can_be_read(path: Path) -> None:
 
 def test_a_plan_narrowed_keeps_what_is_left_whole(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    assert plan.narrowed(None, None, None, None) == plan
-    narrow = plan.narrowed(7, 1, 1, ["mine"])
+    assert plan.narrowed(None) == plan
+    narrow = plan.narrowed(["mine"], rounds=7, cold_rounds=1, steps=1)
     assert (narrow.rounds, narrow.cold_rounds, narrow.steps, narrow.settling_steps) == (7, 1, 1, 0)
     assert ([variant.name for variant in narrow.variants], narrow.baseline) == (["mine"], "mine")
     assert [target.measure for target in narrow.targets] == ["optimizer_floor"]
     with pytest.raises(UsageError, match="'other' is none of"):
-        plan.narrowed(None, None, None, ["other"])
+        plan.narrowed(["other"])
 
 
 def test_measures_of_a_run() -> None:
@@ -237,10 +239,9 @@ def test_the_floor_is_the_slowest_way() -> None:
 def test_ratios_are_of_the_same_round() -> None:
     mine = [run("mine", 0, 1.0), run("mine", 1, 2.0), run("mine", 2, 9.0)]
     stock = [run("stock", 1, 4.0), run("stock", 0, 4.0)]
-    assert ratios(mine, stock, lambda found: found.measure("optimizer", 1)) == pytest.approx(
-        (0.25, 0.375, 0.5)
-    )
-    assert ratios(mine, [], lambda found: found.measure("optimizer", 1)) is None
+    figures = Figures([*mine, *stock], 1)
+    assert spread(figures.ratios("mine", "stock", "optimizer")) == pytest.approx((0.25, 0.375, 0.5))
+    assert figures.ratios("mine", "none", "optimizer").empty
 
 
 def test_targets(tmp_path: Path) -> None:

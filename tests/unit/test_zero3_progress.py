@@ -11,7 +11,15 @@ from nvme_offload.zero3.progress import Progress
 from nvme_offload.zero3.step_stats import StepStats
 
 
-def engine_after(step, seconds=2.0, waited=0.5, read=3_000_000_000, written=1_000_000_000):
+def engine_after(
+    step,
+    seconds=2.0,
+    waited=0.5,
+    read=3_000_000_000,
+    written=1_000_000_000,
+    busy=0.5,
+    disk_written=9_000_000_000,
+):
     stats = StepStats(
         step=step,
         seconds=seconds,
@@ -23,6 +31,9 @@ def engine_after(step, seconds=2.0, waited=0.5, read=3_000_000_000, written=1_00
         resident_bytes=0,
         peak_bytes=0,
         tuned_bytes_per_second=None,
+        total_written_bytes=written * step,
+        busy_share=busy,
+        disk_written_bytes=disk_written,
     )
     return types.SimpleNamespace(
         optimizer=types.SimpleNamespace(clock=types.SimpleNamespace(last=stats))
@@ -40,16 +51,29 @@ def test_metrics_are_of_the_steps_since_the_last():
         "nvme_gb_per_s": 2.0,
         "nvme_read_gb": 3.0,
         "nvme_written_gb": 1.0,
+        "nvme_offload/step_seconds": 2.0,
+        "nvme_offload/busy_share": 0.5,
+        "nvme_offload/total_written_gb": 1.0,
+        "nvme_offload/disk_written_gb": 9.0,
+        "nvme_offload/resident_gb": 0.0,
     }
     assert progress.metrics() == {}
-    assert progress.see(engine_after(2, waited=0.0))
-    assert progress.see(engine_after(3, seconds=6.0, waited=4.0, read=1_000_000_000))
+    assert progress.see(engine_after(2, waited=0.0, busy=1.0))
+    assert progress.see(
+        engine_after(3, seconds=6.0, waited=4.0, read=1_000_000_000, disk_written=None)
+    )
     assert progress.metrics() == {
         "nvme_wait_share": 0.5,
         "nvme_gb_per_s": 0.75,
         "nvme_read_gb": 2.0,
         "nvme_written_gb": 1.0,
+        "nvme_offload/step_seconds": 4.0,
+        "nvme_offload/busy_share": 0.625,
+        "nvme_offload/total_written_gb": 3.0,
+        "nvme_offload/resident_gb": 0.0,
     }
+    assert progress.see(engine_after(4, busy=None))
+    assert "nvme_offload/busy_share" not in progress.metrics()
 
 
 def test_the_summary_is_of_all_steps(caplog):

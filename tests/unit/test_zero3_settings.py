@@ -16,8 +16,8 @@ from nvme_offload.zero3.settings import (
     Settings,
     aio_config,
     nvme_paths,
-    question,
-    refuse_what_wants_memory,
+    refuse_memory_features,
+    warn_of_mistakes,
 )
 from nvme_offload.zero3.shared_tier import tier_of
 
@@ -49,12 +49,13 @@ def test_every_key_is_read():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("state_format", "split"), ("missing_gradients", "zero")]
+    ("key", "value"),
+    [("state_format", "split"), ("missing_gradients", "zero"), ("overlap_step", True)],
 )
 def test_what_deepspeeds_swappers_cannot_do_is_refused(key, value):
     with pytest.raises(
         UsageError,
-        match=f'"{key}" in "nvme_offload" wants this package\'s swappers: leave "swappers" out',
+        match=f'"{key}" in "nvme_offload" needs this package\'s swappers: leave "swappers" out',
     ):
         of(swappers="deepspeed", **{key: value})
 
@@ -94,7 +95,7 @@ def test_another_host_memory_is_refused(wrong):
 def test_an_unknown_key_is_refused_with_those_that_are_known(key):
     with pytest.raises(
         UsageError,
-        match=r"backend, checksum, host_memory, missing_gradients, paths, state_format, swappers, weights$",
+        match=r"backend, checksum, host_memory, missing_gradients, overlap_step, paths, state_format, swappers, weights$",
     ) as refusal:
         of(**{key: 1})
     assert repr(key) in str(refusal.value)
@@ -114,6 +115,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_known(key):
         ("checksum", "true", "true, false"),
         ("checksum", 1, "true, false"),
         ("checksum", None, "true, false"),
+        ("overlap_step", "yes", "true, false"),
     ],
 )
 def test_another_value_is_refused_with_those_that_are_possible(key, wrong, possible):
@@ -160,7 +162,7 @@ QUESTIONED = [
     *(
         (
             {"zero_optimization": {"stage": stage, name: {"device": "nvme", "nvme_path": "/a"}}},
-            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing goes to a drive: that needs "stage": 3',
+            f'"{name}" has "device": "nvme", and with "stage": {stage} nothing is offloaded to a drive: that needs "stage": 3',
         )
         for stage, name in (
             (1, "offload_optimizer"),
@@ -175,8 +177,8 @@ QUESTIONED = [
 @pytest.mark.parametrize(("ds_config", "said"), QUESTIONED)
 def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
-    question(ds_config)
-    question(ds_config)
+    warn_of_mistakes(ds_config)
+    warn_of_mistakes(ds_config)
     (message,) = caplog.messages
     assert message.startswith(said)
 
@@ -199,7 +201,7 @@ def test_what_is_surely_not_meant_is_questioned_once(ds_config, said, caplog, mo
 )
 def test_what_may_be_meant_is_not_questioned(ds_config, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_asked", set())
-    question(ds_config)
+    warn_of_mistakes(ds_config)
     assert caplog.messages == []
 
 
@@ -291,15 +293,15 @@ def test_a_place_that_can_be_no_directory_is_refused_with_its_name(tmp_path, wro
     with pytest.raises(
         UsageError,
         match=re.escape(str(tmp_path / wrong))
-        + " (is not a directory|does not exist), and none is made: ",
+        + " (is not a directory|does not exist), and is not created: ",
     ):
         tier_of({"nvme_offload": {"paths": [str(tmp_path / wrong)]}})
     with pytest.raises(
-        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+        UsageError, match=r" (is not a directory|does not exist), and is not created: "
     ):
         NVMeOptimizer([torch.nn.Parameter(torch.ones(1))], paths=str(tmp_path / wrong))
     with pytest.raises(
-        UsageError, match=r" (is not a directory|does not exist), and none is made: "
+        UsageError, match=r" (is not a directory|does not exist), and is not created: "
     ):
         save_on_nvme(str(tmp_path / wrong))
 
@@ -314,7 +316,7 @@ def test_a_place_in_memory_and_a_key_that_nothing_reads_are_told_of(caplog):
         ).close()
     assert caplog.messages == [
         "nothing reads 'num_threads' in the section \"aio\": is it misspelt?",
-        f'{place} is held in memory (tmpfs): what goes there takes host memory beside "host_memory"',
+        f'{place} is in memory (tmpfs): what is offloaded there takes host memory in addition to "host_memory"',
     ]
 
 
@@ -341,9 +343,9 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
     with pytest.raises(
         UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'
     ):
-        refuse_what_wants_memory(asked)
-    refuse_what_wants_memory({**asked, "nvme_offload": {"swappers": "deepspeed"}})
-    refuse_what_wants_memory(
+        refuse_memory_features(asked)
+    refuse_memory_features({**asked, "nvme_offload": {"swappers": "deepspeed"}})
+    refuse_memory_features(
         {
             **asked,
             "zero_optimization": {**asked["zero_optimization"], "offload_param": {"device": "cpu"}},
@@ -362,6 +364,6 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
 )
 def test_what_works_anywhere_is_not_refused(harmless):
     offload = {"device": "nvme", "nvme_path": "/drive", "super_offload": False}
-    refuse_what_wants_memory(
+    refuse_memory_features(
         {"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless}
     )

@@ -32,7 +32,7 @@ class Case:
     elements up to which DeepSpeed keeps a parameter on the accelerator. evaluate: forward passes
     without gradients after each step. fragments: get and set what DeepSpeed's fragment functions
     can. engines: how many train by turns. lives: how often the engine is made and destroyed. loop:
-    of `outside.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of
+    of `outside.LOOPS` or `looking.LOOPS`, what is done after each step. program: of `outside.PROGRAMS`, instead of
     steps of our own. zero, section, top: more keys of "zero_optimization", of "nvme_offload" (only
     read by this package) and of the whole configuration.
     """

@@ -111,7 +111,7 @@ def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
         assert f"{use} takes" in str(refusal.value)
     else:
         assert f"{use} is missing" in str(refusal.value)
-    assert f"DeepSpeed {deepspeed.__version__} is not as" in str(refusal.value)
+    assert f"DeepSpeed {deepspeed.__version__} does not match what" in str(refusal.value)
     assert f"pip install deepspeed=={compat.NEWEST}" in str(refusal.value)
 
 
@@ -166,7 +166,7 @@ def test_a_newer_release_is_held_to_the_contract_and_warned_of(monkeypatch, capl
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert (
-        f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tried"
+        f"DeepSpeed 0.99.0 is newer than {compat.NEWEST}, the newest that was tested"
         in record.message
     )
 

@@ -507,7 +507,7 @@ def test_there_may_be_more_operations_than_descriptors(handle, tmp_path, limit: 
 
 def test_what_goes_through_the_page_cache_is_said_once(mounted: Mount, caplog):
     directory = mounted("tmpfs")
-    operation._told_of.discard(directory.stat().st_dev)
+    operation._warned_devices.discard(directory.stat().st_dev)
     handle = op.aio_handle()
     for name in ("one", "two"):
         handle.sync_pwrite(random(8), directory / name)

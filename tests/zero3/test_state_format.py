@@ -146,8 +146,8 @@ def test_runs_go_on_as_if_they_had_not_ended(tmp_path):
 
 
 REFUSED = [
-    (Case(dtype="fp16", section=SPLIT), 'have "bf16" enabled, or leave "state_format" out'),
-    (Case(dtype="fp32", section=COMPACT), 'have "bf16" enabled, or leave "state_format" out'),
+    (Case(dtype="fp16", section=SPLIT), 'enable "bf16", or leave "state_format" out'),
+    (Case(dtype="fp32", section=COMPACT), 'enable "bf16", or leave "state_format" out'),
     (
         Case(optimizer="sign", section=COMPACT),
         "keeps float32 states; Sign has 'momentum' in torch.bfloat16",

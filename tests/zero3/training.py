@@ -4,7 +4,8 @@ line for each case, what came of it to the bit.
 The one argument is a JSON object: "cases", as `launch.Case` has them; "directory" on the drive;
 "ours", whether `nvme_offload.zero3` is enabled; "fp16", whether DeepSpeed is to take the processor
 for one that has it, as it does unless told otherwise; "faults", what is to go wrong in the engines,
-as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does.
+as `Engine` takes them, with the kind of fault by name; "faulty_rank", the only one where it does;
+"late", that no update of "overlap_step" is made before somebody waits for one.
 The ranks are what the environment says.
 """
 
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import IO, Any
 
 import torch
 from launch import Case
+from looking import LOOPS as LOOKING
 from models import ELEMENTWISE, MODELS, OPTIMIZERS, SCALAR
 from outside import LOOPS, PROGRAMS
 from outside import MODELS as OUTSIDE
@@ -51,6 +54,8 @@ def main(request: dict[str, Any]) -> None:
     if request["ours"]:
         faulty = request.get("faulty_rank") in (None, int(os.environ["RANK"]))
         watch.enable(request.get("faults", []) if faulty else [])
+        if request.get("late"):
+            only_when_awaited()
     for number, fields in enumerate(request["cases"]):
         # so that no case finds the tier of another
         place = str(Path(request["directory"], str(number)))
@@ -96,6 +101,7 @@ class Watch:
         self.stores: list[Any] = []
         self.pools: list[Any] = []
         self.swappers: list[Any] = []
+        self.overlapped = 0  # steps whose updates were made after them
 
     def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
         """Enable the package, with *faults* in every engine of a store."""
@@ -106,6 +112,7 @@ class Watch:
         from nvme_offload.io.engine import Engine
 
         zero3.enable()
+        self._count_overlapped()
         tier.TensorStore = self._kept(self.stores, tier.TensorStore)
         tier.PinnedPool = self._kept(self.pools, tier.PinnedPool)
         tier.TensorSwapper = self._kept(self.swappers, tier.TensorSwapper)
@@ -126,7 +133,9 @@ class Watch:
             "memory": [pool.nbytes for pool in self.pools],
             "peaks": [swapper.stats().peak_bytes for swapper in self.swappers],
             "retries": 0,
+            "overlapped": self.overlapped,
         }
+        self.overlapped = 0
         for store in self.stores:
             with contextlib.suppress(ValueError):  # UsageError: it is closed
                 found["retries"] += sum(
@@ -137,6 +146,17 @@ class Watch:
         self.swappers.clear()
         return found
 
+    def _count_overlapped(self) -> None:
+        from nvme_offload.zero3.updates import Updates
+
+        start = Updates.start
+
+        def counted(updates: Any, *args: Any) -> None:
+            self.overlapped += 1
+            start(updates, *args)
+
+        Updates.start = counted  # type: ignore[method-assign]
+
     @staticmethod
     def _kept(where: list[Any], kind: Any) -> Any:
         @functools.wraps(kind)
@@ -146,6 +166,48 @@ class Watch:
             return made
 
         return make
+
+
+def only_when_awaited() -> None:
+    """Have no update made before somebody waits for one: who looks without waiting sees what was
+    before.
+    """
+    from nvme_offload.zero3.updates import Updates
+
+    changed = threading.Condition()
+    awaited: list[Any] = []  # by those that wait: whether they need to no longer
+    ending = False
+    start, wait_for, stop = Updates.start, Updates._wait_for, Updates.stop
+
+    def late(make: Any) -> Any:
+        def made() -> None:
+            with changed:
+                changed.wait_for(lambda: ending or not all(is_true() for is_true in awaited))
+            make()
+
+        return made
+
+    def starting(updates: Any, step: int, every: Any, last: Any) -> None:
+        start(updates, step, [one._replace(make=late(one.make)) for one in every], late(last))
+
+    def waiting(updates: Any, is_true: Any) -> None:
+        with changed:
+            awaited.append(is_true)
+            changed.notify_all()
+        try:
+            wait_for(updates, is_true)
+        finally:
+            with changed:
+                awaited.remove(is_true)
+
+    def stopping(updates: Any) -> None:
+        nonlocal ending
+        with changed:
+            ending = True
+            changed.notify_all()
+        stop(updates)
+
+    Updates.start, Updates._wait_for, Updates.stop = starting, waiting, stopping  # type: ignore[method-assign]
 
 
 class Training:
@@ -324,7 +386,7 @@ class Training:
         if case.fragments:
             self._use_states(engine, step)
         if case.loop:
-            self._observe(*LOOPS[case.loop](engine, self.kept))
+            self._observe(*(LOOPS | LOOKING)[case.loop](engine, self.kept))
         if case.evaluate:
             engine.eval()
             with torch.no_grad():

@@ -31,9 +31,17 @@ def heat_map(profile: Profile) -> Chart | None:
         return None
     slowest = 1e-3  # a trial that stood still has a place in the colours too
     cells: dict[tuple[int, int], tuple[float, int]] = {}
-    for setting, reached in summary.medians(profile.trials, phases[0]).items():
+    for setting, reached in summary.reached(profile, phases[0]).items():
         place = (setting.block_size, setting.queue_depth)
         cells[place] = max(cells.get(place, (0.0, 0)), (reached.relative, setting.thread_count))
+    # of the settings that were judged, where there are any: a short trial proves little
+    finals = summary.last_stage(profile.trials) == "final"
+    decided = {
+        (trial.block_size, trial.queue_depth)
+        for trial in summary.decisive(profile)
+        if trial.phase == phases[0]
+    }
+    rough = len(set(cells) - decided) if finals else 0
     blocks, depths = (sorted({place[axis] for place in cells}) for axis in (0, 1))
     best, worst = (end(cells, key=lambda place: cells[place]) for end in (max, min))
     left = 62.0
@@ -123,12 +131,23 @@ def heat_map(profile: Profile) -> Chart | None:
         axes.spines["bottom"].set_visible(False)
         return figure
 
+    finding = (
+        f"The fastest of {len(cells)} pairs is {format_bytes(best[0])} at queue depth {best[1]}, {wording.ratio(cells[best][0])} DeepSpeed's defaults; "
+        f"the slowest, {format_bytes(worst[0])} at {worst[1]}, {wording.ratio(cells[worst][0])}."
+    )
+    if finals and best not in decided and decided:
+        first = max(decided, key=lambda place: cells[place])
+        finding += (
+            f" It had short trials only, and was not in the last stage, where {format_bytes(first[0])} at {first[1]} "
+            f"came first with {wording.ratio(cells[first][0])}."
+        )
+    shorter = f" {rough} of the pairs had short trials only, which tell little." if rough else ""
     return Chart(
         "heat-map",
         f"Block size and queue depth, {_LOADS[phases[0]]}",
-        f"The fastest of {len(cells)} pairs is {format_bytes(best[0])} at queue depth {best[1]}, {wording.ratio(cells[best][0])} DeepSpeed's defaults; "
-        f"the slowest, {format_bytes(worst[0])} at {worst[1]}, {wording.ratio(cells[worst][0])}.",
-        "Each cell: the ratio to the defaults with its best number of threads. Blank: not measured. Outlined: the chosen pair; dashed: the defaults' pair.",
+        finding,
+        "Each cell: the ratio to the defaults with its best number of threads. Blank: not measured. "
+        f"Outlined: the chosen pair; dashed: the defaults' pair.{shorter}",
         ("Block size", "Queue depth", "Best threads", "Over defaults"),
         tuple(
             (
@@ -147,7 +166,7 @@ def by_threads(profile: Profile) -> Chart | None:
     """The best ratio to the control at each thread count, by phase."""
     curves: dict[str, dict[int, float]] = {}
     for phase in PHASES:
-        for setting, reached in summary.medians(profile.trials, phase).items():
+        for setting, reached in summary.reached(profile, phase).items():
             curve = curves.setdefault(phase, {})
             curve[setting.thread_count] = max(
                 curve.get(setting.thread_count, 0.0), reached.relative
@@ -212,7 +231,7 @@ def by_bytes_in_flight(profile: Profile) -> Chart | None:
     dots = {
         phase: sorted(
             (setting.bytes_in_flight, reached.relative)
-            for setting, reached in summary.medians(profile.trials, phase).items()
+            for setting, reached in summary.reached(profile, phase).items()
         )
         for phase in PHASES
         if phase in summary.phases_tried(profile.trials)

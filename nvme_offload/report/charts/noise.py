@@ -98,7 +98,7 @@ def trials(profile: Profile) -> Chart | None:
             "Load",
             "Runs of the defaults",
             "Slowest, GB/s",
-            "Median, GB/s",
+            "Median of all, GB/s",
             "Fastest, GB/s",
             "Other trials",
             "Left out",
@@ -120,17 +120,14 @@ def trials(profile: Profile) -> Chart | None:
 class _Row(NamedTuple):
     name: str
     ratios: list[float]
+    relative: float  # as everywhere in the report
     chosen: bool = False
     control: bool = False
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.ratios)
-
-    @property
     def range(self) -> float:
-        """As a share of the median."""
-        return (max(self.ratios) - min(self.ratios)) / self.median if self.median else 0.0
+        """As a share of the ratio."""
+        return (max(self.ratios) - min(self.ratios)) / self.relative if self.relative else 0.0
 
 
 def ranking(profile: Profile) -> Chart | None:
@@ -173,12 +170,12 @@ def ranking(profile: Profile) -> Chart | None:
                 markeredgewidth=0,
             )
             axes.plot(
-                [row.median, row.median], [y - 0.36, y + 0.36], color=palette.ink, linewidth=1.8
+                [row.relative, row.relative], [y - 0.36, y + 0.36], color=palette.ink, linewidth=1.8
             )
             colour = palette.ink if row.chosen else palette.soft
             note(
                 axes,
-                wording.ratio(row.median),
+                wording.ratio(row.relative),
                 (1, y),
                 (6, 0),
                 colour,
@@ -210,22 +207,22 @@ def ranking(profile: Profile) -> Chart | None:
         frameless(axes)
         return figure
 
-    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(row.range for row in finalists))} of their median"
+    finding = f"Trials of one finalist ranged over {wording.percent(statistics.median(row.range for row in finalists))} of what it reached"
     if len(finalists) > 1:
-        first, second = (row.median for row in finalists[:2])
+        first, second = (row.relative for row in finalists[:2])
         finding += f"; the two fastest of {len(finalists)} are {wording.percent((first - second) / first if first else 0.0)} apart"
     return Chart(
         "ranking",
         "How sure the ranking is",
         f"{finding}.",
-        f"Rows: block size {wording.TIMES} queue depth {wording.TIMES} threads, the chosen one bold. A dot for each trial, a bar for the median; "
+        f"Rows: block size {wording.TIMES} queue depth {wording.TIMES} threads, the chosen one bold. A dot for each trial, a bar for what it reached; "
         f"shaded: the 90{wording.SPACE}% interval of the chosen one. Last row: the defaults against their own neighbours in time.",
-        ("Setting", "Trials", "Lowest", "Median", "Highest"),
+        ("Setting", "Trials", "Lowest", "Reached", "Highest"),
         tuple(
             (
                 row.name,
                 str(len(row.ratios)),
-                *map(wording.ratio, (min(row.ratios), row.median, max(row.ratios))),
+                *map(wording.ratio, (min(row.ratios), row.relative, max(row.ratios))),
             )
             for row in rows
         ),
@@ -239,11 +236,17 @@ def _finalists(profile: Profile, phase: str) -> list[_Row]:
     for trial in summary.decisive(profile):
         if trial.phase == phase and not trial.control:
             found.setdefault(trial.setting, []).append(trial.relative)
+    reached = summary.reached(profile, phase)
     rows = [
-        _Row(wording.setting(setting), ratios, chosen=setting == profile.chosen)
+        _Row(
+            wording.setting(setting),
+            ratios,
+            reached[setting].relative,
+            chosen=setting == profile.chosen,
+        )
         for setting, ratios in found.items()
     ]
-    return sorted(rows, key=lambda row: -row.median)
+    return sorted(rows, key=lambda row: -row.relative)
 
 
 def _control(profile: Profile, phase: str) -> list[_Row]:
@@ -256,4 +259,4 @@ def _control(profile: Profile, phase: str) -> list[_Row]:
         for before, middle, after in zip(speeds, speeds[1:], speeds[2:], strict=False)
         if before + after > 0
     ]
-    return [_Row("the defaults", ratios, control=True)] if ratios else []
+    return [_Row("the defaults", ratios, 1.0, control=True)] if ratios else []

@@ -109,7 +109,14 @@ def within_trials(profile: Profile) -> Chart | None:
         f"{count} trials over their own time{said if changes else ''}.",
         "Solid: the chosen setting. Dashed: DeepSpeed's defaults. Faint: the other finalists. "
         "A line that falls within a trial may be a drive whose fast cache has filled up.",
-        ("Load", "Setting", "Trials", "Slowest, GB/s", "Median, GB/s", "Fastest, GB/s"),
+        (
+            "Load",
+            "Setting",
+            "Trials",
+            "Slowest slice, GB/s",
+            "Median slice, GB/s",
+            "Fastest slice, GB/s",
+        ),
         tuple(rows),
         draw,
     )
@@ -122,7 +129,7 @@ def sustained(profile: Profile) -> Chart | None:
         return None
     samples = sorted({(0.0, 0), *run.samples})
     written = [_written(samples, seconds) / 1e9 for seconds, _ in points]
-    step_bytes = training.MODELS[0] * traffic.GRADIENTS.step_write
+    step_bytes = traffic.STEP_BYTES_7B
 
     def draw(palette: Palette) -> Figure:
         figure, axes = plot(236, top=22, bottom=42, left=34)

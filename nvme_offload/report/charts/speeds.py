@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nvme_offload.hardware.profile import PHASES, Best, Latency, Profile
+from nvme_offload.units import format_milliseconds
 
 from .. import summary, wording
 from ..palette import Palette
@@ -88,7 +89,8 @@ def comparison(profile: Profile) -> Chart | None:
     rows = []
     for phase, bars in groups.items():
         speeds = {bar.name: wording.speed(bar.gb_per_s) for bar in bars}
-        said.append(f"{wording.PHASE_NAMES[phase]} {speeds['chosen']} against {speeds['defaults']}")
+        against = f" against {speeds['defaults']}" if "defaults" in speeds else ""
+        said.append(f"{wording.PHASE_NAMES[phase]} {speeds['chosen']}{against}")
         for bar in bars:
             interval = (
                 wording.DASH.join(map(wording.speed, bar.interval))
@@ -99,7 +101,12 @@ def comparison(profile: Profile) -> Chart | None:
                 (wording.PHASE_NAMES[phase], bar.name, wording.speed(bar.gb_per_s), interval)
             )
     names = {bar.name for bars in groups.values() for bar in bars}
-    fio = " Outlined: fio with the same setting, later." if "fio" in names else ""
+    fio = " Outlined: fio with the same setting, interleaved." if "fio" in names else ""
+    against_what, grey = (
+        (" against DeepSpeed's defaults", "Grey: DeepSpeed's defaults. ")
+        if "defaults" in names
+        else (", which is DeepSpeed's defaults", "")
+    )
     alone = (
         " Pale: the best for that load alone, where it is another setting."
         if "best" in names
@@ -108,8 +115,8 @@ def comparison(profile: Profile) -> Chart | None:
     return Chart(
         "comparison",
         "Against the defaults",
-        f"GB/s of the chosen setting against DeepSpeed's defaults: {'; '.join(said)}.",
-        f"Grey: DeepSpeed's defaults. Solid: the chosen setting.{alone}{fio} Marks: the middle 90{wording.SPACE}% of the ratio.",
+        f"GB/s of the chosen setting{against_what}: {'; '.join(said)}.",
+        f"{grey}Solid: the chosen setting.{alone}{fio} Marks: the middle 90{wording.SPACE}% of the ratio.",
         ("Load", "What", "GB/s", "90 % interval"),
         tuple(rows),
         draw,
@@ -117,17 +124,15 @@ def comparison(profile: Profile) -> Chart | None:
 
 
 def _bars(profile: Profile, phase: str, reached: Best) -> list[_Bar]:
-    bars = [
-        _Bar("defaults", summary.control_gb_per_s(profile, phase) or 0.0, None),
-        _Bar("chosen", reached.gb_per_s, summary.interval_gb_per_s(reached)),
-    ]
+    bars = [_Bar("chosen", reached.gb_per_s, summary.interval_gb_per_s(reached))]
+    if not summary.is_defaults(profile.chosen):
+        bars.insert(0, _Bar("defaults", summary.control_gb_per_s(profile, phase) or 0.0, None))
     best = profile.best.get(phase)
     if best is not None and best.setting != profile.chosen:
         bars.append(_Bar("best", best.gb_per_s, summary.interval_gb_per_s(best)))
     fio = summary.beside(profile, "fio").get(phase)
     if fio is not None:
-        # as measured, later; the table has the ratio of interleaved runs
-        bars.append(_Bar("fio", fio.gb_per_s, None))
+        bars.append(_Bar("fio", profile.beside_gb_per_s(fio), None))
     return bars
 
 
@@ -350,7 +355,7 @@ def latencies(profile: Profile) -> Chart | None:
             )
             note(
                 axes,
-                _ms(found.p50_ms),
+                format_milliseconds(found.p50_ms),
                 (found.p50_ms, y),
                 (0, 6),
                 palette.ink,
@@ -360,7 +365,7 @@ def latencies(profile: Profile) -> Chart | None:
             if found.p99_ms > 1.35 * found.p50_ms:
                 note(
                     axes,
-                    _ms(found.p99_ms),
+                    format_milliseconds(found.p99_ms),
                     (found.p99_ms, y),
                     (0, 6),
                     palette.soft,
@@ -384,7 +389,7 @@ def latencies(profile: Profile) -> Chart | None:
         return figure
 
     said = "; ".join(
-        f"{wording.PHASE_NAMES[phase]} {_ms(found.p50_ms)} and {_ms(found.p99_ms)}"
+        f"{wording.PHASE_NAMES[phase]} {format_milliseconds(found.p50_ms)} and {format_milliseconds(found.p99_ms)}"
         for phase, name, found in rows
         if name == "chosen"
     )
@@ -403,6 +408,7 @@ def latencies(profile: Profile) -> Chart | None:
             "50 %, ms",
             "95 %, ms",
             "99 %, ms",
+            "99.9 %, ms",
             "Longest, ms",
         ),
         tuple(
@@ -410,16 +416,14 @@ def latencies(profile: Profile) -> Chart | None:
                 wording.PHASE_NAMES[e.phase],
                 wording.setting(e.setting),
                 str(e.blocks),
-                *map(_ms, (e.p50_ms, e.p95_ms, e.p99_ms, e.max_ms)),
+                *map(format_milliseconds, (e.p50_ms, e.p95_ms, e.p99_ms)),
+                format_milliseconds(e.p999_ms) if e.p999_ms is not None else wording.NONE,
+                format_milliseconds(e.max_ms),
             )
             for e in every
         ),
         draw,
     )
-
-
-def _ms(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

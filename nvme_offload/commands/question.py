@@ -1,0 +1,124 @@
+"""The question that the options of `nvme-offload plan` ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from nvme_offload.hardware import gpu_models
+from nvme_offload.hardware.machine import Gpu, gpu_count, physical_bytes
+from nvme_offload.planning import model as models
+from nvme_offload.planning import plan as planning
+from nvme_offload.planning.advice import Question
+from nvme_offload.planning.model import Model
+from nvme_offload.planning.passes import Work
+from nvme_offload.planning.placement import World
+from nvme_offload.planning.plan import Drive, Machine
+
+from . import unknown_family
+
+_DESCRIBES = (
+    *("gpu_name", "gpu_memory", "host_memory", "host_speed"),
+    *("drive_read", "drive_write", "drive_mixed", "drive_free"),
+)
+PROBE_SECONDS = 0.2  # of copies in host memory, where this machine is asked about
+
+
+def asked(given: Mapping[str, Any]) -> Question:
+    """The question of the options *given*, by name.
+
+    Where options describe a machine, what they leave out is a rule or a fact that does not change
+    (this machine's whole memory, one GPU), so that the answer is the same in every run.
+
+    Raises
+    ------
+    click.UsageError
+        Where options contradict each other, or something is missing.
+    UsageError
+        Where the model cannot be sized.
+    """
+    model = _model(given)
+    described = any(given[name] is not None for name in _DESCRIBES)
+    here, ranks_here = planning.this_machine(
+        given["paths"], probe_seconds=0.0 if described else PROBE_SECONDS
+    )
+    drives = _drives(given, here)
+    gpu = _gpu(given, here)
+    machine = Machine(
+        gpu,
+        given["host_memory"] or (physical_bytes() if described else here.host_bytes),
+        float(given["host_speed"] or here.host_bytes_per_second),
+        drives,
+    )
+    gpus = given["gpus"]
+    if gpus is None:
+        gpus = 1 if given["gpu_name"] or given["gpu_memory"] else ranks_here
+    world = World(given["ranks"] or max(gpus, 1), given["nodes"], not given["no_zero_init"])
+    work = Work(given["seq"] or 0, given["micro_batch"], given["accumulate"], given["activations"])
+    return Question(
+        model,
+        machine,
+        world,
+        work,
+        given["budget"],
+        given["state_format"],
+        given["way"],
+        given["inference"],
+    )
+
+
+def _model(given: Mapping[str, Any]) -> Model:
+    if (given["params"] is None) == (given["model_path"] is None):
+        raise click.UsageError("give the model: --params COUNT or --model FILE")
+    if given["model_path"] is not None:
+        return models.of_config(given["model_path"], unknown_family.build)
+    return models.of_count(given["params"])
+
+
+def _drives(given: Mapping[str, Any], here: Machine) -> tuple[Drive, ...]:
+    read, write = given["drive_read"], given["drive_write"]
+    others = given["drive_mixed"], given["drive_free"]
+    if not any((read, write, *others)):
+        return here.drives
+    if given["paths"]:
+        raise click.UsageError(
+            "--path is a drive that is here, and --drive-… describes another: give one of them"
+        )
+    if not (read and write):
+        raise click.UsageError("a drive is described by both --drive-read and --drive-write")
+    mixed, free = others
+    return (
+        planning.drive_described(read / 1e9, write / 1e9, mixed / 1e9 if mixed else None, free),
+    )
+
+
+def _gpu(given: Mapping[str, Any], here: Machine) -> Gpu | None:
+    count, name, memory = given["gpus"], given["gpu_name"], given["gpu_memory"]
+    if count == 0:
+        if name or memory:
+            raise click.UsageError("--gpus 0 trains without GPUs: leave out --gpu and --gpu-memory")
+        return None
+    if name:
+        known = gpu_models.find(name)
+        memory = memory or (known.memory_bytes(name) if known else None)
+        if memory is None and known:
+            sizes = " and ".join(map(str, known.sizes))
+            raise click.UsageError(
+                f"{name} is sold with {sizes} GB of memory: give --gpu-memory {known.sizes[-1]}GB, or as it is"
+            )
+        if memory is None:
+            raise click.UsageError(
+                f"the memory of a GPU {name!r} is not known here: give --gpu-memory"
+            )
+        return Gpu(name, memory, known.link_bytes_per_second if known else None)
+    if memory:
+        return (here.gpu or Gpu("of unknown kind", 0))._replace(memory_bytes=memory)
+    if here.gpu is None and count:
+        raise click.UsageError("no GPU is seen here: give --gpu, such as --gpu H100")
+    if here.gpu is None and gpu_count():
+        raise click.UsageError(
+            "there are GPUs, and nvidia-smi does not tell their memory: give --gpus and --gpu-memory"
+        )
+    return here.gpu

@@ -1,0 +1,63 @@
+"""What the kernel has counted of the disks under a path: how long they were busy, and how much was
+written to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import sysfs
+from .drive import describe
+
+_SECTOR_BYTES = 512  # of these counters, whatever the disk's own sectors are
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskCounters:
+    """Of some disks, since the machine was started, whoever used them.
+
+    busy_seconds: of each, in which it had at least one request. written_bytes: to all of them.
+    """
+
+    busy_seconds: tuple[float, ...]
+    written_bytes: int
+
+
+class Disks:
+    """The disks under some paths.
+
+    Source: the kernel's Documentation/block/stat.rst.
+    """
+
+    def __init__(self, paths: Iterable[str], *, sys: Path = Path("/sys")) -> None:
+        devices: list[str] = []
+        with contextlib.suppress(OSError):  # a path is gone
+            devices = [device for path in paths for device in describe(path).physical_devices]
+        self._files = [
+            sys / "class/block" / device.removeprefix("/dev/").replace("/", "!") / "stat"
+            for device in dict.fromkeys(devices)
+        ]
+
+    def counters(self) -> DiskCounters | None:
+        """What was counted so far; None where the kernel does not tell it of each disk (a network
+        filesystem, a container without sysfs).
+        """
+        fields = [(sysfs.read(file) or "").split() for file in self._files]
+        if not fields or min(map(len, fields)) < 10:
+            return None
+        return DiskCounters(
+            tuple(int(each[9]) / 1e3 for each in fields),
+            sum(int(each[6]) for each in fields) * _SECTOR_BYTES,
+        )
+
+
+def busy_share(before: DiskCounters, now: DiskCounters, seconds: float) -> float:
+    """The share of *seconds* in which the busiest of the disks had requests, at most 1."""
+    spent = (
+        after - earlier
+        for earlier, after in zip(before.busy_seconds, now.busy_seconds, strict=True)
+    )
+    return min(max(spent) / seconds, 1.0)

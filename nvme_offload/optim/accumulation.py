@@ -1,0 +1,441 @@
+"""`GradientSums`: gradients over the micro-batches of a step, in the host memory of a tier.
+
+The gradients of a bucket are one value of the swapper, so that they share its budget with the
+states, and go to the drive where they do not fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import OutOfHostMemoryError, UsageError
+from ..swap.tier import Tier
+from .buckets import Bucket, Fragment, Weight, dense_strides, is_distributed
+from .gradient_copies import GradientCopies
+from .host_gradient import HostGradient, Sum
+
+# of copies that are under way between a GPU and the host: beyond it, backward() waits
+_IN_FLIGHT = 64
+_IN_FLIGHT_BYTES = 128 << 20
+
+
+class _Copy(NamedTuple):
+    """A copy between *bucket*'s value, or what *fragment* has of it, and a GPU, until the event
+    *done*; *kept* is what has to be there until then.
+    """
+
+    bucket: Bucket
+    fragment: Fragment | None
+    done: Any  # torch.cuda.Event
+    nbytes: int
+    kept: Any
+
+
+class GradientSums:
+    """Moves each gradient that backward() makes to *tier*, and leaves a `HostGradient` in its
+    place; gives the gradients of a bucket back for its update.
+
+    A sum is made as autograd makes it in `.grad`: the first gradient, then the others added to it,
+    in their dtype. On a GPU it is added to there: the old sum comes up while the one before goes
+    down, and PCIe moves both ways at once, where adding on the CPU would read and write the sum in
+    host memory, at a fraction of that speed, and the thread of backward() would wait for the copy
+    before it. On the CPU it is added to where it lies.
+
+    A bucket's value is in use from its first gradient to one of another bucket, since backward()
+    comes to the parameters of a bucket one after the other, or to `settle`. Only what belongs to a
+    gradient is copied, so that the bytes do not depend on how the buckets are.
+
+    *lock*: of all that uses the tier. *release_others*: lets go of what else is in use of it.
+    Attributes: *tight*, whether the values in use of several buckets may not fit.
+    """
+
+    def __init__(self, tier: Tier, lock: Any, release_others: Callable[[], None]) -> None:
+        self._tier = tier
+        self._lock = lock
+        self._release_others = release_others
+        self.tight = True
+        self._copies: deque[_Copy] = deque()
+        self._under_way_bytes = 0
+        self._devices: dict[torch.device, GradientCopies] = {}
+        self._in_use: dict[Bucket, torch.Tensor] = {}
+        self._current: Bucket | None = None  # that more gradients may come for
+        self._to_discard: set[Bucket] = set()  # once they are not in use
+        self._stored: set[Bucket] = set()  # that have a value
+        self._taken: dict[Bucket, None] = {}
+        self._sums: dict[Weight, Sum] = {}  # whose bytes are here
+        self._hooks: list[Any] = []
+
+    @staticmethod
+    def check(parameter: torch.Tensor) -> None:
+        """See that gradients of *parameter* can be moved. Raises: UsageError."""
+        if is_distributed(parameter):
+            raise UsageError(
+                'accumulate="host" does not take DTensors, as of FSDP2 and tensor parallelism, whose gradients are sums over ranks: leave it out, '
+                "since each rank has only its part of the gradients there"
+            )
+
+    def watch(self, weights: Sequence[Weight]) -> None:
+        """Move the gradients of *weights* from now on."""
+        for weight in weights:
+            if weight.parameter.requires_grad and weight.fragments:
+                parameter: Any = weight.parameter
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
+
+    def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
+        source, reference = weakref.ref(self), weakref.ref(weight)
+
+        def move(_: torch.Tensor) -> None:
+            sums, weight = source(), reference()
+            if sums is not None and weight is not None:
+                sums._move(weight)
+
+        compiler: Any = torch.compiler
+        eager: Callable[[torch.Tensor], None] = compiler.disable(move)
+        return eager
+
+    # What backward() does.
+
+    @torch.no_grad()
+    def _move(self, weight: Weight) -> None:
+        gradient = weight.parameter.grad
+        bucket = weight.fragments[0].bucket
+        # what is not plain stays where it is: a gradient with a graph, a sparse one, one of another
+        # dtype, and what was added to a sum already
+        if (
+            type(gradient) is not torch.Tensor
+            or gradient.requires_grad
+            or gradient.layout is not torch.strided
+            or (gradient.dtype, gradient.device) != (bucket.dtype, bucket.device)
+        ):
+            return
+        one = Sum(weakref.ref(weight), weakref.ref(self), _strides(weight, gradient))
+        self.store(one, gradient)
+        weight.parameter.grad = HostGradient(one)
+
+    @torch.no_grad()
+    def add(self, one: Sum, gradient: torch.Tensor) -> None:
+        """Add *gradient* to *one*. Raises: as `TensorSwapper.swap_in`, after which *one* is
+        lost.
+        """
+        if one.is_zero:
+            # of which torch makes a sum, too: 0 + -0 is 0
+            whole = torch.zeros_like(gradient)
+            one.changes()(whole)
+            self.store(one, whole.add_(gradient))
+            return
+        with self._lock, self._changing(one):
+            row = _row(gradient, one.strides)
+            for fragment in _weight(one).fragments:
+                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                copies = self._copies_of(fragment.bucket)
+                if copies is None:
+                    one.changes()(place)
+                    place.add_(part)
+                else:
+                    self._await(fragment.bucket, fragment)
+                    change = one.changes()
+                    done, total = copies.add(place, part, change)
+                    self._note(fragment.bucket, fragment, done, total, part, change)
+            one.pending.clear()
+
+    @torch.no_grad()
+    def store(self, one: Sum, gradient: torch.Tensor) -> None:
+        """Have *gradient* in the place of *one*. Raises: as `add`."""
+        with self._lock, self._changing(one):
+            self._keep(one)
+            row = _row(gradient, one.strides)
+            for fragment in _weight(one).fragments:
+                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                copies = self._copies_of(fragment.bucket)
+                if copies is None:
+                    place.copy_(part)
+                else:
+                    self._await(fragment.bucket, fragment)
+                    self._note(fragment.bucket, fragment, copies.send(place, part), part)
+            one.pending.clear()
+            one.is_zero = False
+
+    # What reads them.
+
+    @torch.no_grad()
+    def load(self, one: Sum) -> torch.Tensor:
+        """A copy of *one* where its parameter is. Raises: as `TensorSwapper.swap_in`."""
+        weight = _weight(one)
+        bucket = weight.fragments[0].bucket
+        whole = torch.empty_strided(
+            weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.device
+        )
+        row = _row(whole, one.strides)
+        if one.is_zero:
+            row.zero_()
+        else:
+            with self._lock:
+                for fragment in weight.fragments:
+                    part = row[fragment.start : fragment.stop]
+                    self._bring(fragment.bucket, fragment, part, self._place(fragment))
+        one.changes()(row)
+        return whole
+
+    def names(self, buckets: Sequence[Bucket]) -> Iterator[str]:
+        """What an update of the *buckets* uses, in order."""
+        for bucket in buckets:
+            if bucket in self._stored:
+                yield _name(bucket)
+            yield bucket.name
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket) -> None:
+        """Have the gradients of *bucket* where its parameters are, for its update, until `done`;
+        they are in host memory no longer. Raises: as `TensorSwapper.swap_in`, and nothing is
+        changed.
+        """
+        if bucket in self._taken:
+            return
+        summed = [
+            (fragment, one)
+            for fragment in bucket.fragments
+            if (one := self._sum_of(fragment.weight)) is not None
+        ]
+        if not summed:  # what there may be is of a gradient that somebody has replaced
+            self._discard(bucket)
+            return
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        if not all(one.is_zero for _, one in summed):
+            self._bring(bucket, None, flat, self._use(bucket))
+        self._discard(bucket)
+        for fragment, one in summed:
+            part = fragment.flat_within(flat)
+            if one.is_zero:
+                part.zero_()
+            one.changes()(part)
+            fragment.summed = (
+                part.as_strided(fragment.shape, one.strides) if fragment.is_whole else part
+            )
+        self._taken[bucket] = None
+        if self.tight or bucket.inner is None:  # whose first update makes its value anew
+            self._finish_all()
+
+    def done(self, bucket: Bucket) -> None:
+        """*bucket* was updated."""
+        self._taken.pop(bucket, None)
+        for fragment in bucket.fragments:
+            fragment.summed = None
+
+    def spend(self, buckets: Sequence[Bucket]) -> None:
+        """The step of these *buckets* is over: their gradients are used up."""
+        for bucket in buckets:
+            for fragment in bucket.fragments:
+                one = self._sum_of(fragment.weight)
+                if one is not None:
+                    one.pending.clear()
+                    one.is_zero, one.lost = False, "was used up by step()"
+
+    def settle(self) -> None:
+        """Return when nothing of the tier is in use here."""
+        with self._lock:
+            self._leave()
+            self._finish_all()
+
+    def clear(self) -> None:
+        """Give back the memory of all gradients, which nobody needs any more."""
+        with self._lock:
+            for one in self._sums.values():
+                if not one.is_zero:
+                    one.lost = one.lost or "was given up by zero_grad()"
+            self._sums.clear()
+            for bucket in list(self._stored):
+                self._discard(bucket)
+            self._leave()
+            self._finish_all()
+            for bucket in list(self._taken):
+                self.done(bucket)
+
+    def close(self, weights: Sequence[Weight]) -> None:
+        """Move no more gradients, and leave none of *weights*."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for weight in weights:
+            if self._sum_of(weight) is not None:
+                weight.parameter.grad = None
+        self.clear()
+
+    # Inside.
+
+    def _sum_of(self, weight: Weight) -> Sum | None:
+        """What `.grad` stands for, if its bytes are here."""
+        gradient = weight.parameter.grad
+        if isinstance(gradient, HostGradient) and gradient.held.owner() is self:
+            return gradient.held
+        return None
+
+    def _keep(self, one: Sum) -> None:
+        """From now on the bytes of its parameter's gradient are those of *one*."""
+        before = self._sums.get(_weight(one))
+        if before is not None and before is not one and not before.is_zero:
+            before.lost = before.lost or "was replaced by another"
+        self._sums[_weight(one)] = one
+
+    @contextlib.contextmanager
+    def _changing(self, one: Sum) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            one.lost = "is not whole, since backward() failed as it was added to"
+            raise
+
+    def _place(self, fragment: Fragment) -> torch.Tensor:
+        """That of *fragment* in host memory."""
+        return fragment.flat_within(self._use(fragment.bucket))
+
+    def _use(self, bucket: Bucket) -> torch.Tensor:
+        """The value of *bucket*, of which more is to come."""
+        if bucket is not self._current:
+            self._leave()
+            if bucket not in self._in_use:
+                self._in_use[bucket] = self._obtain(bucket).view(bucket.dtype)
+            self._current = bucket
+            self._to_discard.discard(bucket)
+        return self._in_use[bucket]
+
+    def _obtain(self, bucket: Bucket) -> torch.Tensor:
+        swapper, name = self._tier.swapper, _name(bucket)
+        if not bucket.gradient_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+
+        def ask() -> torch.Tensor:
+            if bucket in self._stored:
+                return swapper.swap_in(name)
+            made = swapper.create(name, bucket.gradient_bytes)
+            self._stored.add(bucket)
+            return made
+
+        try:
+            return ask()
+        except OutOfHostMemoryError:  # beside what is in use until its copy has ended
+            self._finish_all()
+            self._release_others()
+            return ask()
+
+    def _leave(self) -> None:
+        bucket, self._current = self._current, None
+        if bucket is not None:
+            self._let_go(bucket)
+
+    def _let_go(self, bucket: Bucket) -> None:
+        """End the use of *bucket*, unless something is still to come of it."""
+        if bucket is self._current or any(copy.bucket is bucket for copy in self._copies):
+            return
+        if self._in_use.pop(bucket, None) is None or bucket not in self._stored:
+            return
+        if bucket in self._to_discard:
+            self._to_discard.remove(bucket)
+            self._stored.remove(bucket)
+            self._tier.swapper.discard(_name(bucket))
+        else:
+            self._tier.swapper.release(_name(bucket), changed=True)
+
+    def _discard(self, bucket: Bucket) -> None:
+        """Forget the value of *bucket*, once nothing uses it."""
+        if bucket in self._in_use:
+            self._to_discard.add(bucket)
+            if bucket is self._current:
+                self._leave()
+        elif bucket in self._stored:
+            self._stored.remove(bucket)
+            self._tier.swapper.discard(_name(bucket))
+
+    # On a GPU.
+
+    def _bring(
+        self, bucket: Bucket, fragment: Fragment | None, there: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Copy *source*, of the value of *bucket*, to where it is needed; on a GPU for what comes
+        next on the current stream.
+        """
+        copies = self._copies_of(bucket)
+        if copies is None:
+            there.copy_(source)
+            return
+        self._await(bucket, fragment)
+        self._note(bucket, fragment, copies.bring(there, source), there)
+
+    def _copies_of(self, bucket: Bucket) -> GradientCopies | None:
+        """None where nothing is copied, since all is in host memory."""
+        if bucket.device.type == "cpu":
+            return None
+        if bucket.device not in self._devices:
+            self._devices[bucket.device] = GradientCopies(bucket.device)
+        return self._devices[bucket.device]
+
+    def _note(
+        self,
+        bucket: Bucket,
+        fragment: Fragment | None,
+        done: Any,
+        there: torch.Tensor,
+        *kept: Any,
+    ) -> None:
+        nbytes = there.numel() * there.itemsize
+        self._copies.append(_Copy(bucket, fragment, done, nbytes, (there, kept)))
+        self._under_way_bytes += nbytes
+        while (
+            len(self._copies) > _IN_FLIGHT
+            or self._under_way_bytes > _IN_FLIGHT_BYTES
+            or (self._copies and self._copies[0].done.query())
+        ):
+            self._finish_first()
+
+    def _await(self, bucket: Bucket, fragment: Fragment | None) -> None:
+        """Until no copy is under way of *fragment*, or of anything of *bucket*: the two directions
+        do not wait for one another.
+        """
+        for copy in self._copies:
+            if copy.bucket is bucket and (fragment is None or copy.fragment in (None, fragment)):
+                copy.done.synchronize()
+
+    def _finish_all(self) -> None:
+        while self._copies:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        copy = self._copies.popleft()
+        copy.done.synchronize()
+        self._under_way_bytes -= copy.nbytes
+        self._let_go(copy.bucket)
+
+
+def _weight(one: Sum) -> Weight:
+    weight = one.weight()
+    assert weight is not None  # as long as its optimizer is there
+    return weight
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.name}/gradients"
+
+
+def _strides(weight: Weight, gradient: torch.Tensor) -> tuple[int, ...]:
+    """Those of *gradient*, without gaps; of a parameter that is cut, which is contiguous, in the
+    order of its parts.
+    """
+    if len(weight.fragments) == 1:
+        return dense_strides(gradient)
+    return dense_strides(torch.empty(gradient.shape, device="meta"))
+
+
+def _row(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The elements of *tensor* in the order that they have in memory with these *strides*: a view
+    where it has them.
+    """
+    if tensor.stride() != strides:
+        tensor = torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

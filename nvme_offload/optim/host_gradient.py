@@ -1,0 +1,218 @@
+"""`HostGradient`: what is in `.grad` of a parameter whose gradient is in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..errors import UsageError
+from .placeholders import written
+
+if TYPE_CHECKING:
+    from .accumulation import GradientSums
+    from .buckets import Weight
+
+_ATEN = torch.ops.aten
+_ADD = _ATEN.add_.Tensor
+_UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
+_NORM = _ATEN.linalg_vector_norm.default
+_NORMS = _ATEN._foreach_norm.Scalar
+_ZERO = _ATEN.zero_.default
+_ZEROS = _ATEN._foreach_zero_.default
+# what changes each element by itself, by a number or a tensor of one element
+_SCALE = {_ATEN.mul_.Tensor, _ATEN.div_.Tensor}
+_SCALES = {
+    _ATEN._foreach_mul_.Scalar,
+    _ATEN._foreach_mul_.Tensor,
+    _ATEN._foreach_div_.Scalar,
+    _ATEN._foreach_div_.Tensor,
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Sum:
+    """The gradient of *weight* so far, whose bytes *owner* has, with these *strides*. It keeps
+    neither: the garbage collector does not see what is in `.grad`.
+
+    *pending*: changes of each element that are still to be made to those bytes, in order.
+    *is_zero*: it is of zeros, and has no bytes yet. *lost*: why it is no more, "" if it is there.
+    """
+
+    weight: weakref.ref[Weight]
+    owner: weakref.ref[GradientSums]
+    strides: tuple[int, ...]
+    pending: list[Callable[[torch.Tensor], Any]] = dataclasses.field(default_factory=list)
+    is_zero: bool = False
+    lost: str = ""
+
+    def check(self) -> GradientSums:
+        """Who has the bytes. Raises: UsageError when they are no more."""
+        owner = self.owner()
+        if owner is None:
+            self.lost = "went with its NVMeOptimizer"
+        if owner is None or self.lost:
+            raise UsageError(
+                f'the gradient that accumulate="host" had of a parameter {self.lost}: call zero_grad() before the next backward()'
+            )
+        return owner
+
+    def changes(self) -> Callable[[torch.Tensor], None]:
+        """What makes the pending changes to values of it, or of a part, in a row."""
+        pending, is_scalar = list(self.pending), not self.strides
+
+        def change(values: torch.Tensor) -> None:
+            # a tensor of no dimensions is computed with in the dtype of both, and not in its own
+            for one in pending:
+                one(values.view(()) if is_scalar else values)
+
+        return change
+
+    def make_zero(self) -> None:
+        """Be of zeros, whatever it was."""
+        self.pending.clear()
+        self.is_zero, self.lost = True, ""
+
+
+class HostGradient(torch.Tensor):
+    """Stands for a gradient: what autograd adds to it goes to where its bytes are, every other use
+    brings a copy, and what changes it in place changes those bytes.
+
+    So `clip_grad_norm_`, GradScaler, DistributedDataParallel and whoever else takes one gradient
+    after the other find what they find in a plain `.grad`.
+    """
+
+    held: Sum
+
+    @staticmethod
+    def __new__(cls: Any, of: Sum) -> Any:
+        """Stand for the gradient *of*."""
+        weight = of.weight()
+        assert weight is not None
+        parameter = weight.parameter
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=of.strides, dtype=parameter.dtype, device=parameter.device
+        )
+        made.held = of
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<gradient of shape {list(self.shape)}, in host memory>"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values: Any = self.clone()
+        return values.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do it with the values, of one gradient at a time. Raises: UsageError."""
+        kwargs = kwargs or {}
+        first: Any = args[0] if args else None
+        if function is _ATEN.detach.default:
+            return cls(first.held)
+        if function is _ADD and isinstance(first, cls) and _is_gradient(args[1], first, kwargs):
+            first.held.check().add(first.held, args[1])
+            return first
+        if function is _ZERO:
+            first.held.make_zero()
+            return first
+        if function is _ZEROS:
+            for one in first:
+                one.zero_()
+            return None
+        if function in _SCALE and isinstance(first, cls) and _is_number(args[1]):
+            _later(first, function, args[1])
+            return first
+        if function in _SCALES:
+            for one in first:
+                _later(one, lambda values, number: function([values], number), args[1])
+            return None
+        if function is _NORMS:
+            return [function([_values(one)], *args[1:], **kwargs)[0] for one in first]
+        if function is _NORM and first.device.type == "cuda" and len(args) < 3 and not kwargs:
+            # With plain gradients on a GPU torch takes the norms of a list, whose last bits are
+            # others. Source: get_total_norm of torch.nn.utils.
+            return torch._foreach_norm([_values(first)], *args[1:])[0]
+        if function is _UNSCALE:
+            for one in first:
+                _unscale(one, args[1], args[2])
+            return None
+        if function.is_view:
+            _refuse(function)
+        return _with_values(function, args, kwargs)
+
+
+def _later(tensor: torch.Tensor, change: Callable[[torch.Tensor, Any], Any], number: Any) -> None:
+    """Make a *change* by a *number* when the gradient is used or added to, which is the next time
+    that its bytes are moved; to a plain one now.
+    """
+    if not isinstance(tensor, HostGradient):
+        change(tensor, number)
+        return
+    tensor.held.check()
+    kept = number.clone() if torch.is_tensor(number) else number
+    tensor.held.pending.append(lambda values: change(values, kept))
+
+
+def _is_gradient(other: Any, to: HostGradient, kwargs: Any) -> bool:
+    return (
+        type(other) is torch.Tensor
+        and not kwargs
+        and other.layout is torch.strided
+        and (other.shape, other.dtype, other.device) == (to.shape, to.dtype, to.device)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or (type(value) is torch.Tensor and value.dim() == 0)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.held.check().load(tensor.held) if isinstance(tensor, HostGradient) else tensor
+
+
+def _unscale(tensor: torch.Tensor, found: torch.Tensor, scale: torch.Tensor) -> None:
+    """What GradScaler does to a gradient, which is looked at now and changed later."""
+    _UNSCALE([_values(tensor)], found, scale)
+    if isinstance(tensor, HostGradient):
+        tensor.held.pending.append(
+            lambda values: _UNSCALE([values], torch.zeros_like(found), scale)
+        )
+
+
+def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
+    if any(
+        isinstance(argument, list | tuple)
+        and any(isinstance(one, HostGradient) for one in tree_flatten(argument)[0])
+        for argument in (*args, *kwargs.values())
+    ):
+        _refuse(function)  # all of them at once would be in the memory of the device
+    loaded: dict[int, tuple[HostGradient, torch.Tensor]] = {}
+
+    def values(one: HostGradient) -> torch.Tensor:
+        if id(one) not in loaded:
+            loaded[id(one)] = one, _values(one)
+        return loaded[id(one)][1]
+
+    changed = written(HostGradient, function, args, kwargs)
+    given, named = tree_map_only(HostGradient, values, (args, kwargs))
+    result = function(*given, **named)
+    for one in changed:
+        one.held.check().store(one.held, loaded[id(one)][1])
+    originals = {id(own): one for one, own in loaded.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+
+
+def _refuse(function: Any) -> NoReturn:
+    raise UsageError(
+        f'{function} cannot be done to gradients that accumulate="host" has in host memory: clone() them one by one, and assign what comes of it to .grad'
+    )

@@ -1,0 +1,174 @@
+"""When 8 bits are too few for a state: "compact" then keeps it in 16 ("wide").
+
+Either the optimizer's options say so before the first step (`wide_enough`), or the states do
+(`far_blocks`). The thresholds were measured: reports/compact-quality-cpu.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .eight_bit import BLOCK, block_names, decode, encode
+from .formats import Layout, StateFormat
+from .split import CHUNK
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST_BETA = 0.96  # a slower first moment accumulates rounding errors
+_LEAST_EPS = 1e-12
+_CHECK_INTERVAL = 64  # steps; the powers of two are checked too
+_RANGE = 2.0**-30  # the least code of an unsigned state over its block's maximum
+# exp_avg below 1/64 of the denominator moves a weight by less than 1/64 of the learning rate
+_NEGLIGIBLE_RATIO = 64.0
+
+_log = logging.getLogger(__name__)
+
+
+def wide_enough(
+    format: StateFormat, optimizer: str, groups: Iterable[Mapping[str, Any]]
+) -> StateFormat:
+    """*format*, or its wide form where the options of *groups* need it; that is logged.
+
+    A large beta1 or momentum accumulates rounding errors in the first moment. With a small eps the
+    step depends on second moments far below the block's maximum, which 8 bits cannot hold.
+    """
+    if not format.eight_bit or format.wide:
+        return format
+    for group in groups:
+        betas = group.get("betas")
+        decays = {
+            "beta1": betas[0] if isinstance(betas, tuple | list) and betas else 0,
+            "momentum": group.get("momentum", 0),
+        }
+        reasons = [
+            f"{name} is {float(value):g}"
+            for name, value in decays.items()
+            if float(value) > _LARGEST_BETA
+        ]
+        eps = group.get("eps")
+        if isinstance(eps, int | float) and eps < _LEAST_EPS:
+            reasons.append(f"eps is {float(eps):g}")
+        if reasons:
+            return _widened(format, optimizer, reasons[0])
+    return format
+
+
+def widened(format: StateFormat, optimizer: str) -> StateFormat:
+    """The wide form of *format*, for states that have `far_blocks`; that is logged."""
+    return _widened(format, optimizer, "second moments of one block are more than 30 octaves apart")
+
+
+def looks_at(format: StateFormat, step: int) -> bool:
+    """Whether to look for `far_blocks` at *step*, counted from 1: at the first, before anything is
+    rounded, at the powers of two, and at every 64th.
+    """
+    return format.eight_bit and (step & (step - 1) == 0 or step % _CHECK_INTERVAL == 0)
+
+
+def least_eps(groups: Iterable[Mapping[str, Any]]) -> float:
+    """The smallest eps of *groups*, 0.0 where none has one: `far_blocks` depends on it."""
+    return min(
+        (eps for group in groups if isinstance(eps := group.get("eps"), int | float)), default=0.0
+    )
+
+
+def far_blocks(
+    layout: Layout, states: Mapping[str, torch.Tensor], eps: float
+) -> torch.Tensor | None:
+    """A bool for each block: whether 8 bits are too few for its second moments. None where they are
+    enough for all blocks.
+
+    They are too few where more than a sixteenth of the block's values are nonzero, below the least
+    code, and matter. A value does not matter where *eps* exceeds the root of the least code, nor
+    where exp_avg is far below the denominator, so that the weight hardly moves: weights that no
+    longer get gradients, or get only noise, such as the key biases of attention.
+    """
+    import torch
+
+    first = states.get("exp_avg")
+    far = torch.zeros(
+        -(-layout.numel // BLOCK),
+        dtype=torch.bool,
+        device=next(iter(states.values())).device if states else None,
+    )
+    for key, slot in layout.states.items():
+        if not slot.rounded or slot.signed:
+            continue
+        size = _chunk_elements(states[key])
+        for start in range(0, layout.numel, size):
+            values = _in_blocks(states[key][start : start + size])
+            least = values.amax(dim=1, keepdim=True) * _RANGE
+            roots = values.sqrt()
+            updates = (
+                roots * 8
+                if first is None
+                else _in_blocks(first[start : start + size]).abs() * _NEGLIGIBLE_RATIO
+            )
+            matter = (
+                (values > 0)
+                & (values < least)
+                & (least.sqrt() > eps / 8)
+                & (updates >= roots + eps)
+            )
+            far[start // BLOCK :][: len(values)] |= matter.sum(dim=1) > BLOCK // 16
+    return far if bool(far.any()) else None
+
+
+def round_near(
+    layout: Layout,
+    states: Mapping[str, torch.Tensor],
+    far: torch.Tensor | None,
+    seed: int,
+    blocks: torch.Tensor | None,
+) -> None:
+    """Round *states* to 8 bits in place, as `StateFormat.pack` does, except the *far* blocks.
+
+    Buckets packed before a far block was found in another are already rounded: so the bits do not
+    depend on the order of the buckets.
+    """
+    import torch
+
+    for index, (key, slot) in enumerate(layout.states.items()):
+        if not slot.rounded:
+            continue
+        names = block_names(0, layout.numel, states[key].device) if blocks is None else blocks
+        size = _chunk_elements(states[key])
+        for start in range(0, layout.numel, size):
+            values = states[key][start : start + size]
+            of = slice(start // BLOCK, -(-(start + values.numel()) // BLOCK))
+            codes = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
+            exponents = torch.empty(len(names[of]), dtype=torch.uint8, device=values.device)
+            exact = values.clone()
+            encode(
+                values, codes, exponents, signed=slot.signed, seed=(seed, index), blocks=names[of]
+            )
+            decode(codes, exponents, values, signed=slot.signed)
+            if far is not None:
+                values.copy_(
+                    torch.where(far[of].repeat_interleave(BLOCK)[: values.numel()], exact, values)
+                )
+
+
+def _widened(format: StateFormat, optimizer: str, reason: str) -> StateFormat:
+    _log.info(
+        'state_format="%s" keeps the states of %s in 16 bits: %s, for which 8 are too few',
+        *(format.name, optimizer, reason),
+    )
+    return dataclasses.replace(format, wide=True)
+
+
+def _chunk_elements(values: torch.Tensor) -> int:
+    """Elements per iteration: few enough on the CPU that temporaries stay small beside
+    host_memory.
+    """
+    return 1 << 18 if values.is_cpu else CHUNK
+
+
+def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)

@@ -1,0 +1,178 @@
+"""`Live`: tells in the log how a step goes that takes long, while it goes."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..hardware.disk_counters import DiskCounters, Disks, busy_share
+from ..units import format_bytes
+
+if TYPE_CHECKING:
+    from .swapper import SwapperStats
+    from .tier import Tier
+
+# after which a step is told of, and the least time between two lines
+_SECONDS = 10.0
+# lines of a step, about
+_LINES = 10
+
+_log = logging.getLogger(__name__)
+_live: weakref.WeakKeyDictionary[Tier, Live] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[Tier, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+class Live:
+    """Logs what moves in and out of *tier* while a step lasts for more than ten seconds, where
+    something does: how busy the drives are, how long the step waited for them, and when it will
+    end, going by the step before.
+
+    A step of a large model takes minutes, its checkpoint too, and an inference has no steps:
+    whoever waits shall see that it goes on.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = weakref.ref(tier)
+        self._disks = Disks(tier.paths)
+        self._lock = threading.Lock()
+        # Of the last whole step, from its beginning on: what had moved by when, (bytes, seconds).
+        self._last: list[tuple[int, float]] = []
+        self._begin(tier.counters(), self._disks.counters())
+
+    def _begin(self, counted: SwapperStats | None, disks: DiskCounters | None) -> None:
+        self._began = self._told = time.monotonic()
+        self._before, self._disks_before = counted, disks
+        self._bytes_at_begin = counted.bytes_moved if counted is not None else 0
+        self._samples: list[tuple[int, float]] = [(0, 0.0)]
+
+    def begin(self, disks: DiskCounters | None, *, ended: bool) -> None:
+        """A step begins; *ended*: where the one before it ended. *disks*: as they are by now."""
+        tier = self._tier()
+        counted = tier.counters() if tier is not None else None
+        with self._lock:
+            if ended and counted is not None:
+                moved = counted.bytes_moved - self._bytes_at_begin
+                self._last = [*self._samples, (moved, time.monotonic() - self._began)]
+            self._begin(counted, disks)
+
+    def due_in(self) -> float:
+        """Seconds until the next line."""
+        now = time.monotonic()
+        with self._lock:
+            expected = max(self._last[-1][1] if self._last else 0.0, now - self._began)
+            is_first = self._told == self._began
+            return self._told + (_SECONDS if is_first else max(_SECONDS, expected / _LINES)) - now
+
+    def tell(self) -> None:
+        """Log a line, if anything moved since the last."""
+        tier = self._tier()
+        counted = tier.counters() if tier is not None else None
+        if counted is None:  # nothing is kept there yet, or any more
+            return
+        disks = self._disks.counters()
+        with self._lock:
+            moved = counted.bytes_moved - self._bytes_at_begin
+            if moved < 0:  # the step ended meanwhile
+                return
+            now, before, disks_before = time.monotonic(), self._before, self._disks_before
+            seconds, elapsed = now - self._told, now - self._began
+            self._told, self._before, self._disks_before = now, counted, disks
+            self._samples.append((moved, elapsed))
+            left = seconds_left(self._last, moved, elapsed)
+        if before is None or counted.bytes_moved == before.bytes_moved:
+            return
+        read = counted.bytes_read - before.bytes_read
+        written = counted.bytes_written - before.bytes_written
+        busy = (
+            f", busy {busy_share(disks_before, disks, seconds):.0%} of the time"
+            if disks_before is not None and disks is not None
+            else ""
+        )
+        end = f"; about {left:.0f} s to the end of the step" if left is not None else ""
+        _log.info(
+            "still going: in the last %.0f s read %s and wrote %s, %.2f GB/s; waited %.1f s for the drive%s%s",
+            *(seconds, format_bytes(read), format_bytes(written), (read + written) / seconds / 1e9),
+            *(counted.waited_seconds - before.waited_seconds, busy, end),
+        )
+
+
+def seconds_left(last: Sequence[tuple[int, float]], moved: int, elapsed: float) -> float | None:
+    """How long a step goes on that has *moved* so many bytes in *elapsed* seconds.
+
+    Parameters
+    ----------
+    last
+        Of the step before: what had moved by when, as (bytes, seconds), from (0, 0.0) to its end.
+        Empty where there was none.
+
+    Returns
+    -------
+    float or None
+        Seconds, at the pace of this step so far; None where nothing can be told: in the first
+        step, or one that has moved more than the last.
+    """
+    if not last or moved > last[-1][0]:
+        return None
+    end = last[-1][1]
+    # The last step stood at this many bytes from `first` to `until`.
+    first, until = _time_at(last, moved, bisect.bisect_left), _time_at(last, moved, bisect.bisect)
+    then = min(max(elapsed, first), until)
+    if then <= 0.0:
+        return end - elapsed if elapsed < end else None
+    return (end - then) * elapsed / then
+
+
+def _time_at(samples: Sequence[tuple[int, float]], moved: int, find: Callable[..., int]) -> float:
+    """When *moved* bytes were reached, or left, between two of the *samples*."""
+    place = find(samples, moved, key=lambda sample: sample[0])
+    if place == 0:
+        return samples[0][1]
+    if place == len(samples):
+        return samples[-1][1]
+    (bytes_before, before), (bytes_after, after) = samples[place - 1], samples[place]
+    share = (moved - bytes_before) / (bytes_after - bytes_before)
+    return before + (after - before) * share
+
+
+def watch(tier: Tier) -> None:
+    """Have the steps of *tier* told of for as long as it lives, where the log takes such lines."""
+    if tier not in _live:
+        _live[tier] = Live(tier)
+    if not _log.isEnabledFor(logging.INFO) or tier in _threads:
+        return
+    stopped = threading.Event()
+    weakref.finalize(tier, stopped.set)
+    thread = threading.Thread(
+        target=_run,
+        args=(weakref.ref(_live[tier]), stopped),
+        name="nvme_offload live progress",
+        daemon=True,
+    )
+    _threads[tier] = thread
+    thread.start()
+
+
+def step_began(tier: Tier, disks: DiskCounters | None, *, ended: bool) -> None:
+    """A step with *tier* begins; *ended*: where the one before it ended. *disks*: those under it,
+    as they are by now.
+    """
+    watch(tier)
+    _live[tier].begin(disks, ended=ended)
+
+
+def _run(reference: weakref.ref[Live], stopped: threading.Event) -> None:
+    wait = _SECONDS
+    while not stopped.wait(wait):
+        live = reference()
+        if live is None:
+            return
+        if live.due_in() <= 0:
+            live.tell()
+        # a step that begins meanwhile has its first line in time, too
+        wait = min(max(live.due_in(), 0.0), _SECONDS)
+        del live  # or the tier's end would have to wait for the next line

@@ -1,0 +1,342 @@
+"""`Overlap`: `"overlap_step"` of one engine. DeepSpeed's `step` goes over the sub-groups; what it does
+for each is noted, and done later by `Updates`.
+
+At once, in `step` itself, are updated:
+
+- all sub-groups in the first step, which makes the states, and in the first after a load;
+- in every step, those with parameters that DeepSpeed keeps whole on the accelerator
+  (`stage3_param_persistence_threshold`), since it gathers these at the end of `step`.
+
+Where anything could come out different otherwise, `step` makes all updates, and a line of the log
+says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ..optimizer_states.traits import known
+from . import compat
+from .shared_tier import trained
+from .updates import Update, Updates, quiesce_all
+
+if TYPE_CHECKING:
+    from .stage3 import Stage3
+
+# attributes of a `step` that a scheduler of torch has wrapped, by release
+_SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
+
+_log = logging.getLogger(__name__)
+
+
+class Scaling(NamedTuple):
+    """What gradients are unscaled and clipped by."""
+
+    loss_scale: Any
+    clip_grad: float
+
+
+class Overlap:
+    """The steps of *stage3*, whose optimizer states are in a tier. *scaling*: of the last."""
+
+    def __init__(self, stage3: Stage3) -> None:
+        self._stage3 = stage3
+        self.updates = Updates(stage3.tier)
+        self.scaling = Scaling(1.0, 0.0)
+        self._noted: dict[int, list[Callable[[], None]]] | None = None  # in a step, by sub-group
+        self._has_states = False  # a step has made them, since the engine was made or loaded
+        self._told: set[str] = set()
+        self._optimizer: Any = None  # of the step: it has the options of then
+        self._order: list[int] = []
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether updates are to come, or have failed, that need the gradients of a step."""
+        return bool(self._noted and any(self._noted.values())) or self.updates.pending
+
+    # In a step.
+
+    def begin(self) -> None:
+        """A step begins. Those of the step before are made."""
+        self._noted = None
+        if not self._has_states:
+            return
+        stage3 = self._stage3
+        whole = set(map(id, stage3.persistent_parameters))
+        later = [
+            index
+            for index, params in enumerate(stage3.fp16_groups)
+            if whole.isdisjoint(map(id, params))
+        ]
+        reason = _reason(stage3, later)
+        if reason:
+            tell_left_out(self._told, reason)
+            return
+        if len(later) < len(stage3.fp16_groups) and "whole" not in self._told:
+            self._told.add("whole")
+            _log.info(
+                "overlap_step: %d of %d sub-groups are updated in step(), because DeepSpeed keeps small parameters of theirs on the accelerator; "
+                '"stage3_param_persistence_threshold": 0 lets all wait for the forward pass',
+                len(stage3.fp16_groups) - len(later),
+                len(stage3.fp16_groups),
+            )
+        self._optimizer = with_own_options(stage3.optimizer)
+        self._noted = {index: [] for index in later}
+
+    def takes(self, index: int, action: Callable[[], None]) -> bool:
+        """Whether *action* is done later, for sub-group *index*, after those that came before."""
+        if self._noted is None or index not in self._noted:
+            return False
+        self._noted[index].append(action)
+        return True
+
+    def step_optimizer(self, index: int) -> None:
+        """Let the optimizer update the master weights of sub-group *index*, which is in memory."""
+        stage3 = self._stage3
+        group = self._optimizer.param_groups[stage3.sub_group_to_group_id[index]]
+        group["params"] = [stage3.fp32_partitioned_groups_flat[index]]
+        try:
+            self._optimizer.step()
+        finally:
+            group["params"] = []
+
+    def end(self, step: int) -> bool:
+        """DeepSpeed's `step`, the *step*th, has ended. Returns: whether updates are to come."""
+        noted = self._noted
+        if not self._stage3.overflow:
+            self._has_states = True
+        if not noted or not any(noted.values()):  # an overflow
+            self._noted = None
+            return False
+        stage3 = self._stage3
+        self._order = self._in_order(list(noted))
+        self.scaling = Scaling(stage3.loss_scale, stage3.clip_grad)
+        like = _like_this_thread()
+        self.updates.start(
+            step,
+            [
+                Update(
+                    index,
+                    stage3.fp16_groups[index],
+                    functools.partial(self._make, index, noted[index], like),
+                )
+                for index in self._order
+            ],
+            functools.partial(self._finish, like),
+        )
+        self._noted = None
+        return True
+
+    def cancel(self) -> bool:
+        """An exception has ended DeepSpeed's `step`. Returns: whether updates were to come."""
+        noted, self._noted = self._noted, None
+        return bool(noted and any(noted.values()))
+
+    def begin_load(self) -> None:
+        """States are about to be loaded: make what can be made, and forget what has failed."""
+        error = self.updates.abandon()
+        if error is not None:
+            _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
+        self._noted, self._has_states = None, False
+
+    def following(self, index: int) -> list[int]:
+        """The sub-groups from *index* on, in the order in which they are updated."""
+        if index in self._order:
+            return self._order[self._order.index(index) :]
+        return list(range(index, len(self._stage3.fp16_groups)))
+
+    def _in_order(self, indexes: Sequence[int]) -> list[int]:
+        """*indexes* in the order in which the last forward pass used them, or in the model's."""
+        if _needs_order(self._stage3):
+            return sorted(indexes)
+        place = {id(param): place for place, param in enumerate(self._stage3.module.parameters())}
+        places = {
+            index: min(place.get(id(param), 0) for param in self._stage3.fp16_groups[index])
+            for index in indexes
+        }
+        used = {index: number for number, index in enumerate(self.updates.uses)}
+        last = max(len(used), 1)
+        return sorted(indexes, key=lambda index: (used.get(index, last), places[index]))
+
+    # In the thread.
+
+    def _make(self, index: int, actions: Sequence[Callable[[], None]], like: Any) -> None:
+        try:
+            with like():
+                for action in actions:
+                    action()
+        except BaseException:
+            self._stage3.release_all()
+            raise
+
+    def _finish(self, like: Any) -> None:
+        stage3 = self._stage3
+        with like():
+            stage3.forget_gradients()
+        stage3.tier.swapper.step()
+        trained.add(stage3.tier)
+        stage3.partly_changed = False
+        self._optimizer = None
+
+
+def with_own_options(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer with the state of *optimizer*, and the options of its groups as they are now. It
+    has no parameters.
+    """
+    kind: Any = type(optimizer)
+    if hasattr(kind, "__del__"):  # DeepSpeed's would free what both use
+        kind = _without_del(kind)
+    other = object.__new__(kind)
+    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.pop("step", None)  # a scheduler's, which calls that of *optimizer*
+    other.param_groups = [
+        {key: [] if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return other
+
+
+@functools.cache
+def _without_del(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"__del__": lambda self: None})
+
+
+def tell_left_out(told: set[str], reason: str) -> None:
+    """Log, once, that updates are made in `step`, and why. *told*: what was logged already."""
+    if reason not in told:
+        told.add(reason)
+        _log.warning("overlap_step is left out: %s", reason)
+
+
+def _reason(stage3: Stage3, later: Sequence[int]) -> str:
+    """Why all sub-groups are updated at once; "" where those of *later* need not."""
+    optimizer: Any = stage3.optimizer
+    name = type(optimizer).__name__
+    everything = len(stage3.fp16_groups)
+    if not all(map(stage3._swappable_optimizer_subgroup, range(everything))):
+        return '"ratio" keeps some states on the accelerator'
+    if not known(optimizer):
+        return (
+            f"{name} is not among the optimizers that are known to update sub-groups in any order"
+        )
+    step = vars(optimizer).get("step")
+    # which torch's schedulers do, to see whether it was called
+    if step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS):
+        return f"the method step of this {name} was replaced"
+    if _has_hooks(optimizer):
+        return f"hooks are called before or after the steps of {name}"
+    if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
+        return "torch_autocast in float16 scales in the optimizer's step"
+    if type(stage3.timers).__name__ != "NoopTimer":
+        return '"wall_clock_breakdown" times the updates'
+    if get_accelerator().device_name() not in ("cpu", "cuda"):
+        return f"it was never tried with {get_accelerator().device_name()} devices"
+    if _anything_is_compiled() or compat.compiles_deeply(stage3):
+        return "torch.compile is used in this process"
+    if not later:
+        return (
+            "DeepSpeed keeps small parameters of every sub-group on the accelerator, and gathers them at the end of step(): "
+            '"stage3_param_persistence_threshold": 0 in "zero_optimization" lets updates wait'
+        )
+    if len(later) < everything and _needs_order(stage3):
+        return f"{name} depends on the order of sub-groups here, and some have small parameters that DeepSpeed keeps on the accelerator"
+    return ""
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    module: Any = sys.modules["torch.optim.optimizer"]
+    return any(
+        (
+            *(
+                getattr(optimizer, f"_optimizer_step_{place}_hooks", None)
+                for place in ("pre", "post")
+            ),
+            *(
+                getattr(module, f"_global_optimizer_{place}_hooks", None)
+                for place in ("pre", "post")
+            ),
+        )
+    )
+
+
+def _needs_order(stage3: Stage3) -> bool:
+    """Whether bits depend on the order of sub-groups: DeepSpeed's optimizers for the CPU keep powers
+    of the betas from one call to the next. Source: csrc/includes/cpu_adam.h, `IncrementStep`.
+    """
+    optimizer = stage3.optimizer
+    if not type(optimizer).__module__.startswith("deepspeed."):
+        return False
+    betas = {repr(group.get("betas")) for group in optimizer.param_groups}
+    return len(betas) > 1 or not compat.keeps_powers_for_a_step()
+
+
+def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is a thread's own, for another thread to have while it makes updates."""
+    threads, accelerator = torch.get_num_threads(), get_accelerator()
+    device = stream = None
+    if accelerator.device_name() == "cuda":
+        device, stream = accelerator.current_device(), accelerator.Stream()
+        # what was begun on this thread's stream reads the parameters as they are
+        stream.wait_stream(accelerator.current_stream())
+
+    @contextlib.contextmanager
+    def like() -> Iterator[None]:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if device is not None:
+                accelerator.set_device(device)
+                # copies between host and device are synchronous, so that nobody waits for it
+                stack.enter_context(accelerator.stream(stream))
+            yield
+
+    return like
+
+
+def _anything_is_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process. What it compiles later waits
+    first: while it does, torch's optimizers compute otherwise, in whatever thread.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
+    if handler is None:
+        return True
+    # `torch._dynamo.reset` takes it out
+    if _before_compiling not in handler.start_callbacks:
+        handler.register_start_callback(_before_compiling)
+    return bool(dynamo.utils.counters["frames"]["total"])
+
+
+def _before_compiling(*_: Any) -> None:
+    compiler: Any = torch.compiler
+    compiling = getattr(compiler, "_is_compiling_flag", False)
+    compiler._is_compiling_flag = False
+    try:
+        quiesce_all()
+    finally:
+        compiler._is_compiling_flag = compiling
+
+
+def waiting(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """*enter*, of `zero.Init`, after all updates: within, torch's functions that make tensors are
+    DeepSpeed's, in whatever thread.
+    """
+
+    @functools.wraps(enter)
+    def entering(self: Any) -> Any:
+        quiesce_all()
+        return enter(self)
+
+    return entering

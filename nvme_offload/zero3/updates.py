@@ -1,0 +1,266 @@
+"""`Updates`: the updates of a step that has returned, and the thread that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..errors import OffloadError
+from ..swap.tier import Tier
+from . import awaited
+
+_all: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+class Update(NamedTuple):
+    """The update of *sub_group*, which has *params*; *make* makes it."""
+
+    sub_group: int
+    params: Sequence[torch.nn.Parameter]
+    make: Callable[[], None]
+
+
+class Updates:
+    """Makes the updates of one step after the other in a thread, which lasts for a step. *tier* is
+    where they read and write.
+
+    An update that fails ends them: the step was only partly applied. Whoever waits next is told
+    what went wrong, and whoever waits after that, that it did, until `abandon`.
+
+    Attributes: *uses*, the sub-groups of the step in the order in which they were first used;
+    *waited_seconds*, that callers have waited, and *drive_seconds*, that the thread has waited for
+    the drive, since `take_waits` was last called.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.uses: list[int] = []
+        self.waited_seconds = 0.0
+        self.drive_seconds = 0.0
+        self._lock = threading.Condition()  # guards all attributes
+        self._left: dict[int, Update] = {}  # that are not made
+        self._held: dict[int, Update] = {}  # whose parameters nobody has used yet
+        self._thread: threading.Thread | None = None  # while there is something to make
+        self._busy = False
+        self._paused = 0
+        self._stopping = False
+        self._failed = False
+        self._error: BaseException | None = None  # why, until somebody is told
+        _all.add(self)
+        weakref.finalize(self, _end, weakref.ref(self))
+
+    @property
+    def pending(self) -> bool:
+        """Whether updates are being made, or have failed."""
+        with self._lock:
+            return self._thread is not None or self._failed
+
+    def start(self, step: int, updates: Sequence[Update], last: Callable[[], None]) -> None:
+        """Make *updates* in this order, then do *last*. They are of the *step*th step. Those of
+        the step before are made.
+        """
+        with self._lock:
+            assert self._thread is None
+            assert not self._failed
+            self.uses = []
+            self._left = {update.sub_group: update for update in updates}
+            self._held = dict(self._left)
+            for update in updates:
+                for param in update.params:
+                    awaited.hold(param, functools.partial(self.use, update.sub_group))
+            self._thread = threading.Thread(
+                target=self._run,
+                args=(step, [*updates, Update(-1, (), last)]),
+                name="nvme_offload updates",
+                daemon=True,
+            )
+            try:
+                self._thread.start()
+            except BaseException:
+                self._thread, self._failed = None, True
+                raise
+
+    # For who needs them made.
+
+    def use(self, index: int) -> None:
+        """Return when sub-group *index* is updated. Raises: what went wrong."""
+        if self.is_worker():
+            return
+        with self._lock:
+            self._wait_for(lambda: index not in self._left or self._failed)
+            if index in self._left:
+                self._tell()
+            if index in self._held:
+                self.uses.append(index)
+                self._let_go(index)
+
+    def wait(self) -> None:
+        """Return when all updates are made. Raises: what went wrong."""
+        if self.is_worker():
+            return
+        with self._lock:
+            self._wait_for(lambda: self._thread is None)
+            if self._failed:
+                self._tell()
+            for index in list(self._held):
+                self._let_go(index)
+
+    def quiesce(self) -> None:
+        """Return when no update is being made or will be."""
+        if not self.is_worker():
+            with self._lock:
+                self._wait_for(lambda: self._thread is None)
+
+    def abandon(self) -> BaseException | None:
+        """Forget what has failed, after what can be made. Returns: why, if nobody was told."""
+        self.quiesce()
+        with self._lock:
+            error, self._error = self._error, None
+            self._failed = False
+            self._left.clear()
+            for index in list(self._held):
+                self._let_go(index)
+            return error
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which no update is being made."""
+        with self._lock:
+            self._paused += 1
+        try:
+            with self._lock:
+                self._wait_for(lambda: not self._busy)
+            yield
+        finally:
+            with self._lock:
+                self._paused -= 1
+                self._lock.notify_all()
+
+    def is_worker(self) -> bool:
+        """Whether this is the thread that makes them."""
+        return threading.current_thread() is self._thread
+
+    def take_waits(self) -> tuple[float, float]:
+        """*waited_seconds* and *drive_seconds*, which are counted from 0 again."""
+        with self._lock:
+            waits = self.waited_seconds, self.drive_seconds
+            self.waited_seconds = self.drive_seconds = 0.0
+            return waits
+
+    def stop(self) -> None:
+        """Make nothing after the update that is being made."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+            thread = self._thread
+        if thread is not None and not self.is_worker():
+            thread.join()
+
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        began = time.perf_counter()
+        try:
+            self._lock.wait_for(is_true)
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+
+    def _tell(self) -> None:
+        """Raises: what went wrong, if nobody was told; otherwise that it did."""
+        error, self._error = self._error, None
+        try:
+            raise error or partly_applied()
+        finally:
+            del error
+
+    def _let_go(self, index: int) -> None:
+        for param in self._held.pop(index).params:
+            awaited.let_go(param)
+
+    # In the thread.
+
+    def _run(self, step: int, updates: Sequence[Update]) -> None:
+        try:
+            for update in updates:
+                with self._lock:
+                    self._lock.wait_for(lambda: not self._paused or self._stopping)
+                    if self._stopping:
+                        self._failed = True
+                        return
+                    self._busy = True
+                before = self.tier.swapper.stats().waited_seconds
+                update.make()
+                waited = self.tier.swapper.stats().waited_seconds - before
+                with self._lock:
+                    self._busy = False
+                    self.drive_seconds += waited
+                    self._left.pop(update.sub_group, None)
+                    self._lock.notify_all()
+                del update
+        except BaseException as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"in the updates of step {step}")
+            with self._lock:
+                self._failed, self._error = True, error
+        finally:
+            with self._lock:
+                self._busy, self._thread = False, None
+                self._lock.notify_all()
+
+
+def partly_applied() -> OffloadError:
+    """What is raised where the states are of no step."""
+    return OffloadError(
+        "the last step was only partly applied, because an exception ended it: load_checkpoint() brings back the states of the last checkpoint"
+    )
+
+
+def quiesce(tier: Tier) -> None:
+    """Return when no engine makes updates that read and write in *tier*. What fails is told to who
+    waits for it.
+    """
+    for updates in _of(tier):
+        updates.quiesce()
+
+
+@contextlib.contextmanager
+def paused(tier: Tier) -> Iterator[None]:
+    """Context in which no update that reads and writes in *tier* is being made, so that none has
+    memory of it in use.
+    """
+    with contextlib.ExitStack() as stack:
+        for updates in _of(tier):
+            stack.enter_context(updates.paused())
+        yield
+
+
+def quiesce_all() -> None:
+    """Return when no engine makes updates."""
+    for updates in list(_all):
+        updates.quiesce()
+
+
+def is_worker() -> bool:
+    """Whether this is a thread that makes updates."""
+    return any(updates.is_worker() for updates in list(_all))
+
+
+def _of(tier: Tier) -> list[Updates]:
+    return [updates for updates in list(_all) if updates.tier is tier]
+
+
+def _end(reference: weakref.ref[Updates]) -> None:
+    updates = reference()
+    if (
+        updates is not None
+    ):  # the process ends: a thread in the midst of torch may not be there then
+        updates.stop()
+
+
+os.register_at_fork(before=quiesce_all)

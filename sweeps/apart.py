@@ -1,0 +1,204 @@
+"""A side in a process of its own: started with a job, heard, watched, and ended when it takes too
+long. In that process, `teller` tells what happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from .command import stop_at_sigterm
+
+ROOT = Path(__file__).parents[1]
+_LOOKING_SECONDS = 0.05
+_PATIENCE_SECONDS = 15
+_NOISE = ("Exception ignored", "[W", "[E", "  ", "Traceback")
+_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts it before each line of a traceback
+
+Event = dict[str, Any]
+
+
+def run(
+    module: str,
+    job: Mapping[str, Any],
+    work: Path,
+    timeout_seconds: float,
+    *,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+    hear: Callable[[Event], object] | None = None,
+    look: Callable[[int], object] | None = None,
+) -> tuple[list[Event], str | None]:
+    """Run `python -m module JOB.json RANK`, once for each of *ranks*, and wait for all.
+
+    Parameters
+    ----------
+    job
+        Written to `job.json` in the directory *work*, where the log goes as well.
+    environment
+        Variables beside those of this process.
+    hear
+        Called with each event of the first rank as it comes, in another thread.
+    look
+        Called with the number of the first process, every 50 ms while it runs.
+
+    Returns
+    -------
+    tuple
+        What the first rank told, until then where it was ended; and why it did not come to its
+        end, or None.
+    """
+    (work / "job.json").write_text(json.dumps(job))
+    events: list[Event] = []
+    command = [sys.executable, "-m", module, str(work / "job.json")]
+    with (work / "log").open("w+") as log:
+        sides = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                cwd=ROOT,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log if rank else subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(ranks)
+        ]
+        listener = threading.Thread(target=_listen, args=(sides[0].stdout, events, hear))
+        listener.start()
+        deadline, ended = time.monotonic() + timeout_seconds, False
+        try:
+            while not ended and time.monotonic() < deadline:
+                if look is not None:
+                    look(sides[0].pid)
+                running = next((side for side in sides if side.poll() is None), sides[0])
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    running.wait(_LOOKING_SECONDS)
+                statuses = [side.poll() for side in sides]
+                ended = None not in statuses or any(statuses)  # one that failed ends the others
+        finally:
+            failed = next((side.returncode for side in sides if side.returncode), 0)
+            _end(sides)
+            listener.join()
+            assert sides[0].stdout is not None
+            sides[0].stdout.close()
+        if not ended:
+            return events, f"not done after {timeout_seconds:g} s"
+        return events, _error(failed, log)
+
+
+@contextlib.contextmanager
+def place(name: str, directory: Path) -> Iterator[Path]:
+    """A new directory in *directory* for the files of a side; removed at the end of the `with`."""
+    with tempfile.TemporaryDirectory(prefix=f"sweeps-{name}-", dir=directory) as made:
+        yield Path(made)
+
+
+def only_rank() -> dict[str, str]:
+    """The variables of a launcher with one rank, as DeepSpeed wants them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # ninja may be beside the interpreter alone; but another one than the shell finds would compile
+    # everything anew, since their logs differ by version.
+    path = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def of(events: Sequence[Event], kind: str) -> list[Event]:
+    """The events of that kind, without their kind."""
+    return [
+        {key: value for key, value in event.items() if key != "event"}
+        for event in events
+        if event["event"] == kind
+    ]
+
+
+def teller() -> Callable[..., None]:
+    """In a side's process: what tells an event, with its values, to the command.
+
+    From here on standard output is the log, where libraries may print, SIGTERM raises
+    KeyboardInterrupt, and this is the process that the kernel ends first when memory runs out.
+    """
+    stop_at_sigterm()
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def tell(event: str, **values: Any) -> None:
+        print(json.dumps({"event": event, **values}), file=events)
+
+    return tell
+
+
+def last_words(log: str) -> str:
+    """The line of *log* that says what went wrong: the exception of the last traceback, or the last
+    line that is no frame of one.
+    """
+    lines = [line for line in (_RANK.sub("", line) for line in log.splitlines()) if line.strip()]
+    tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback")]
+    after = lines[tracebacks[-1] + 1 :] if tracebacks else []
+    said = next((line for line in after if not line.startswith(" ")), None)
+    if said is None:
+        said = next(
+            (line for line in reversed(lines) if not line.startswith(_NOISE)), "it said nothing"
+        )
+    return said.strip()[:300]
+
+
+def _listen(told: TextIO, events: list[Event], hear: Callable[[Event], object] | None) -> None:
+    for line in told:
+        try:
+            events.append(json.loads(line))
+        except ValueError:  # cut short by the end of the process
+            return
+        if hear is not None:
+            hear(events[-1])
+
+
+def _end(sides: Sequence[subprocess.Popen[str]]) -> None:
+    """End the processes that have not ended: by SIGTERM first, since one that compiles an extension
+    holds a lock file that others would wait for forever.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        running = [side for side in sides if side.poll() is None]
+        for side in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(side.pid, number)
+        for side in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                side.wait(_PATIENCE_SECONDS)
+
+
+def _error(status: int, log: TextIO) -> str | None:
+    if status == 0:
+        return None
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL, as the kernel does when memory runs out"
+    log.seek(0)
+    text = log.read()
+    sys.stderr.write(text[-6000:])
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"{last_words(text)} ({how})"

@@ -1,0 +1,151 @@
+"""What the drive gives at a setting, to fio and to the engine alone; and the floor: the least time
+in which bytes can be moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+from nvme_offload.errors import UnsupportedError
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io.engine import Engine
+
+from .peers.fio import Fio
+from .peers.plan import Job
+from .peers.rig import Buffers, Rig
+from .report import shown
+
+_CHUNK_BYTES = 16 << 20
+_PIECES = 64  # that the engine is given of each file
+
+
+class Speeds(NamedTuple):
+    """Bytes a second that fio reached: reading, writing, and both at once (the sum)."""
+
+    read: float
+    write: float
+    mixed: float
+
+
+Measured = TypeVar("Measured", bound=NamedTuple)
+
+
+def mean(before: Measured | None, after: Measured | None) -> Measured | None:
+    """Of two measurements, field by field; None where one is missing."""
+    if before is None or after is None:
+        return None
+    return type(before)(*map(statistics.fmean, zip(before, after, strict=True)))
+
+
+def floor_seconds(read: float, written: float, drive: Any) -> float:
+    """The least time in which a drive of the speeds *drive* moves that many bytes."""
+    return max(read / drive.read, written / drive.write, (read + written) / drive.mixed)
+
+
+def described(speeds: Sequence[Any]) -> str:
+    """All that fio measured, as text."""
+    each = {name: [getattr(one, name) / 1e9 for one in speeds] for name in Speeds._fields}
+    figures = ", ".join(f"{name} {shown(values)} GB/s" for name, values in each.items())
+    return f"{figures}; mixed is as many bytes each way at once, the sum"
+
+
+class _Files(NamedTuple):
+    """What fio wants of a rig."""
+
+    directory: Path
+    direct: bool
+
+    def path(self, direction: str) -> Path:
+        return self.directory / direction
+
+
+class Floor:
+    """fio with two files on the drive, every byte of them written. Made by `floor`."""
+
+    def __init__(self, files: Path, aio: AioConfig, nbytes: int) -> None:
+        self._fio = Fio(frozenset())
+        self.version = self._fio.version
+        block_size, threads = aio.block_size, aio.thread_count
+        whole = nbytes // (block_size * threads) * block_size * threads
+        if whole == 0:
+            raise UnsupportedError(f"fio_bytes of {nbytes} is less than a block for each thread")
+        sizes = (block_size, aio.queue_depth, threads, "huge", whole, whole, 1, 1)
+        self._jobs = {way: Job(way, "libaio", *sizes) for way in Speeds._fields}
+        self._files = _Files(files, _takes_direct(files))
+        for direction in ("read", "write"):
+            _fill(self._files.path(direction), whole)
+
+    def measure(self) -> Speeds:
+        """Read, write, and both at once."""
+        found = [self._fio.run(cast(Rig, self._files), job) for job in self._jobs.values()]
+        return Speeds(*(one.nbytes / one.seconds for one in found))
+
+    def engine_speed(self, config: AioConfig, nbytes: int) -> float:
+        """Bytes a second that the engine reads and writes at once through *nbytes* of memory, with
+        nothing else to do.
+
+        fio moves everything through as much memory as it has blocks in flight, which caches may
+        hold: what this is slower, no schedule makes up.
+        """
+        job = self._jobs["mixed"]
+        piece = max(job.file_bytes // _PIECES // job.block_size, 1) * job.block_size
+        footprint = max(min(nbytes // 2, job.file_bytes) // piece, 1) * piece
+        buffers = Buffers(footprint)
+        with Engine(config) as engine:
+            files = {way: engine.open(self._files.path(way), way[0]) for way in ("read", "write")}
+            memory = {way: buffers.get("huge", number) for number, way in enumerate(files)}
+            verbs = {"read": engine.read, "write": engine.write}
+            began = time.perf_counter()
+            tickets = [
+                verbs[way](memory[way][begin % footprint :][:piece], file, begin)
+                for begin in range(0, job.file_bytes - piece + 1, piece)
+                for way, file in files.items()
+            ]
+            for ticket in tickets:
+                ticket.wait()
+            return len(tickets) * piece / (time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def floor(
+    directory: Path, aio: AioConfig, nbytes: int, facts: dict[str, str], notes: list[str]
+) -> Iterator[Floor | None]:
+    """fio with two files of *nbytes* in *directory*, removed at the end of the `with`.
+
+    None without bytes, and where fio cannot be used, which *notes* say then. Its version goes to
+    *facts*.
+    """
+    with tempfile.TemporaryDirectory(prefix="sweeps-fio-", dir=directory) as files:
+        found = None
+        try:
+            found = Floor(Path(files), aio, nbytes) if nbytes else None
+        except UnsupportedError as error:
+            notes.append(f"Without the drive's own speed: {error}")
+        if found is not None:
+            facts["versions"] = ", ".join(filter(None, [found.version, facts.get("versions")]))
+        yield found
+
+
+def _fill(path: Path, nbytes: int) -> None:
+    chunk = os.urandom(_CHUNK_BYTES)
+    with path.open("wb") as file:
+        for begin in range(0, nbytes, _CHUNK_BYTES):
+            file.write(chunk[: nbytes - begin])
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _takes_direct(directory: Path) -> bool:
+    try:
+        os.close(os.open(directory / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True

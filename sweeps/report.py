@@ -1,0 +1,121 @@
+"""Statistics over rounds, and Markdown. Pure, but for `write`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pandas as pd
+
+Key = TypeVar("Key")
+_ENOUGH_FOR_DECILES = 10
+
+
+class Spread(NamedTuple):
+    """A median, and between which values the rest is: the middle 80 % of ten or more, otherwise
+    all.
+    """
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, digits: int = 2) -> str:
+        """With so many digits after the point."""
+        low, median, high = (f"{value:.{digits}f}" for value in self)
+        return f"{median} [{low} to {high}]"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """The spread of one value or more."""
+    found = pd.Series(values, dtype=float)
+    few = len(found) < _ENOUGH_FOR_DECILES
+    return Spread(*map(float, found.quantile([0, 0.5, 1] if few else [0.1, 0.5, 0.9])))
+
+
+def shown(values: Iterable[float], digits: int = 2) -> str:
+    """The spread of *values* as text; empty where there is none, or one is not a number."""
+    found = pd.Series(values, dtype=float).dropna()
+    return spread(found).text(digits) if len(found) else ""
+
+
+def verdict(found: Spread, least: float | None = None, most: float | None = None) -> str:
+    """Whether the median meets the target; a question mark where the spread holds both answers.
+    Empty without a target.
+    """
+    target = least if least is not None else most
+    if target is None:
+        return ""
+    met = found.median >= target if least is not None else found.median <= target
+    return ("met" if met else "missed") + ("?" if found.low < target < found.high else "")
+
+
+def ratios(mine: pd.Series, others: pd.Series) -> pd.Series:
+    """*mine* over *others* in each round that has both; both are indexed by round."""
+    return (mine / others[others != 0]).dropna()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that *percent* of all do not exceed; the largest where there are too few to
+    tell.
+    """
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def summed_up(seconds: Sequence[float]) -> dict[str, float]:
+    """What a JSON file keeps of something that was timed thousands of times."""
+    figures = {
+        "median": statistics.median(seconds),
+        "percentile_99": percentile(seconds, 99),
+        "most": max(seconds),
+    }
+    return {"count": len(seconds), **{name: round(value, 8) for name, value in figures.items()}}
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def columns(keys: Iterable[Key], cells: Mapping[str, Callable[[Key], Any]]) -> str:
+    """A table with a row for each of *keys*, and a column for each of *cells*, by its heading.
+
+    Headings that are alike but for spaces at the end are shown alike.
+    """
+    lines = [[cell(key) for cell in cells.values()] for key in keys]
+    return table([head.rstrip() for head in cells], lines)
+
+
+def escaped(text: str) -> str:
+    """*text* for a cell of a table."""
+    return text.replace("|", "\\|")
+
+
+def listed(facts: Mapping[str, Any]) -> str:
+    """Facts by name, as a list in Markdown."""
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def document(*parts: str) -> str:
+    """A document of these paragraphs; empty ones are left out."""
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def write(output: Path | None, text: str, results: Any = None, indent: int | None = 1) -> None:
+    """Write *results* to *output*.json, where there are any, and *text* to *output*.md; nothing
+    where *output* is None.
+    """
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if results is not None:
+            kept = json.dumps(results, indent=indent) + "\n"
+            output.with_name(output.name + ".json").write_text(kept, encoding="utf-8")
+        output.with_name(output.name + ".md").write_text(text, encoding="utf-8")

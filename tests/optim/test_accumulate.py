@@ -1,0 +1,932 @@
+"""`accumulate="host"`: the bits of accumulation in `.grad`, in host memory; whoever looks at
+gradients finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, unlike
+
+import nvme_offload.store.store
+from nvme_offload._aio import FaultKind
+from nvme_offload.activations import save_on_nvme
+from nvme_offload.errors import IOFailure, UsageError
+from nvme_offload.io.engine import Engine
+from nvme_offload.optim import NVMeOptimizer, accumulation
+from nvme_offload.optim.accumulation import GradientSums
+from nvme_offload.optim.host_gradient import HostGradient
+from nvme_offload.optim.update import Updater
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 100),
+        torch.nn.Tanh(),
+        torch.nn.Linear(100, 3),
+    ).to(dtype)
+
+
+def loss_of(net, step):
+    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(
+        next(net.parameters()).dtype
+    )
+    return net(inputs).float().square().mean()
+
+
+def backward(params, number):
+    """What comes to `.grad` in a micro-batch, through autograd: zeros of both signs, too."""
+    generator = torch.Generator().manual_seed(number)
+    total = torch.zeros(())
+    for parameter in params:
+        values = torch.randn(parameter.shape, generator=generator)
+        values = torch.where(values.abs() < 0.2, torch.copysign(torch.zeros(()), values), values)
+        total = total + (parameter * values.to(parameter.device, parameter.dtype)).float().sum()
+    total.backward()
+
+
+def train(params, optimizer, *, micro_batches=3, steps=3, first=0, middle=None, **options):
+    """Some steps, each over some micro-batches; *middle* is called before each step."""
+    for step in range(first, first + steps):
+        for micro_batch in range(micro_batches):
+            backward(params, 100 * step + micro_batch)
+        if middle is not None:
+            middle(params, optimizer)
+        optimizer.step()
+        for parameter in params:
+            if options.get("set_to_none", True):
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_with_any_budget(tmp_path, name, dtype, micro_batches):
+    shapes = [shape for shape in SHAPES if 0 not in shape or name != "adafactor"]
+    plain, roomy, tight = (parameters(dtype, shapes=shapes) for _ in range(3))
+    train(plain, Reference(plain, OPTIMIZERS[name]), micro_batches=micro_batches)
+    make = functools.partial(
+        NVMeOptimizer, optimizer_class=OPTIMIZERS[name], paths=tmp_path, accumulate="host"
+    )
+    with make(roomy) as optimizer:
+        train(roomy, optimizer, micro_batches=micro_batches)
+    with smallest(lambda cap: make(tight, host_memory=cap)) as optimizer:
+        train(tight, optimizer, micro_batches=micro_batches)
+    assert differing(roomy, plain) == []
+    assert differing(tight, plain) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"state_format": "split"}, {"masters": False}],
+    ids=lambda options: next(iter(options), "exact"),
+)
+def test_what_fits_without_fits_with(tmp_path, dtype, options):
+    """With the least host memory that the states need, gradients go to the drive."""
+    plain, ours = parameters(dtype), parameters(dtype)
+    caps = []
+
+    def without(cap):
+        caps.append(cap)
+        return NVMeOptimizer(plain, paths=tmp_path, host_memory=cap, **options)
+
+    with smallest(without) as optimizer:
+        train(plain, optimizer)
+    with NVMeOptimizer(
+        ours, paths=tmp_path, host_memory=caps[-1], accumulate="host", **options
+    ) as optimizer:
+        train(ours, optimizer)
+        assert optimizer.stats().bytes_read > 0
+        assert optimizer._tier._pool.nbytes <= caps[-1]
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("state_format", ["compact", "compact24"])
+def test_other_formats_have_the_same_bits_too(tmp_path, state_format):
+    results = []
+    for accumulate in (None, "host"):
+        params = parameters(torch.bfloat16)
+        with NVMeOptimizer(
+            params,
+            paths=tmp_path,
+            host_memory=200_000,
+            state_format=state_format,
+            accumulate=accumulate,
+        ) as optimizer:
+            train(params, optimizer)
+        results.append(params)
+    assert differing(*results) == []
+
+
+def test_no_gradient_is_where_the_parameters_are(tmp_path, monkeypatch):
+    """Of those that backward() makes never more than one; at an update those of one bucket."""
+    net = model()
+    made = []
+    most = [0]
+    outside = []
+    updated = Updater.step
+
+    def note(parameter):
+        if type(parameter.grad) is torch.Tensor:
+            made.append(weakref.ref(parameter.grad))
+
+    def seen(parameter):
+        assert isinstance(parameter.grad, HostGradient)
+        most[0] = max(most[0], sum(one() is not None for one in made))
+
+    def step(self, bucket, *args):
+        outside.append(
+            sum(
+                fragment.summed.numel()
+                for other in optimizer._buckets
+                for fragment in other.fragments
+                if fragment.summed is not None
+            )
+        )
+        assert outside[-1] == sum(fragment.numel for fragment in bucket.fragments)
+        return updated(self, bucket, *args)
+
+    monkeypatch.setattr(Updater, "step", step)
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(note)
+    with NVMeOptimizer(
+        net.parameters(), paths=tmp_path, host_memory=200_000, accumulate="host"
+    ) as optimizer:
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(seen)
+        for step_number in range(2):
+            for micro_batch in range(3):
+                loss_of(net, micro_batch).backward()
+                assert [one() for one in made if one() is not None] == []
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.stats().step == step_number + 1
+    assert len(made) == 2 * 6
+    assert most[0] <= 1
+    assert len(outside) == 2 * len(optimizer._buckets) > 8
+
+
+def test_operations_do_not_grow_with_the_number_of_parameters(tmp_path):
+    calls = []
+    for count in (50, 500):
+        params = [torch.nn.Parameter(torch.ones(40)) for _ in range(count)]
+        with NVMeOptimizer(params, paths=tmp_path, accumulate="host") as optimizer:
+            schedule = optimizer._tier.swapper._schedule
+            train(params, optimizer, steps=1)
+            before = schedule.operations, schedule._uses
+            train(params, optimizer, steps=1)
+            calls.append((schedule.operations - before[0], schedule._uses - before[1]))
+    # as few for ten times as many, which are in one bucket
+    assert calls[1][1] <= calls[0][1] + 10
+    assert calls[1][0] <= calls[0][0] + 50
+
+
+def clip(params, optimizer):
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+
+def clip_in_a_list(params, optimizer):
+    norm = torch.nn.utils.get_total_norm([one.grad for one in params if one.grad is not None], 3.0)
+    torch.nn.utils.clip_grads_with_norm_(params, 0.5, norm)
+
+
+def clip_twice(params, optimizer):
+    clip(params, optimizer)
+    clip_in_a_list(params, optimizer)
+
+
+def clip_and_add(params, optimizer):
+    clip(params, optimizer)
+    backward(params, 7)
+
+
+def average(params, optimizer):
+    for parameter in params:
+        parameter.grad /= 3
+
+
+def averages(params, optimizer):
+    torch._foreach_mul_([parameter.grad for parameter in params], 1 / 3)
+
+
+def change(params, optimizer):
+    for parameter in params:
+        parameter.grad.clamp_(-0.5, 0.5)
+        parameter.grad.add_(torch.ones_like(parameter), alpha=2)
+
+
+def replace(params, optimizer):
+    params[0].grad = torch.full_like(params[0], 0.3)
+    params[2].grad = params[2].grad * 2
+    params[6].grad = None
+
+
+def replace_and_add(params, optimizer):
+    replace(params, optimizer)
+    backward(params, 7)
+
+
+def look(params, optimizer):
+    assert all(torch.isfinite(parameter.grad).all() for parameter in params)
+    assert "gradient of shape" in repr(params[0].grad) or type(params[0].grad) is torch.Tensor
+    assert copy.deepcopy(params[0].grad).shape == params[0].shape
+
+
+def with_a_graph(params, optimizer):
+    for parameter in params[:2]:
+        parameter.grad = None
+    (params[0].sum() ** 2 + params[1].sum() ** 3).backward(create_graph=True)
+
+
+MIDDLES = [
+    clip,
+    clip_in_a_list,
+    clip_twice,
+    clip_and_add,
+    average,
+    averages,
+    change,
+    replace,
+    replace_and_add,
+    look,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_whoever_looks_at_gradients_finds_them(tmp_path, middle, dtype):
+    plain, ours = parameters(dtype), parameters(dtype)
+    train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
+    with NVMeOptimizer(
+        ours, lr=0.1, paths=tmp_path, host_memory=200_000, accumulate="host"
+    ) as optimizer:
+        train(ours, optimizer, middle=middle)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_stays_where_it_is(tmp_path):
+    plain, ours = parameters(), parameters()
+    train(plain, torch.optim.AdamW(plain), middle=with_a_graph)
+    with NVMeOptimizer(ours, paths=tmp_path, accumulate="host") as optimizer:
+        train(ours, optimizer, middle=with_a_graph)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("accumulate", [None, "host"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_optimizer(tmp_path, norm_type, accumulate):
+    shapes = [shape for shape in SHAPES if 0 not in shape]  # which have no greatest element
+    plain, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    backward(plain, 1)
+    norm = torch.nn.utils.clip_grad_norm_(plain, 0.1, norm_type)
+    torch.optim.AdamW(plain).step()
+    with NVMeOptimizer(ours, paths=tmp_path, accumulate=accumulate) as optimizer:
+        backward(ours, 1)
+        assert torch.equal(optimizer.clip_grad_norm_(0.1, norm_type), norm)
+        optimizer.step()
+    assert differing(ours, plain) == []
+
+
+def test_clipping_over_several_dtypes(tmp_path):
+    """The scale is of fp32 then, also for what has 16 bits, and for scalars."""
+    results = []
+    for ours in (False, True):
+        params = [*parameters(torch.bfloat16), *parameters(), *parameters(torch.float16)]
+        optimizer = (
+            NVMeOptimizer(params, paths=tmp_path, host_memory=300_000, accumulate="host")
+            if ours
+            else Reference(params, torch.optim.AdamW)
+        )
+        train(params, optimizer, middle=clip)
+        train(params, optimizer, middle=clip_and_add, first=3)
+        results.append(params)
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_grad_scaler(tmp_path, clipped):
+    results = []
+    for ours in (False, True):
+        net = model()
+        optimizer = (
+            NVMeOptimizer(
+                net.parameters(), paths=tmp_path, host_memory=200_000, accumulate="host", lr=0.01
+            )
+            if ours
+            else torch.optim.AdamW(net.parameters(), lr=0.01)
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2)
+        scales = []
+        for step in range(40):
+            for micro_batch in range(2):
+                scaler.scale(loss_of(net, 2 * step + micro_batch) * 1e3).backward()
+            if clipped:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+        assert len({scale < 2.0**120 for scale in scales}) == 2 or min(scales) < 2.0**120
+        results.append((list(net.parameters()), scales))
+        if ours:
+            optimizer.close()
+    assert results[0][1] == results[1][1]
+    assert differing(results[0][0], results[1][0]) == []
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_zero_grad(tmp_path, by, set_to_none, foreach):
+    """Gradients that are none, and gradients of zeros, to which -0 is added; with steps in between
+    that have no backward.
+    """
+    results = []
+    for ours in (False, True):
+        net = torch.nn.ParameterList(parameters())
+        params = list(net)
+        kind = functools.partial(
+            torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach
+        )
+        optimizer = (
+            NVMeOptimizer(
+                params,
+                functools.partial(kind),
+                paths=tmp_path,
+                host_memory=200_000,
+                accumulate="host",
+                foreach=foreach,
+            )
+            if ours
+            else kind(params)
+        )
+        for step in range(6):
+            if step not in (0, 3):
+                for micro_batch in range(2):
+                    backward(params[step % 3 :], 10 * step + micro_batch)
+            if step == 4:
+                clip(params, optimizer)
+            if step != 5:
+                optimizer.step()
+            (net if by == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+        backward(params, 99)
+        results.append(params)
+        optimizer.step()
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+def test_parameters_without_gradients_groups_and_frozen_ones(tmp_path):
+    results = []
+    for ours in (False, True):
+        params = parameters()
+        params[2].requires_grad_(False)
+        shared = torch.nn.Linear(30, 30, bias=False)
+        torch.nn.init.constant_(shared.weight, 0.01)
+        groups = [
+            {"params": params[:3], "lr": 0.1},
+            {"params": [*params[3:], shared.weight], "weight_decay": 0.3},
+        ]
+        optimizer = (
+            NVMeOptimizer(groups, paths=tmp_path, host_memory=200_000, accumulate="host")
+            if ours
+            else torch.optim.AdamW(groups)
+        )
+        for step in range(4):
+            for micro_batch in range(3):
+                backward([params[0], params[3 + (step + micro_batch) % 3]], 10 * step + micro_batch)
+                shared(shared(torch.ones(2, 30) * micro_batch)).square().mean().backward()
+            if step == 1:
+                params[2].requires_grad_(True)  # thawed: its gradient stays where it is
+                backward([params[2]], 5)
+                backward([params[2]], 6)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*params, shared.weight])
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+def test_a_group_that_is_added(tmp_path):
+    results = []
+    for ours in (False, True):
+        params = parameters()
+        optimizer = (
+            NVMeOptimizer(params[:3], paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(params[:3])
+        )
+        backward(params[:3], 0)
+        optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+        backward(params, 1)
+        backward(params, 2)
+        if ours:
+            assert all(isinstance(parameter.grad, HostGradient) for parameter in params)
+        optimizer.step()
+        results.append(params)
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+def test_strides_of_gradients(tmp_path):
+    """A parameter in channels_last, and gradients with other strides than their parameter's."""
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        odd = torch.nn.Parameter(torch.randn(40, 30).t())
+        optimizer = (
+            NVMeOptimizer([*net.parameters(), odd], paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW([*net.parameters(), odd])
+        )
+        for _ in range(3):
+            for _ in range(2):
+                (net(torch.randn(2, 8, 9, 9)).square().mean() + (odd @ odd.t()).sum()).backward()
+            strides = [parameter.grad.stride() for parameter in [*net.parameters(), odd]]
+            norm = torch.nn.utils.clip_grad_norm_([*net.parameters(), odd], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*net.parameters(), odd, norm, torch.tensor(sum(strides, ()))])
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+def test_closures(tmp_path):
+    results = []
+    for ours in (False, True):
+        net = model()
+        optimizer = (
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+
+        def closure(net=net, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(net, 0)
+            loss.backward()
+            loss_of(net, 1).backward()
+            return loss
+
+        losses = [optimizer.step(closure).detach() for _ in range(3)]
+        results.append([*net.parameters(), *losses])
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, batch):
+        return batch.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_backward_that_fails_in_the_middle(tmp_path, given_up):
+    """What it has added is added, as in memory."""
+    results = []
+    for ours in (False, True):
+        net = model()
+        optimizer = (
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+        loss_of(net, 0).backward()
+        with pytest.raises(RuntimeError, match="no more"):
+            net[2:](Failing.apply(net[:2](torch.ones(8, 40)))).square().mean().backward()
+        if given_up:
+            optimizer.zero_grad()
+        loss_of(net, 1).backward()
+        optimizer.step()
+        results.append(list(net.parameters()))
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+def test_gradients_are_used_up_by_a_step(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        optimizer.step()  # without any gradient
+        loss_of(net, 0).backward()
+        optimizer.step()
+        for use in (
+            optimizer.step,
+            loss_of(net, 1).backward,
+            functools.partial(clip, list(net.parameters()), optimizer),
+        ):
+            before = [parameter.detach().clone() for parameter in net.parameters()]
+            with pytest.raises(UsageError, match=r"was used up by step\(\): call zero_grad\(\)"):
+                use()
+            assert differing(list(net.parameters()), before) == []
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in net.parameters())
+        optimizer.step()
+        loss_of(net, 1).backward()
+        optimizer.step()
+
+
+def test_what_takes_all_gradients_at_once_is_refused(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        loss_of(net, 0).backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        for use in (
+            lambda: torch.cat([gradients[1], gradients[3]]),
+            lambda: torch._foreach_abs(gradients),
+            lambda: gradients[0].view(-1),
+        ):
+            with pytest.raises(UsageError, match=r"clone\(\) them one by one"):
+                use()
+        gradients[0].clone().view(-1)
+        optimizer.step()
+
+
+def test_what_is_refused(tmp_path):
+    for options, message in (
+        ({"accumulate": "cpu"}, "must be None or \"host\", not 'cpu'"),
+        ({"accumulate": True}, "must be None"),
+        ({"accumulate": "host", "step_in_backward": True}, "needs step_in_backward=False"),
+        ({"accumulate": "host", "overlap_step": True}, "overlap_step=False"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            NVMeOptimizer(model().parameters(), paths=tmp_path, **options)
+
+
+@pytest.mark.parametrize("host_memory", ["auto", 200_000])
+def test_state_between_micro_batches(tmp_path, host_memory):
+    """A state dict has no gradients; saving, reading and loading states leave them as they are."""
+    results = []
+    for ours in (False, True):
+        net = model()
+        optimizer = (
+            NVMeOptimizer(
+                net.parameters(), paths=tmp_path, host_memory=host_memory, accumulate="host"
+            )
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+        saved = []
+        for step in range(4):
+            for micro_batch in range(3):
+                loss_of(net, 10 * step + micro_batch).backward()
+                if step:
+                    saved.append(copy.deepcopy(optimizer.state_dict()["state"]))
+                    assert optimizer.state[net[0].weight]["exp_avg"].clone().shape == (200, 40)
+                    if step == 2:
+                        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((list(net.parameters()), saved[-1]))
+        if ours:
+            optimizer.close()
+    assert differing(results[0][0], results[1][0]) == []
+    assert unlike(results[0][1], results[1][1]) == []
+
+
+def test_closing_frees_all(tmp_path):
+    net = model()
+    with NVMeOptimizer(
+        net.parameters(), paths=tmp_path, host_memory=200_000, accumulate="host"
+    ) as optimizer:
+        loss_of(net, 0).backward()
+        tier = weakref.ref(optimizer._tier)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    loss_of(net, 1).backward()  # as ever
+    assert all(type(parameter.grad) is torch.Tensor for parameter in net.parameters())
+    del optimizer
+    gc.collect()
+    assert tier() is None
+
+
+def test_what_was_kept_of_gradients(tmp_path):
+    """A reference to what is in `.grad` has no values of its own."""
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        loss_of(net, 0).backward()
+        kept, copied = net[0].weight.grad.detach(), net[0].weight.grad.clone()
+        assert torch.equal(kept, copied)
+        net[0].weight.grad = None
+        loss_of(net, 1).backward()
+        with pytest.raises(UsageError, match="was replaced by another"):
+            kept.norm()
+        kept = net[0].weight.grad
+        assert not torch.equal(kept, copied)
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=r"was given up by zero_grad\(\)"):
+            kept.norm()
+        loss_of(net, 0).backward()
+        assert torch.equal(net[0].weight.grad, copied)
+
+
+def test_nothing_keeps_a_model(tmp_path):
+    net = model()
+    gone = [weakref.ref(parameter) for parameter in net.parameters()]
+    optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+    loss_of(net, 0).backward()
+    optimizer.step()
+    loss = weakref.ref(net)
+    del net, optimizer
+    gc.collect()
+    assert [one() for one in [*gone, loss]] == [None] * 7
+
+
+def test_an_optimizer_that_is_gone(tmp_path):
+    net = model()
+    optimizer = NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+    loss_of(net, 0).backward()
+    tier = weakref.ref(optimizer._tier)
+    del optimizer
+    gc.collect()
+    assert tier() is None
+    with pytest.raises(UsageError, match="went with its NVMeOptimizer"):
+        loss_of(net, 1).backward()
+    net.zero_grad()
+    loss_of(net, 1).backward()
+
+
+def test_memory_is_given_back_by_zero_grad(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        for step in range(3):
+            loss_of(net, step).backward()
+            names = optimizer._tier.swapper.names()
+            assert sum(name.endswith("/gradients") for name in names) == 1
+            if step:
+                optimizer.step()
+            else:
+                optimizer.zero_grad()
+            names = optimizer._tier.swapper.names()
+            assert not any(name.endswith("/gradients") for name in names)
+            assert not optimizer._tier.swapper.in_use()
+            optimizer.zero_grad()
+
+
+def test_a_drive_that_fails(tmp_path, monkeypatch):
+    """A step that failed is called again; the micro-batches of one that failed are begun again."""
+    plain = parameters(torch.bfloat16)
+    train(plain, Reference(plain, torch.optim.AdamW))
+    failures = []
+    for first in range(0, 80, 4):
+        params, failed = trained_with_faults(tmp_path, monkeypatch, first)
+        failures.append(failed)
+        assert differing(params, plain) == []
+    # what was only prefetched, or written, is tried again by itself
+    assert sum(map(bool, failures)) > 5
+
+
+def trained_with_faults(tmp_path, monkeypatch, first):
+    monkeypatch.setattr(
+        nvme_offload.store.store,
+        "Engine",
+        functools.partial(Engine, _faults=[(first, 2, FaultKind.FAIL, 5)]),
+    )
+    params = parameters(torch.bfloat16)
+    failures = 0
+    with smallest(
+        lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap, accumulate="host")
+    ) as optimizer:
+        for step in range(3):
+            while True:
+                try:
+                    for micro_batch in range(3):
+                        backward(params, 100 * step + micro_batch)
+                    break
+                except IOFailure:
+                    failures += 1
+                    optimizer.zero_grad()
+            while True:
+                try:
+                    optimizer.step()
+                    break
+                except IOFailure:
+                    failures += 1
+            optimizer.zero_grad()
+        assert optimizer.stats().step == 3
+    return params, failures
+
+
+def test_a_sum_that_is_not_whole_is_told(tmp_path, monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(300, 100))]
+    with NVMeOptimizer(params, paths=tmp_path, host_memory=200_000, accumulate="host") as optimizer:
+        backward(params, 0)
+        monkeypatch.setattr(
+            optimizer._tier.swapper,
+            "swap_in",
+            lambda name: (_ for _ in ()).throw(OSError("the drive")),
+        )
+        with pytest.raises(OSError, match="the drive"):
+            backward(params, 1)
+        monkeypatch.undo()
+        for use in (optimizer.step, functools.partial(backward, params, 1)):
+            with pytest.raises(UsageError, match=r"is not whole.*call zero_grad\(\)"):
+                use()
+        optimizer.zero_grad()
+        backward(params, 2)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles
+@pytest.mark.parametrize("autograd_too", [False, True])
+def test_compiled(tmp_path, autograd_too):
+    results = []
+    for ours in (False, True):
+        net = model()
+        run = torch.compile(net, backend="aot_eager")
+        optimizer = (
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+        for step in range(2):
+            for micro_batch in range(3):
+                with (
+                    torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+                    if autograd_too
+                    else contextlib.nullcontext()
+                ):
+                    loss_of(run, 10 * step + micro_batch).backward()
+            if ours:
+                assert all(isinstance(one.grad, HostGradient) for one in net.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(net.parameters()))
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []
+
+
+class InParts(torch.nn.Module):
+    """As docs/plain-pytorch.md has it."""
+
+    def __init__(self, block, rows):
+        super().__init__()
+        self.block, self.rows = block, rows
+
+    def forward(self, batch):
+        parts = batch.split(self.rows)
+        return torch.cat(
+            [
+                torch.utils.checkpoint.checkpoint(self.block, part, use_reentrant=False)
+                for part in parts
+            ]
+        )
+
+
+def test_one_block_at_a_time(tmp_path, monkeypatch):
+    """Each gradient is moved once, however many parts a batch has; those of one block are there."""
+    moved = []
+    monkeypatch.setattr(GradientSums, "add", lambda *_: pytest.fail("moved twice"))
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            *(
+                InParts(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()), 8)
+                for _ in range(4)
+            )
+        )
+        optimizer = (
+            NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(net.parameters())
+        )
+        offload = save_on_nvme(tmp_path, min_bytes=1024, host_memory="1MB")
+        for parameter in net.parameters() if ours else ():
+            parameter.register_post_accumulate_grad_hook(lambda one: moved.append(type(one.grad)))
+        for step in range(3):
+            inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            with offload if ours else contextlib.nullcontext():
+                loss = net(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(net.parameters()))
+        if ours:
+            assert offload.stats().saved_bytes > 0
+            optimizer.close()
+        offload.close()
+    assert moved == [HostGradient] * 3 * 8
+    assert differing(*results) == []
+
+
+class Later:
+    """Copies of a GPU that are made as late as they may be: when somebody waits for them."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, make):
+        self.events.append(Event(make))
+        return self.events[-1]
+
+    def bring(self, there, source):
+        there.copy_(source)
+        before = source.clone()
+
+        def unchanged():
+            assert torch.equal(source, before), "read after it was given back"
+
+        return self.event(unchanged)
+
+    def send(self, place, values):
+        before = values.clone()
+        return self.event(lambda: place.copy_(before))
+
+    def add(self, place, values, change):
+        # what comes up is read at once, what comes down is written late
+        total = place.clone()
+
+        def make():
+            change(total)
+            place.copy_(total.add_(values))
+
+        return self.event(make), total
+
+
+class Event:
+    def __init__(self, make):
+        self.make = make
+
+    def query(self):
+        return self.make is None
+
+    @torch.no_grad()
+    def synchronize(self):
+        make, self.make = self.make, None
+        if make is not None:
+            make()
+
+
+@pytest.mark.parametrize("host_memory", ["auto", 300_000, 200_000])
+@pytest.mark.parametrize("middle", [None, clip, clip_and_add, change, replace_and_add])
+def test_copies_that_are_late(tmp_path, monkeypatch, middle, host_memory):
+    """As those of a GPU are: nothing is given back, read or written while one is under way."""
+    plain, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(plain, Reference(plain, torch.optim.AdamW, lr=0.1), middle=middle)
+    later = Later()
+    monkeypatch.setattr(GradientSums, "_copies_of", lambda sums, bucket: later)
+    monkeypatch.setattr(accumulation, "_IN_FLIGHT", 5)
+    with NVMeOptimizer(
+        ours, lr=0.1, paths=tmp_path, host_memory=host_memory, accumulate="host"
+    ) as optimizer:
+        train(ours, optimizer, middle=middle)
+        optimizer.zero_grad()
+        assert not optimizer._tier.swapper.in_use()
+    assert len(later.events) > 70
+    assert all(event.query() for event in later.events)
+    assert differing(ours, plain) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(tmp_path, reentrant):
+    """A layer that is used twice, in segments that have a backward() of their own each."""
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(30, 30)
+        optimizer = (
+            NVMeOptimizer(layer.parameters(), paths=tmp_path, accumulate="host")
+            if ours
+            else torch.optim.AdamW(layer.parameters())
+        )
+        for step in range(2):
+            for _ in range(2):
+                hidden = torch.full((2, 30), 0.1 + step, requires_grad=True)
+                for _ in range(3):
+                    hidden = torch.utils.checkpoint.checkpoint(
+                        layer, hidden, use_reentrant=reentrant
+                    )
+                hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(layer.parameters()))
+        if ours:
+            optimizer.close()
+    assert differing(*results) == []

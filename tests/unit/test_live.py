@@ -1,0 +1,251 @@
+"""The lines of a step that goes on: what they say, when they come, and that they end with the
+tier.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import types
+
+import pytest
+import torch
+
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.disk_counters import DiskCounters, Disks, busy_share
+from nvme_offload.swap import live
+from nvme_offload.swap.drive_use import DriveUse, Meter
+from nvme_offload.swap.tier import Tier
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tier(tmp_path):
+    """A tier whose memory holds one of the values that `use` moves."""
+    made = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
+    made.require(4 * MIB)
+    yield made
+    made.close()
+
+
+def use(tier, *names):
+    for name in names:
+        if name not in tier.swapper:
+            tier.swapper.swap_out(name, torch.zeros(MIB, dtype=torch.uint8))
+        tier.swapper.swap_in(name)
+        tier.swapper.release(name, changed=False)
+    tier.swapper.flush()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, "nvme_offload")
+    return lambda: [message for message in caplog.messages if message.startswith("still going")]
+
+
+def test_what_moved_is_told_once(tier, said):
+    lines = live.Live(tier)
+    use(tier, "a", "b", "a")
+    lines.tell()
+    assert len(said()) == 1
+    assert "read 1 MiB and wrote 2 MiB" in said()[0]
+    lines.tell()
+    assert len(said()) == 1
+
+
+def test_a_step_that_ended_has_told_already(tier, said):
+    live.watch(tier)
+    lines = live._live[tier]
+    use(tier, "a", "b")
+    live.step_began(tier, None, ended=True)
+    lines.tell()
+    assert said() == []
+    use(tier, "a")
+    lines.tell()
+    assert len(said()) == 1
+    assert "read 1 MiB and wrote 0 bytes" in said()[0]
+
+
+def test_a_tier_that_keeps_nothing_yet_is_quiet(tmp_path, said):
+    tier = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
+    lines = live.Live(tier)
+    lines.tell()
+    tier.require(4 * MIB)
+    lines.tell()
+    use(tier, "a", "b")
+    lines.tell()
+    assert len(said()) == 1
+    tier.close()
+    lines.tell()
+    assert len(said()) == 1
+
+
+def test_the_lines_come_by_themselves_and_end_with_the_tier(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "nvme_offload")
+    monkeypatch.setattr(live, "_SECONDS", 0.01)
+    tier = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
+    tier.require(4 * MIB)
+    before = set(threading.enumerate())
+    live.watch(tier)
+    live.watch(tier)
+    (thread,) = set(threading.enumerate()) - before
+    told = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.set()
+    live._log.addHandler(handler)
+    try:
+        use(tier, "a", "b")
+        assert told.wait(60)
+    finally:
+        live._log.removeHandler(handler)
+    tier.close()
+    del tier
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_nothing_runs_where_the_log_takes_no_such_lines(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "nvme_offload")
+    tier = Tier([str(tmp_path)], AioConfig(backend="posix", direct="auto"), host_memory=MIB)
+    tier.require(4 * MIB)
+    before = set(threading.enumerate())
+    meter = Meter(tier)
+    meter.take()
+    assert set(threading.enumerate()) == before
+    caplog.set_level(logging.INFO, "nvme_offload")
+    meter.take()
+    (thread,) = set(threading.enumerate()) - before
+    tier.close()
+    del tier, meter
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+LAST = [(0, 0.0), (0, 10.0), (100, 20.0), (100, 50.0), (300, 60.0)]
+
+
+@pytest.mark.parametrize(
+    ("moved", "elapsed", "left"),
+    [
+        (0, 4.0, 56.0),  # as in the last step, which moved nothing in its first 10 s
+        (0, 20.0, 100.0),  # twice as slow
+        (50, 15.0, 45.0),
+        (50, 30.0, 90.0),
+        (100, 20.0, 40.0),
+        (100, 35.0, 25.0),  # it stood at 100 from 20 s to 50 s
+        (100, 100.0, 20.0),
+        (200, 55.0, 5.0),
+        (300, 60.0, 0.0),
+        (301, 60.0, None),
+    ],
+)
+def test_the_time_that_is_left_goes_by_the_step_before(moved, elapsed, left):
+    assert live.seconds_left(LAST, moved, elapsed) == (left and pytest.approx(left))
+
+
+def test_the_first_step_has_no_estimate():
+    assert live.seconds_left([], 100, 10.0) is None
+    # nothing moves in some steps
+    assert live.seconds_left([(0, 0.0), (100, 30.0)], 0, 12.0) == 18.0
+    assert live.seconds_left([(0, 0.0), (100, 30.0)], 0, 31.0) is None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What `time.monotonic` says in `live`, to be set."""
+    now = types.SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(live.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def test_a_line_says_how_the_step_goes(tier, said, clock, monkeypatch):
+    busy = iter([10.0, 23.0])
+    monkeypatch.setattr(Disks, "counters", lambda self: DiskCounters((5.0, next(busy)), 0))
+    lines = live.Live(tier)
+    use(tier, "a", "b")
+    clock.seconds += 40
+    lines.begin(DiskCounters((5.0, 20.0), 0), ended=True)  # a step of 40 s that wrote 2 MiB
+    use(tier, "a")
+    clock.seconds += 10
+    lines.tell()
+    moved = tier.counters().bytes_moved
+    (line,) = said()
+    assert line.startswith(
+        "still going: in the last 10 s read 1 MiB and wrote 0 bytes, 0.00 GB/s; waited "
+    )
+    assert line.endswith(
+        " s for the drive, busy 30% of the time; about 10 s to the end of the step"
+    )
+    assert moved == 3 * MIB
+
+
+def test_lines_come_after_ten_seconds_and_then_ten_to_a_step(tier, clock):
+    lines = live.Live(tier)
+    assert lines.due_in() == 10
+    clock.seconds += 600
+    lines.begin(None, ended=True)  # a step of 600 s
+    assert lines.due_in() == 10
+    clock.seconds += 10
+    lines.tell()
+    assert lines.due_in() == 60
+    lines.begin(None, ended=True)
+    clock.seconds += 10
+    lines.tell()
+    assert lines.due_in() == 10
+
+
+def test_what_the_kernel_counts_of_disks(tmp_path):
+    described = Disks([str(tmp_path)])
+    files = []
+    for name, ticks, sectors in (("a", 5000, 10), ("b", 1000, 20)):
+        files.append(tmp_path / name)
+        files[-1].write_text(f"1 2 3 4 5 6 {sectors} 8 0 {ticks} 11\n")
+    described._files = files
+    before = described.counters()
+    assert before == DiskCounters((5.0, 1.0), 30 * 512)
+    files[1].write_text("1 2 3 4 5 6 40 8 0 3000 11\n")
+    now = described.counters()
+    assert now.written_bytes - before.written_bytes == 20 * 512
+    assert busy_share(before, now, 4.0) == 0.5
+    assert busy_share(before, now, 1.0) == 1.0
+    files[0].unlink()
+    assert described.counters() is None
+
+
+def test_the_disk_under_a_path_is_found(tmp_path):
+    """The counters grow with what is written and synced there, where the kernel has them."""
+    disks = Disks([str(tmp_path)])
+    before = disks.counters()
+    if before is None:
+        pytest.skip("no disk with counters is under the temporary directory")
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(8 * MIB))
+        file.flush()
+        os.fsync(file.fileno())
+    assert disks.counters().written_bytes - before.written_bytes >= 8 * MIB
+
+
+def test_a_step_s_use_has_what_was_written_and_how_busy_the_disk_was(tier, monkeypatch):
+    counted = DiskCounters((1.0,), 10**9)
+    monkeypatch.setattr(Disks, "counters", lambda self: counted)
+    meter = Meter(tier)
+    use(tier, "a", "b")
+    counted = DiskCounters((1.0,), 3 * 10**9)
+    used = DriveUse(step=1, seconds=1.0, **meter.take())
+    assert used.total_written_bytes == used.bytes_written == 2 * MIB
+    assert (used.busy_share, used.disk_written_bytes) == (0.0, 3 * 10**9)
+    assert "the drive was busy 0% of the time" in str(used)
+    assert str(used).endswith(
+        "written so far 0.00 GB of the 3.00 GB to the disk since the machine was started"
+    )
+    use(tier, "a")
+    counted = None
+    used = DriveUse(step=2, seconds=1.0, **meter.take())
+    assert (used.bytes_written, used.total_written_bytes) == (0, 2 * MIB)
+    assert (used.busy_share, used.disk_written_bytes) == (None, None)
+    assert str(used).endswith("in host memory; written so far 0.00 GB")

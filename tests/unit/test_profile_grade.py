@@ -1,0 +1,278 @@
+"""How much evidence a profile needs, and what is said of one that has less."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_offload.hardware import config, profile_shelf
+from nvme_offload.hardware.config import AioConfig
+from nvme_offload.hardware.drive import describe
+from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.hardware.profile_grade import Grade, final_trials, grade, inconsistencies
+
+CHOSEN = Setting(1 << 20, 16, 2)
+SPEEDS = {"read": 3.0, "write": 2.0, "mixed": 2.5}
+
+
+def trial(phase: str, seconds: float = 0.6, speed: float = 2.0, **changes: Any) -> Trial:
+    fields: dict[str, Any] = {
+        "bytes": int(speed * seconds * 1e9),
+        "seconds": seconds,
+        "gb_per_s": speed,
+        "read_gb_per_s": speed / 2,
+        "write_gb_per_s": speed / 2,
+        "stage": "final",
+        "control": False,
+        "relative": 1.5,
+        "started_seconds": 0.0,
+    }
+    return Trial(phase=phase, **dataclasses.asdict(CHOSEN), **{**fields, **changes})
+
+
+def best(speed: float, low: float = 1.4, high: float = 1.6) -> Best:
+    return Best(
+        **dataclasses.asdict(CHOSEN),
+        gb_per_s=speed,
+        relative=1.5,
+        relative_low=low,
+        relative_high=high,
+    )
+
+
+def evidence(seconds: float = 0.6, rounds: int = 4) -> tuple[Trial, ...]:
+    """As many final trials as *rounds* of a sweep give."""
+    return tuple(
+        trial(phase, seconds)
+        for number in range(rounds)
+        for phase in ("mixed", ("read", "write")[number % 2])
+    )
+
+
+def profile(place: Path = Path("/"), **changes: Any) -> Profile:
+    reached = {phase: best(speed) for phase, speed in SPEEDS.items()}
+    whole = Profile(
+        tool_version="0.1.0",
+        created="2026-01-02T03:04:05+00:00",
+        command="nvme-sweep",
+        drive=describe(place).as_dict(),
+        workload={"ranks": 1},
+        engine={"name": "native", "direct": True},
+        trials=evidence(),
+        best=reached,
+        chosen=CHOSEN,
+        performance=reached,
+        reasons=(),
+        steady=True,
+        warnings=(),
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def test_a_minute_of_whole_trials_that_agree_is_good() -> None:
+    assert grade(profile()) == Grade("good")
+    assert len(final_trials(profile(), "mixed")) == 4
+
+
+def with_best(phase: str, one: Best) -> dict[str, Best]:
+    return {**{name: best(speed) for name, speed in SPEEDS.items()}, phase: one}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        ({"trials": ()}, "poor", "mixed: 0 of 4 final trials of at least 0.5 s"),
+        (
+            {"trials": evidence(seconds=0.1)},
+            "poor",
+            "mixed: 0 of 4 final trials of at least 0.5 s, the longest took 0.1 s",
+        ),
+        ({"trials": evidence(rounds=2)}, "weak", "read: 1 of 2 final trials of at least 0.5 s"),
+        ({"trials": evidence(rounds=3)}, "weak", "mixed: 3 of 4 final trials"),
+        ({"trials": evidence(rounds=1)}, "poor", "write: 0 of 2 final trials"),
+        (
+            {"trials": tuple(dataclasses.replace(one, flaw="drifted") for one in evidence())},
+            "poor",
+            "read: 0 of 2 final trials",
+        ),
+        (
+            {"trials": tuple(dataclasses.replace(one, stage="screen") for one in evidence())},
+            "poor",
+            "read: 0 of 2 final trials",
+        ),
+        (
+            {"performance": with_best("read", best(3.0, 0.0, 572.0))},
+            "poor",
+            "read: the speed is known within tenfold or more",
+        ),
+        (
+            {"performance": with_best("mixed", best(2.5, 1.0, 2.25))},
+            "weak",
+            "mixed: the speed is known within \N{PLUS-MINUS SIGN}50%",
+        ),
+        (
+            {"performance": with_best("mixed", best(6.0))},
+            "poor",
+            "mixed: 6 GB/s is more than read and write together, 5 GB/s",
+        ),
+    ],
+)
+def test_less_is_weak_or_poor_with_its_reason(
+    changes: dict[str, Any], name: str, reason: str
+) -> None:
+    found = grade(profile(**changes))
+    assert found.name == name
+    assert any(each.startswith(reason) for each in found.reasons), found.reasons
+    assert str(found).startswith(f"{name} (")
+
+
+def test_no_speed_can_be_more_than_the_link_carries() -> None:
+    for link, said in ((3.0, []), (2.0, ["read: 3 GB/s is more than the link carries, 2 GB/s"])):
+        drive = {**profile().drive, "link_bytes_per_second": int(link * 1e9)}
+        assert inconsistencies(profile(drive=drive)) == said
+    # each direction has lanes of its own
+    narrow = {**profile().drive, "link_bytes_per_second": 10**9}
+    assert inconsistencies(profile(drive=narrow))[-1].startswith(
+        "mixed: 2.5 GB/s is more than the link carries, 2 GB/s"
+    )
+    # nor the best of one load, whatever was chosen
+    elsewhere = {**SPEEDS, "write": 4.0}
+    found = inconsistencies(
+        profile(
+            drive={**profile().drive, "link_bytes_per_second": 3 * 10**9},
+            best={phase: best(speed) for phase, speed in elsewhere.items()},
+        )
+    )
+    assert found == ["write: 4 GB/s is more than the link carries, 3 GB/s"]
+
+
+def test_noise_is_no_contradiction() -> None:
+    assert inconsistencies(profile(performance=with_best("mixed", best(5.2)))) == []
+
+
+@pytest.mark.parametrize(("speeds", "name"), [((2.0, 2.1), "good"), ((0.2, 2.0), "poor")])
+def test_the_defaults_are_known_by_their_own_trials(speeds: tuple[float, float], name: str) -> None:
+    """Their ratio to themselves is 1 whatever they do."""
+    defaults = {phase: best(speed, 1.5, 1.5) for phase, speed in SPEEDS.items()}
+    trials = tuple(
+        trial(phase, speed=speed) for phase in PHASES for speed in speeds for _ in range(2)
+    )
+    assert grade(profile(performance=defaults, best=defaults, trials=trials)).name == name
+
+
+def test_a_file_says_its_grade_and_is_not_believed_when_it_is_read() -> None:
+    whole = profile(trials=evidence(rounds=3))
+    data = json.loads(whole.to_json())
+    assert data["grade"]["name"] == "weak"
+    assert data["grade"]["reasons"] == list(grade(whole).reasons)
+    assert "mixed: 3 of 4 final trials of at least 0.5 s" in data["grade"]["reasons"]
+    del data["sha256"]
+    data["schema_version"] = 2  # which had no checksum
+    data["grade"]["name"] = "good"
+    assert grade(Profile.from_json(json.dumps(data))).name == "weak"
+
+
+# On the shelf
+
+
+@pytest.fixture(autouse=True)
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    config._warn_of_evidence.cache_clear()
+    return tmp_path / "config/nvme-offload"
+
+
+def test_for_path_says_when_the_evidence_is_little(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        profile_shelf.keep(profile(tmp_path))
+        assert AioConfig.for_path(tmp_path) == CHOSEN.config()
+        assert caplog.messages == []
+        profile_shelf.keep(profile(tmp_path, trials=evidence(rounds=3)))
+        for _ in range(2):  # it is told once
+            assert AioConfig.for_path(tmp_path) == CHOSEN.config()
+    (said,) = caplog.messages
+    assert said == (
+        f"the profile of the drive of {tmp_path}, of 2026-01-02, has little evidence: "
+        "weak (write: 1 of 2 final trials of at least 0.5 s; "
+        "mixed: 3 of 4 final trials of at least 0.5 s); run nvme-sweep again"
+    )
+
+
+def test_what_has_more_evidence_is_found_before_it_is_replaced(tmp_path: Path, shelf: Path) -> None:
+    good, weak, poor = (
+        profile(tmp_path, trials=evidence(rounds=rounds), command=str(rounds))
+        for rounds in (4, 3, 1)
+    )
+    assert profile_shelf.better(poor) is None
+    profile_shelf.keep(weak)
+    assert profile_shelf.better(poor) == weak
+    assert profile_shelf.better(weak) is None
+    assert profile_shelf.better(good) is None
+    profile_shelf.keep(good)
+    assert profile_shelf.better(weak) == good
+    # another engine's is another profile
+    by_deepspeed = dataclasses.replace(poor, engine={"name": "deepspeed"})
+    assert profile_shelf.better(by_deepspeed) is None
+    # and what cannot be read keeps nothing out
+    (kept,) = (shelf / "profiles").iterdir()
+    kept.write_text("{")
+    assert profile_shelf.better(poor) is None
+
+
+def test_the_history_has_every_sweep_in_the_order_of_time(tmp_path: Path, shelf: Path) -> None:
+    assert profile_shelf.history(tmp_path) == []
+    moments = [
+        "2026-01-02T03:00:00+00:00",
+        "2026-01-02T01:00:00-05:00",
+        "2026-01-02T04:00:00+00:00",
+    ]
+    for moment in moments:
+        profile_shelf.remember(profile(tmp_path, created=moment))
+    profile_shelf.remember(profile(tmp_path, engine={"name": "deepspeed"}))
+    found = profile_shelf.history(tmp_path / "not there yet")
+    assert [one.created for one in found] == [moments[0], moments[2], moments[1]]
+    assert found[0].trials == profile(tmp_path).trials
+    assert len(profile_shelf.history(tmp_path, "deepspeed")) == 1
+    # the profile that is used is kept elsewhere
+    assert not (shelf / "profiles").exists()
+
+
+def test_sweeps_of_the_same_second_are_two(tmp_path: Path) -> None:
+    for _ in range(3):
+        profile_shelf.remember(profile(tmp_path))
+    assert len(profile_shelf.history(tmp_path)) == 3
+
+
+def test_a_history_is_bounded_and_keeps_what_says_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_shelf, "MOST_HISTORY", 3)
+    for hour in range(3):
+        profile_shelf.remember(profile(tmp_path, created=f"2026-01-02T0{hour}:00:00+00:00"))
+    for hour in range(3, 6):
+        profile_shelf.remember(
+            profile(tmp_path, trials=(), created=f"2026-01-02T0{hour}:00:00+00:00")
+        )
+    found = profile_shelf.history(tmp_path)
+    assert [one.created[12] for one in found] == ["0", "1", "2"]
+    profile_shelf.remember(profile(tmp_path, created="2026-01-02T09:00:00+00:00"))
+    assert [one.created[12] for one in profile_shelf.history(tmp_path)] == ["1", "2", "9"]
+
+
+def test_samples_are_left_out_of_the_history(tmp_path: Path) -> None:
+    sampled = tuple(
+        dataclasses.replace(one, samples=((0.5, 1 << 30), (1.0, 2 << 30))) for one in evidence()
+    )
+    profile_shelf.remember(profile(tmp_path, trials=sampled))
+    (found,) = profile_shelf.history(tmp_path)
+    assert [one.samples for one in found.trials] == [()] * len(sampled)
+    assert [one.gb_per_s for one in found.trials] == [one.gb_per_s for one in sampled]
+    assert math.isclose(sum(one.seconds for one in found.trials), 0.6 * len(sampled))

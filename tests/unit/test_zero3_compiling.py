@@ -1,0 +1,36 @@
+"""The line before DeepSpeed compiles an op."""
+
+from __future__ import annotations
+
+import logging
+import types
+from pathlib import Path
+
+import pytest
+
+from nvme_offload.zero3.compiling import announced
+
+pytest.importorskip("torch")
+
+
+def test_a_compile_is_announced_and_what_is_built_is_not(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, "nvme_offload")
+    told = []
+
+    def build(self, verbose=True):
+        """As torch's `load`: the library is in the build directory afterwards."""
+        told.append((caplog.messages[:], verbose))
+        Path(tmp_path, self.name, f"{self.name}.so").touch()
+        return self.name
+
+    load = announced(build)
+    builder = types.SimpleNamespace(name="some_op")
+    assert load(builder, verbose=False) == "some_op"
+    line = (
+        "compiling DeepSpeed's some_op: takes minutes, once; "
+        f"the result is kept in {tmp_path / 'some_op'}"
+    )
+    assert told == [([line], False)]
+    assert load(builder) == "some_op"
+    assert told[1:] == [([line], True)]

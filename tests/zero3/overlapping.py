@@ -1,0 +1,319 @@
+"""Trains a small model with `"overlap_step"`, and prints one JSON object: what
+`test_zero3_overlap.py` asks for.
+
+The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
+`main`'s. No update is made before somebody waits for one, but in "beside".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import Case
+from training import Training, Watch, begin, only_when_awaited
+
+FIRST = 2  # steps that are over before anything is looked at
+
+
+class Made(list[int]):
+    """The sub-groups that were updated since it was cleared, in order."""
+
+    def watch(self) -> None:
+        from nvme_offload.zero3.overlap import Overlap
+
+        make = Overlap._make
+
+        def watched(overlap: Any, index: int, *rest: Any) -> None:
+            make(overlap, index, *rest)
+            self.append(index)
+
+        Overlap._make = watched  # type: ignore[method-assign]
+
+    def at(self, look: Callable[[], Any]) -> list[int]:
+        """Those made since the step before, after *look*."""
+        look()
+        return list(self)
+
+
+def main(request: dict[str, Any]) -> None:
+    answers, deepspeed = begin(request)
+    watch = Watch()
+    watch.enable([])
+    if request["what"] != "beside":
+        only_when_awaited()
+    made = Made()
+    made.watch()
+    training = Training(Case(**request["case"]), request["directory"], True, watch)
+    what = {
+        "gate": gate,
+        "look": look,
+        "beside": beside,
+        "fault": fault,
+        "destroy": destroy,
+        "end": end,
+        "optimizers": optimizers,
+    }
+    result = what[request["what"]](training, made, request)
+    print(json.dumps(result), file=answers, flush=True)
+    deepspeed.comm.destroy_process_group()
+
+
+def trained(training: Training, made: Made, steps: int = FIRST, seed: int = 0) -> Any:
+    """An engine after some *steps*, with the updates of the last to come."""
+    engine = training._engine(seed)
+    for step in range(steps):
+        made.clear()
+        training._step(engine, step, 0)
+    return engine
+
+
+def stepped(training: Training, engine: Any, made: Made, step: int) -> list[int]:
+    """What was updated when the *step*th step returned."""
+    engine.optimizer.finish_updates()
+    made.clear()
+    training._step(engine, step, 0)
+    return list(made)
+
+
+def everything(engine: Any) -> list[int]:
+    return list(range(len(engine.optimizer.fp16_groups)))
+
+
+def sub_groups(engine: Any, module: torch.nn.Module) -> list[int]:
+    optimizer = engine.optimizer
+    return sorted(
+        optimizer.grad_position[optimizer.get_param_id(param)][0] for param in module.parameters()
+    )
+
+
+def forward(training: Training, engine: Any, step: int = 9) -> torch.Tensor:
+    return training._loss(engine, torch.Generator().manual_seed(step))
+
+
+def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    engine = trained(training, made, 4)  # DeepSpeed's trace is complete by then
+    result: dict[str, Any] = {"made after step": stepped(training, engine, made, 4), "layers": []}
+    seen: list[list[int]] = []
+    needed: list[int] = []
+    for layer in engine.module.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(sorted(made)))
+        needed = sorted(needed + sub_groups(engine, layer))
+        result["layers"].append(needed)
+    loss = forward(training, engine)
+    result["made at layers"] = list(seen)
+    engine.backward(loss)
+    result["after the backward pass"] = sorted(made)
+    engine.step()
+    engine.optimizer.finish_updates()
+    return {**result, "all": everything(engine), "order": sorted(made[-len(everything(engine)) :])}
+
+
+def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed import utils
+
+    engine = trained(training, made, 4)
+    params = list(engine.module.parameters())
+    of_5 = engine.optimizer.fp16_groups[5]
+    step = 4
+
+    def after(act: Callable[[], Any]) -> list[int]:
+        nonlocal step
+        assert stepped(training, engine, made, step) == []
+        step += 1
+        return made.at(act)
+
+    def gather() -> None:
+        with deepspeed.zero.GatheredParameters(of_5):
+            of_5[0].sum()
+
+    def enter() -> None:
+        with deepspeed.zero.Init(config_dict_or_path=training.config):
+            pass
+
+    result: dict[str, Any] = {"all": everything(engine), "gathered": after(gather)}
+    # the order of uses is that of the updates of the next step: first what was gathered
+    engine.optimizer.finish_updates()
+    forward(training, engine)
+    result["of the next step"] = after(engine.optimizer.finish_updates)
+    looks = {
+        "saved": lambda: engine.save_checkpoint(str(Path(request["directory"], "kept"))),
+        "fragment": lambda: utils.safe_get_full_fp32_param(params[0]),
+        "state": lambda: engine.optimizer.state,
+        "zero.Init": enter,
+        "destroyed": engine.destroy,
+    }
+    return result | {name: sorted(after(act)) for name, act in looks.items()}
+
+
+def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """Read a frozen parameter while an update has states in use: where there is room for it, and
+    where there is none before the update is over.
+    """
+    from nvme_offload.errors import OutOfHostMemoryError
+    from nvme_offload.swap.swapper import TensorSwapper
+    from nvme_offload.zero3.overlap import Overlap
+    from nvme_offload.zero3.updates import Updates
+
+    inside, go = threading.Event(), threading.Event()
+    step_optimizer, swap_in = Overlap.step_optimizer, TensorSwapper.swap_in
+    start, wait_for = Updates.start, Updates._wait_for
+    full = False
+
+    def stepping(overlap: Any, index: int) -> None:
+        inside.set()
+        go.wait()
+        step_optimizer(overlap, index)
+
+    def starting(*args: Any) -> None:
+        go.clear()
+        inside.clear()
+        made.clear()
+        start(*args)
+
+    def waiting(updates: Any, is_true: Any) -> None:
+        go.set()
+        wait_for(updates, is_true)
+
+    def swapping_in(swapper: Any, name: str) -> Any:
+        if full and not go.is_set() and threading.current_thread() is threading.main_thread():
+            raise OutOfHostMemoryError("no room beside an update")
+        return swap_in(swapper, name)
+
+    engine = trained(training, made)
+    engine.optimizer.finish_updates()
+    Overlap.step_optimizer = stepping  # type: ignore[method-assign]
+    Updates.start, Updates._wait_for = starting, waiting  # type: ignore[method-assign]
+    TensorSwapper.swap_in = swapping_in  # type: ignore[method-assign]
+    param = next(param for param in engine.module.parameters() if not param.requires_grad)
+    before = param.nvme_swapper.partition(param)
+    result: dict[str, Any] = {"all": everything(engine)}
+    for full in (False, True):
+        training._step(engine, FIRST + full, 0)
+        inside.wait()
+        same = bool((param.nvme_swapper.partition(param) == before).all())
+        result["full" if full else "room"] = [same, len(made)]
+        go.set()  # for those that are left
+    return result | {"end": training._final(engine)}
+
+
+def failing_reads() -> Callable[[], None]:
+    """Have every read of a drive fail, until what is returned is called."""
+    from nvme_offload import IOFailure
+    from nvme_offload.store.store import TensorStore
+
+    get = TensorStore.get
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise IOFailure(
+            5, "Input/output error", operation="read", path="there", offset=0, nbytes=1, done=0
+        )
+
+    TensorStore.get = fail  # type: ignore[method-assign]
+
+    def mend() -> None:
+        TensorStore.get = get  # type: ignore[method-assign]
+
+    return mend
+
+
+def raised(act: Callable[[], Any]) -> BaseException:
+    try:
+        act()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    place = str(Path(request["directory"], "kept"))
+    engine = trained(training, made)
+    engine.save_checkpoint(place, tag="tag")
+    for step in (FIRST, FIRST + 1):
+        training._step(engine, step, 0)
+    whole = training._final(engine)
+    engine.load_checkpoint(place, tag="tag")
+    engine.optimizer.clock._steps = FIRST - 1
+    training._step(engine, FIRST, 0)  # after a load at once
+    training._step(engine, FIRST + 1, 0)
+    mend = failing_reads()
+    acts = {"step": engine.step, "forward": lambda: forward(training, engine)}
+    if request["told"] == "step":
+        engine.micro_steps = engine.gradient_accumulation_steps() - 1
+        acts["step"] = engine.optimizer.step
+    error = raised(acts[request["told"]])
+    mend()
+    result: dict[str, Any] = {"error": type(error).__name__}
+    if hasattr(error, "__notes__"):
+        result["notes"] = error.__notes__
+    last = engine.optimizer.fp16_groups[-1]
+
+    def gather() -> None:
+        with GatheredParameters(last):
+            pass
+
+    then = {
+        "step": engine.optimizer.step,
+        "forward": lambda: forward(training, engine),
+        "save": lambda: engine.save_checkpoint(place + "2", tag="tag"),
+        "gather": gather,
+    }
+    result["then"] = {name: type(raised(act)).__name__ for name, act in then.items()}
+    engine.load_checkpoint(place, tag="tag")
+    for step in (FIRST, FIRST + 1):
+        training._step(engine, step, 0)
+    result |= {"whole": whole, "end": training._final(engine)}
+    engine.destroy()
+    return result
+
+
+def destroy(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    engine = trained(training, made)
+    mend = failing_reads()
+    error = raised(engine.destroy)
+    mend()
+    return {"error": type(error).__name__}
+
+
+def end(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    engine = trained(training, made, 3)
+    made.clear()
+    globals()["kept"] = engine  # it is there when the process ends, with updates to come
+    return {"made": stepped(training, engine, made, 3)}
+
+
+def optimizers(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """How many of two steps were overlapped, with optimizers that something was done to."""
+
+    def count(change: Callable[[Any], Any]) -> int:
+        training.watch.traffic()
+        engine = training._engine(0)
+        kept = change(engine.optimizer.optimizer)
+        for step in range(2):
+            training._step(engine, step, 0)
+        engine.destroy()
+        del kept
+        overlapped: int = training.watch.traffic()["overlapped"]
+        return overlapped
+
+    def replace(optimizer: Any) -> None:
+        step = optimizer.step
+        optimizer.step = lambda: step()
+
+    return {
+        "scheduled": count(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+        "hooked": count(lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None)),
+        "replaced": count(replace),
+    }
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

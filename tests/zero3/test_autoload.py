@@ -1,0 +1,128 @@
+"""A configuration, or `nvme-offload run`, in the place of `enable()`: in processes of their own,
+where torch calls the hook.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.deepspeed
+pytest.importorskip("deepspeed")
+
+FIRST = {"deepspeed first": "import deepspeed, torch", "torch first": "import torch, deepspeed"}
+COMMON = """
+import importlib.machinery, importlib.util, multiprocessing, os, sys
+{first}
+from deepspeed.runtime.config import DeepSpeedConfig
+from nvme_offload import zero3
+
+PLAIN, OURS = {{"train_batch_size": 1}}, {{"train_batch_size": 1, "nvme_offload": {{}}}}
+
+def enabled():
+    import deepspeed.runtime.zero.stage3 as stage3
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    ours = stage3.DeepSpeedZeroOptimizer_Stage3.__module__.startswith("nvme_offload")
+    assert ours == bool(zero3._replaced) == AsyncIOBuilder().load().__name__.startswith("nvme_offload")
+    assert ours == hasattr(OpBuilder.jit_load, "__wrapped__")
+    return ours
+"""
+
+
+def run(code: str, installed: str, first: str = "torch first", **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON.format(first=FIRST[first]) + code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": installed, "DS_ACCELERATOR": "cpu", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("told")], done.stderr
+
+
+ours_by_then = """
+assert type(deepspeed.__spec__) is importlib.machinery.ModuleSpec
+assert not [finder for finder in sys.meta_path if "nvme_offload" in type(finder).__module__]
+parse = getattr(DeepSpeedConfig.__init__, "__wrapped__", None)
+print("told", [bool(zero3._replaced)], parse is not None)
+DeepSpeedConfig(PLAIN)
+print("told", [bool(zero3._replaced)])
+DeepSpeedConfig(OURS)
+print("told", [enabled()], DeepSpeedConfig.__init__ is parse)
+child = os.fork()
+if child == 0:
+    os._exit(40 + enabled())
+print("told", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("first", FIRST)
+def test_a_configuration_with_the_section_enables(installed, first):
+    told, said = run(ours_by_then, installed, first)
+    assert told == ["told [False] True", "told [False]", "told [True] True", "told 41"]
+    assert "nvme_offload" not in said
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_run_enables_as_deepspeed_is_imported(installed, first):
+    code = "print('told', enabled(), hasattr(DeepSpeedConfig.__init__, '__wrapped__'))"
+    told, said = run(code, installed, first, NVME_OFFLOAD_AUTOLOAD="always")
+    assert told == ["told True False"]
+    assert "nvme_offload" not in said
+
+
+def test_a_spawned_child_enables_by_itself(installed, tmp_path):
+    script = tmp_path / "spawning.py"
+    script.write_text(
+        COMMON.format(first="import multiprocessing")
+        + """
+def child(queue):
+    DeepSpeedConfig(OURS)
+    queue.put(enabled())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print("told", queue.get(), bool(zero3._replaced))
+    process.join()
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": installed, "DS_ACCELERATOR": "cpu"},
+    )
+    assert "told True False\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "switch"),
+    [
+        ("", "0"),
+        ("zero3.enable()\nzero3.disable()\n", ""),
+    ],
+    ids=["switched off", "disabled"],
+)
+def test_what_was_turned_off_stays_off(installed, code, switch):
+    code += "DeepSpeedConfig(OURS)\nprint('told', bool(zero3._replaced))"
+    told, _ = run(code, installed, NVME_OFFLOAD_AUTOLOAD=switch)
+    assert told == ["told False"]
+
+
+def test_a_failure_is_a_warning_and_deepspeed_goes_on(installed):
+    code = """
+deepspeed.__version__ = "0.1.0"
+print("told", DeepSpeedConfig(OURS).train_batch_size, bool(zero3._replaced))
+"""
+    told, said = run(code, installed)
+    assert told == ["told 1 False"]
+    assert "DeepSpeed goes on with its own offload, since nvme_offload could not be enabled" in said
+    assert "pip install --upgrade deepspeed" in said

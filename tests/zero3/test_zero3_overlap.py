@@ -1,0 +1,272 @@
+"""`"overlap_step"`: the updates of a step run under the next forward pass, with the same bits, and
+nobody sees a weight or a state from before them.
+
+No update is made before somebody waits for one, unless a test says otherwise: whoever looks at
+something without waiting would see what was before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import PATIENCE, Case, differences, finish, start, train
+
+SCRIPT = Path(__file__).with_name("overlapping.py")
+SMALLEST = {"host_memory": "smallest"}
+STREAMED = Case(model="blocks", sub_group_size=5000, section=SMALLEST, steps=5)
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+
+CASES = {
+    "plain": Case(steps=5, sub_group_size=700),
+    "one-sub-group": Case(steps=4),
+    "always-clipped": STREAMED.but(clipping=0.01),
+    "never-clipped": STREAMED.but(clipping=1e6, parameters="cpu"),
+    "sometimes-clipped": STREAMED.but(clipping=0.3, parameters="nvme", steps=8),
+    "fp32": STREAMED.but(dtype="fp32", clipping=0.3),
+    "fp16-overflow": STREAMED.but(
+        dtype="fp16", overflow_step=3, steps=7, accumulation=3, clipping=0.5, groups=2
+    ),
+    "fp16-parameters": STREAMED.but(dtype="fp16", overflow_step=2, steps=6, parameters="nvme"),
+    "accumulation": STREAMED.but(accumulation=3, parameters="nvme"),
+    "groups": STREAMED.but(groups=2, parameters="nvme"),
+    "evaluation": STREAMED.but(evaluate=True, parameters="nvme"),
+    "evaluation-cpu": STREAMED.but(evaluate=True, parameters="cpu"),
+    "gathered": STREAMED.but(loop="gather", parameters="nvme"),
+    "gathered-cpu": STREAMED.but(loop="gather", parameters="cpu"),
+    "saved": STREAMED.but(loop="save", parameters="nvme", steps=7, zero=GATHER),
+    "saved-cpu": STREAMED.but(loop="save", parameters="cpu", steps=7, zero=GATHER),
+    "scheduled": STREAMED.but(loop="schedule", clipping=0.5, steps=6),
+    "scheduled-fp16": STREAMED.but(loop="schedule", dtype="fp16", steps=6),
+    "init": STREAMED.but(loop="enter", parameters="nvme"),
+    "fragments": STREAMED.but(fragments=True, clipping=1.0, parameters="nvme"),
+    "frozen": STREAMED.but(model="frozen", sub_group_size=500, parameters="nvme"),
+    "tied": STREAMED.but(model="tied", sub_group_size=500, parameters="nvme"),
+    "checkpointed": STREAMED.but(
+        model="reentrant", sub_group_size=1000, accumulation=2, parameters="nvme"
+    ),
+    "persistent": STREAMED.but(model="odd", sub_group_size=500, persistence=80, parameters="nvme"),
+    "split": STREAMED.but(parameters="nvme", section={**SMALLEST, "state_format": "split"}),
+    "split-gathered": STREAMED.but(
+        loop="gather", parameters="nvme", section={**SMALLEST, "state_format": "split"}
+    ),
+    "compact": STREAMED.but(section={**SMALLEST, "state_format": "compact"}),
+    "last-gradients": Case(
+        model="dropped",
+        parameters="nvme",
+        sub_group_size=9000,
+        accumulation=2,
+        clipping=0.05,
+        steps=8,
+        section={**SMALLEST, "missing_gradients": "last"},
+    ),
+    "momentum": STREAMED.but(optimizer="momentum"),
+    "no-states": STREAMED.but(optimizer="sgd"),
+    "initialized-states": STREAMED.but(optimizer="adagrad"),
+    "two-engines-in-one-budget": Case(
+        engines=2,
+        parameters="nvme",
+        model="blocks",
+        sub_group_size=9000,
+        steps=4,
+        section={"host_memory": 500_000},
+    ),
+    "made-again": STREAMED.but(lives=2, parameters="nvme", steps=3),
+}
+OFTEN = {
+    "plain",
+    "sometimes-clipped",
+    "fp16-overflow",
+    "evaluation",
+    "gathered-cpu",
+    "saved",
+    "scheduled",
+    "scheduled-fp16",
+    "init",
+    "fragments",
+    "persistent",
+    "split",
+    "last-gradients",
+    "two-engines-in-one-budget",
+}
+# at the speed of the machine, not when they are awaited
+AT_ONCE = ("plain", "accumulation", "evaluation", "fp16-overflow", "split", "gathered")
+# all updates are made in `step`
+LEFT_OUT = {
+    "no-states-on-a-drive": Case(parameters="nvme", states="cpu"),
+    "unknown-optimizer": Case(optimizer="sign", steps=4),
+    "all-persistent": Case(persistence=10**6),
+}
+ON_TWO_RANKS = ("plain", "sometimes-clipped", "fp16-overflow", "gathered", "evaluation")
+
+
+def overlapped(case: Case) -> Case:
+    return case.but(section={**case.section, "overlap_step": True})
+
+
+def both(
+    cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory, **request: Any
+) -> dict[str, Any]:
+    """The results of *cases* with overlap_step, and without."""
+    with ThreadPoolExecutor(2) as pool:
+        mine = pool.submit(
+            train,
+            list(map(overlapped, cases.values())),
+            tmp_path_factory.mktemp("drive"),
+            late=request.pop("late", True),
+            **request,
+        )
+        reference = pool.submit(
+            train, list(cases.values()), tmp_path_factory.mktemp("drive"), **request
+        )
+        return dict(zip(cases, zip(mine.result(), reference.result(), strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory, request):
+    """The results of those cases that the tests of this session are for."""
+    wanted = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    return both(
+        {name: case for name, case in (CASES | LEFT_OUT).items() if name in wanted},
+        tmp_path_factory,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
+def test_bits_are_those_without(late, name):
+    mine, reference = late[name]
+    assert differences(mine, reference) == []
+    case = CASES[name]
+    skipped = case.overflow_step is not None
+    at_once = 3 if case.loop == "save" else 1  # the first, and the first after each load
+    expected = (case.steps - skipped - at_once) * case.engines
+    # of several lives, the last is told of
+    assert mine["traffic"]["overlapped"] == expected
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_where_it_is_left_out_bits_are_the_same(late, name):
+    mine, reference = late[name]
+    assert differences(mine, reference) == []
+    assert mine["traffic"]["overlapped"] == 0
+
+
+@pytest.mark.slow
+def test_bits_are_the_same_at_any_speed(tmp_path_factory):
+    results = both({name: CASES[name] for name in AT_ONCE}, tmp_path_factory, late=False)
+    for name, (mine, reference) in results.items():
+        assert differences(mine, reference) == [], name
+        assert mine["traffic"]["overlapped"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_late", [True, False])
+def test_two_ranks(tmp_path_factory, is_late):
+    cases = {name: CASES[name] for name in ON_TWO_RANKS}
+    for name, (mine, reference) in both(cases, tmp_path_factory, ranks=2, late=is_late).items():
+        assert differences(mine, reference) == [], name
+        assert mine["traffic"]["overlapped"] > 1
+
+
+@pytest.mark.slow  # compiles that Adam
+def test_cpu_adam_of_deepspeed(cpu_adam, tmp_path_factory):
+    cases = {
+        "plain": STREAMED.but(optimizer="cpu_adam", parameters="nvme"),
+        "groups": STREAMED.but(optimizer="cpu_adam", groups=2, clipping=0.5, steps=7),
+        "scheduled": STREAMED.but(optimizer="cpu_adam", loop="schedule", steps=7),
+    }
+    for name, (mine, reference) in both(cases, tmp_path_factory).items():
+        assert differences(mine, reference) == [], name
+        assert mine["traffic"]["overlapped"] == cases[name].steps - 1
+
+
+def run(directory: Path, what: str, case: Case, **request: Any) -> dict[str, Any]:
+    with start(
+        [],
+        directory,
+        script=SCRIPT,
+        case=dataclasses.asdict(overlapped(case)),
+        what=what,
+        **request,
+    ) as (process,):
+        ended = finish(process, PATIENCE)
+    assert ended.status == 0, ended.complaints
+    (result,) = ended.results
+    return {**result, "complaints": ended.complaints}
+
+
+# each parameter a sub-group of its own, and none fetched before it is needed
+ALONE = Case(
+    model="blocks",
+    sub_group_size=1,
+    zero={"stage3_prefetch_bucket_size": 0},
+    section=SMALLEST,
+)
+
+
+@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
+def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters):
+    result = run(tmp_path, "gate", ALONE.but(parameters=parameters))
+    assert result["made after step"] == []
+    # those of layer 0 when it is called, and so on
+    assert result["made at layers"] == result["layers"]
+    assert result["after the backward pass"] == result["all"]
+    assert result["order"] == result["all"]
+
+
+def test_whoever_looks_at_a_weight_waits_for_its_own_update(tmp_path):
+    result = run(tmp_path, "look", ALONE.but(parameters="nvme"))
+    assert result["gathered"] == result["all"][:6]  # in the model's order
+    assert result["of the next step"] == [5, *(index for index in result["all"] if index != 5)]
+    for name in ("saved", "fragment", "state", "zero.Init", "destroyed"):
+        assert result[name] == result["all"], name
+
+
+def test_a_read_beside_an_update_waits_for_it_where_there_is_no_room(tmp_path):
+    case = Case(model="frozen", parameters="nvme", sub_group_size=500, steps=4)
+    result = run(tmp_path, "beside", case)
+    assert result["room"] == [True, 0]  # and no update is over
+    assert result["full"] == [True, 1]
+    (whole,) = train([case], tmp_path)
+    for key in ("weights", "masters", "states"):
+        assert {f"0.0.{name}": value for name, value in result["end"][key].items()} == whole[key]
+
+
+@pytest.mark.parametrize("told", ["step", "forward"])
+def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, told):
+    result = run(tmp_path, "fault", ALONE.but(parameters="nvme"), told=told)
+    assert result["error"] == "IOFailure"
+    if "notes" in result:
+        assert result["notes"] == ["in the updates of step 3"]
+    assert set(result["then"].values()) == {"OffloadError"}
+    assert result["end"] == result["whole"]
+
+
+def test_an_error_nobody_was_told_of_is_raised_by_destroy(tmp_path):
+    result = run(tmp_path, "destroy", ALONE.but(parameters="nvme"))
+    assert result["error"] == "IOFailure"
+
+
+def test_a_process_that_ends_leaves_the_updates(tmp_path):
+    assert run(tmp_path, "end", ALONE.but(parameters="nvme"))["made"] == []
+
+
+def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
+    result = run(tmp_path, "optimizers", ALONE)
+    assert result["scheduled"] == 1
+    assert result["hooked"] == result["replaced"] == 0
+    assert "overlap_step is left out: hooks are called" in result["complaints"]
+    assert (
+        "overlap_step is left out: the method step of this AdamW was replaced"
+        in (result["complaints"])
+    )

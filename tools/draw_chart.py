@@ -1,0 +1,148 @@
+"""Draws docs/step-time-and-memory.svg, the README's chart, from reports/training-h200.json:
+python tools/draw_chart.py.
+
+The SVG has a background of its own and follows the reader's light or dark scheme, so that it can be
+read on any page.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "reports" / "training-h200.json"
+CHART = ROOT / "docs" / "step-time-and-memory.svg"
+
+# Variants of the report, from top to bottom, with what the reader is told of each.
+LABELS = {
+    "stock-nvme": ("DeepSpeed 0.19.8", "optimizer states on NVMe"),
+    "ours-third": ("nvme-offload", "optimizer states on NVMe, host_memory 7.6 GB"),
+    "ours-both-third": ("nvme-offload", "parameters on NVMe too, host_memory 5.4 GB"),
+    "ours-all": ("nvme-offload", "host_memory 23.5 GB: all states fit"),
+}
+BAR_WIDTH, VALUE_WIDTH = 190, 80
+ROW_HEIGHT, TOP, MARGIN = 54, 104, 20
+WIDTH = 2 * (MARGIN + BAR_WIDTH + VALUE_WIDTH)
+STYLE = """
+    .page { fill: #ffffff; stroke: #d0d7de; }
+    text { fill: #1f2328; font: 14px system-ui, "DejaVu Sans", sans-serif; }
+    .title { font-size: 16px; font-weight: 600; }
+    .bold { font-weight: 600; }
+    .small { fill: #59636e; font-size: 12px; font-weight: 400; }
+    .theirs { fill: #8c959f; }
+    .ours { fill: #0969da; }
+    @media (prefers-color-scheme: dark) {
+      .page { fill: #0d1117; stroke: #3d444d; }
+      text { fill: #f0f6fc; }
+      .small { fill: #9198a1; }
+      .theirs { fill: #656c76; }
+      .ours { fill: #4493f8; }
+    }
+  """
+
+
+class Bar(NamedTuple):
+    """One variant: seconds of a step, and bytes of host memory at the peak."""
+
+    variant: str
+    step_seconds: float
+    peak_bytes: float
+
+
+def bars(report: dict[str, Any]) -> list[Bar]:
+    """One bar for each of LABELS: medians over the rounds, a round's step being the median of its
+    steps past the settling ones.
+    """
+    found = []
+    for name in LABELS:
+        runs = [run for run in report["runs"] if run["variant"] == name and not run["error"]]
+        found.append(
+            Bar(
+                name,
+                statistics.median(
+                    step_seconds(run["phases"], report["plan"]["settling_steps"]) for run in runs
+                ),
+                statistics.median(
+                    max(phase["peak_bytes"] for phase in run["phases"]) for run in runs
+                ),
+            )
+        )
+    return found
+
+
+def step_seconds(phases: list[dict[str, Any]], settling_steps: int) -> float:
+    """The median time of the steps of one run, without its first *settling_steps*."""
+    steps: dict[int, float] = {}
+    for phase in phases:
+        if phase["step"] is not None and phase["step"] >= settling_steps:
+            steps.setdefault(phase["step"], 0.0)
+            steps[phase["step"]] += phase["ended"] - phase["began"]
+    return statistics.median(steps.values())
+
+
+def panel(found: list[Bar], left: int, title: str, values: list[float], unit: str) -> list[str]:
+    """The bars of one quantity, from *left* on, scaled to the largest value."""
+    lines = [f'<text x="{left}" y="{TOP - 14}">{escape(title)}</text>']
+    for row, (bar, value) in enumerate(zip(found, values, strict=True)):
+        width = max(2, round(value / max(values) * BAR_WIDTH))
+        top = TOP + row * ROW_HEIGHT + 20
+        side = "theirs" if bar.variant.startswith("stock") else "ours"
+        lines += [
+            f'<rect class="{side}" x="{left}" y="{top}" width="{width}" height="20" rx="3"/>',
+            f'<text x="{left + width + 8}" y="{top + 15}">{value:.1f} {unit}</text>',
+        ]
+    return lines
+
+
+def svg(report: dict[str, Any]) -> str:
+    """The chart of *report*."""
+    found = bars(report)
+    speeds = {
+        way: statistics.median(turn[way] for turn in report["speeds"]) / 1e9
+        for way in ("read", "write")
+    }
+    title = f"ZeRO-3 training, 1.6 billion parameters, one {report['facts']['accelerator']}"
+    text = (
+        f"Virtual drive: {speeds['read']:.1f} GB/s read, {speeds['write']:.1f} GB/s write. "
+        "Every run ends with the same weights."
+    )
+    told = "; ".join(
+        f"{', '.join(LABELS[bar.variant])}: {bar.step_seconds:.1f} s, {bar.peak_bytes / 1e9:.1f} GB"
+        for bar in found
+    )
+    height = TOP + len(found) * ROW_HEIGHT + 6
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+        f' height="{height}" role="img" aria-labelledby="title told">',
+        f'<title id="title">{title}</title>',
+        f'<desc id="told">{escape(told)}</desc>',
+        f"<style>{STYLE}</style>",
+        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        f'<text class="title" x="{MARGIN}" y="30">{title}</text>',
+        f'<text class="small" x="{MARGIN}" y="52">{escape(text)}</text>',
+    ]
+    for row, bar in enumerate(found):
+        name, detail = LABELS[bar.variant]
+        top = TOP + row * ROW_HEIGHT
+        lines += [
+            f'<text class="bold" x="{MARGIN}" y="{top + 12}">{escape(name)}'
+            f'<tspan class="small" dx="8">{escape(detail)}</tspan></text>',
+        ]
+    left = MARGIN
+    lines += panel(found, left, "Time of a step", [bar.step_seconds for bar in found], "s")
+    left += BAR_WIDTH + VALUE_WIDTH + MARGIN
+    lines += panel(found, left, "Peak host memory", [bar.peak_bytes / 1e9 for bar in found], "GB")
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def main() -> None:
+    """Write the chart."""
+    CHART.write_text(svg(json.loads(REPORT.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
