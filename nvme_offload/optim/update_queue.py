@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UsageError
+from ..optimizer_states import compiling
 from .awaited import Awaited, use_module
 from .buckets import Bucket, Weight
 
@@ -331,29 +331,15 @@ def anything_is_compiled() -> bool:
     classes of parameters, and not by their own functions. What is compiled later waits first.
     """
     global _compiled
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return False
-    handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
-    # `torch._dynamo.reset` takes it out
-    if handler is not None and _before_compiling not in handler.start_callbacks:
-        handler.register_start_callback(_before_compiling)
-    _compiled = _compiled or dynamo.utils.counters["frames"]["total"] > 0
+    compiling.wait_first(_before_compiling)
+    _compiled = _compiled or compiling.was_used()
     return _compiled
 
 
-def _before_compiling(*_: Any) -> None:
+def _before_compiling() -> None:
     global _compiled
     _compiled = True
-    # While torch compiles, optimizers compute otherwise, in whatever thread, so that it has to stop
-    # for the updates. Source: `_compile_session_context` of torch.compiler, torch.optim.adam.
-    compiler: Any = torch.compiler
-    compiling = getattr(compiler, "_is_compiling_flag", False)
-    compiler._is_compiling_flag = False
-    try:
-        wait_for_all()
-    finally:
-        compiler._is_compiling_flag = compiling
+    wait_for_all()
 
 
 def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> None:

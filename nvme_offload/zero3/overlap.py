@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
 from . import compat
 from .shared_tier import trained
@@ -304,29 +305,10 @@ def _like_this_thread() -> Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def _anything_is_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process. What it compiles later waits
-    first: while it does, torch's optimizers compute otherwise, in whatever thread.
+    """Whether torch.compile has compiled anything in this process, or could without waiting for
+    updates first.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return False
-    handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
-    if handler is None:
-        return True
-    # `torch._dynamo.reset` takes it out
-    if _before_compiling not in handler.start_callbacks:
-        handler.register_start_callback(_before_compiling)
-    return bool(dynamo.utils.counters["frames"]["total"])
-
-
-def _before_compiling(*_: Any) -> None:
-    compiler: Any = torch.compiler
-    compiling = getattr(compiler, "_is_compiling_flag", False)
-    compiler._is_compiling_flag = False
-    try:
-        quiesce_all()
-    finally:
-        compiler._is_compiling_flag = compiling
+    return not compiling.wait_first(quiesce_all) or compiling.was_used()
 
 
 def waiting(enter: Callable[..., Any]) -> Callable[..., Any]:

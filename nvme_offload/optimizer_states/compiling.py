@@ -1,0 +1,51 @@
+"""What torch.compile means for updates in another thread: while torch compiles, its optimizers
+compute otherwise, in whatever thread. Source: `_compile_session_context` of torch.compiler,
+torch.optim.adam.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def was_used() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and dynamo.utils.counters["frames"]["total"] > 0
+
+
+def wait_first(wait: Callable[[], None]) -> bool:
+    """From now on call *wait*, of a module, before torch compiles anything. Returns: whether this
+    torch has a way to do that.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return True
+    handler = getattr(dynamo, "callback_handler", None)  # since torch 2.3
+    if handler is None:
+        return False
+    callback = _before_compiling(wait)
+    # `torch._dynamo.reset` takes it out
+    if callback not in handler.start_callbacks:
+        handler.register_start_callback(callback)
+    return True
+
+
+@functools.cache
+def _before_compiling(wait: Callable[[], None]) -> Callable[..., None]:
+    def waiting(*_: Any) -> None:
+        import torch
+
+        # so that the updates that are waited for are made as ever
+        compiler: Any = torch.compiler
+        compiling = getattr(compiler, "_is_compiling_flag", False)
+        compiler._is_compiling_flag = False
+        try:
+            wait()
+        finally:
+            compiler._is_compiling_flag = compiling
+
+    return waiting
