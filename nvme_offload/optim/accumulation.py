@@ -64,6 +64,7 @@ class GradientSums:
         self._under_way_bytes = 0
         self._devices: dict[torch.device, GradientCopies] = {}
         self._in_use: dict[Bucket, torch.Tensor] = {}
+        self._changed: set[Bucket] = set()  # of those in use
         self._current: Bucket | None = None  # that more gradients may come for
         self._to_discard: set[Bucket] = set()  # once they are not in use
         self._stored: set[Bucket] = set()  # that have a value
@@ -132,7 +133,8 @@ class GradientSums:
         with self._lock, self._changing(one):
             row = _row(gradient, one.strides)
             for fragment in _weight(one).fragments:
-                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                part = row[fragment.start : fragment.stop]
+                place = self._place(fragment, changed=True)
                 copies = self._copies_of(fragment.bucket)
                 if copies is None:
                     one.changes()(place)
@@ -151,7 +153,8 @@ class GradientSums:
             self._keep(one)
             row = _row(gradient, one.strides)
             for fragment in _weight(one).fragments:
-                part, place = row[fragment.start : fragment.stop], self._place(fragment)
+                part = row[fragment.start : fragment.stop]
+                place = self._place(fragment, changed=True)
                 copies = self._copies_of(fragment.bucket)
                 if copies is None:
                     place.copy_(part)
@@ -290,9 +293,12 @@ class GradientSums:
             one.lost = "is not whole, since backward() failed as it was added to"
             raise
 
-    def _place(self, fragment: Fragment) -> torch.Tensor:
-        """That of *fragment* in host memory."""
-        return fragment.flat_within(self._use(fragment.bucket))
+    def _place(self, fragment: Fragment, *, changed: bool = False) -> torch.Tensor:
+        """That of *fragment* in host memory; what is only read need not be written back."""
+        value = self._use(fragment.bucket)
+        if changed:
+            self._changed.add(fragment.bucket)
+        return fragment.flat_within(value)
 
     def _use(self, bucket: Bucket) -> torch.Tensor:
         """The value of *bucket*, of which more is to come."""
@@ -314,6 +320,7 @@ class GradientSums:
                 return swapper.swap_in(name)
             made = swapper.create(name, bucket.gradient_bytes)
             self._stored.add(bucket)
+            self._changed.add(bucket)
             return made
 
         try:
@@ -334,12 +341,14 @@ class GradientSums:
             return
         if self._in_use.pop(bucket, None) is None or bucket not in self._stored:
             return
+        changed = bucket in self._changed
+        self._changed.discard(bucket)
         if bucket in self._to_discard:
             self._to_discard.remove(bucket)
             self._stored.remove(bucket)
             self._tier.swapper.discard(_name(bucket))
         else:
-            self._tier.swapper.release(_name(bucket), changed=True)
+            self._tier.swapper.release(_name(bucket), changed=changed)
 
     def _discard(self, bucket: Bucket) -> None:
         """Forget the value of *bucket*, once nothing uses it."""

@@ -688,6 +688,22 @@ def test_memory_is_given_back_by_zero_grad(tmp_path):
             optimizer.zero_grad()
 
 
+def test_gradients_that_are_looked_at_are_not_written_again(tmp_path):
+    params = [torch.nn.Parameter(torch.ones(300, 100)) for _ in range(40)]
+    with smallest(
+        lambda cap: NVMeOptimizer(params, paths=tmp_path, host_memory=cap, accumulate="host")
+    ) as optimizer:
+        backward(params, 0)
+        counters = []
+        for _ in range(4):
+            for parameter in params:
+                parameter.grad.clone()
+            optimizer._drain()
+            counters.append(optimizer._tier.swapper.stats())
+    assert counters[3].bytes_read > counters[1].bytes_read  # they do not all fit
+    assert counters[3].bytes_written == counters[1].bytes_written
+
+
 def test_a_drive_that_fails(tmp_path, monkeypatch):
     """A step that failed is called again; the micro-batches of one that failed are begun again."""
     plain = parameters(torch.bfloat16)
