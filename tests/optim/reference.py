@@ -136,6 +136,29 @@ def parameters(
     ]
 
 
+def model(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    """Three layers, the same every time."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 200),
+        torch.nn.Tanh(),
+        torch.nn.Linear(200, 100),
+        torch.nn.Tanh(),
+        torch.nn.Linear(100, 3),
+    ).to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Inputs for `model`."""
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
+    """The loss of a `model` for a `batch`."""
+    loss: torch.Tensor = net(batch(step, next(net.parameters()).dtype)).float().square().mean()
+    return loss
+
+
 def set_gradients(params: Sequence[torch.Tensor], step: int, scale: float = 1.0) -> None:
     """Those of a step, whatever the parameters are."""
     generator = torch.Generator().manual_seed(1000 + step)

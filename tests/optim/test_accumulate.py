@@ -12,7 +12,17 @@ import weakref
 
 import pytest
 import torch
-from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, unlike
+from reference import (
+    OPTIMIZERS,
+    SHAPES,
+    Reference,
+    differing,
+    loss_of,
+    model,
+    parameters,
+    smallest,
+    unlike,
+)
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -23,24 +33,6 @@ from nvme_offload.optim import NVMeOptimizer, accumulation
 from nvme_offload.optim.accumulation import GradientSums
 from nvme_offload.optim.host_gradient import HostGradient
 from nvme_offload.optim.update import Updater
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(40, 200),
-        torch.nn.Tanh(),
-        torch.nn.Linear(200, 100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 3),
-    ).to(dtype)
-
-
-def loss_of(net, step):
-    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(
-        next(net.parameters()).dtype
-    )
-    return net(inputs).float().square().mean()
 
 
 def backward(params, number):

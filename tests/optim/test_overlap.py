@@ -22,7 +22,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import Lion, Reference, differing, parameters, set_gradients, unlike
+from reference import (
+    Lion,
+    Reference,
+    batch,
+    differing,
+    loss_of,
+    model,
+    parameters,
+    set_gradients,
+    unlike,
+)
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -33,25 +43,6 @@ from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
 from nvme_offload.optim.update_queue import UpdateQueue
 
 STEPS = 5
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(40, 200),
-        torch.nn.Tanh(),
-        torch.nn.Linear(200, 100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 3),
-    ).to(dtype)
-
-
-def batch(step, dtype=torch.float32):
-    return torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(dtype)
-
-
-def loss_of(net, step):
-    return net(batch(step, net[0].weight.dtype)).float().square().mean()
 
 
 def waiting(net):

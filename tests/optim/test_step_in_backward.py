@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from reference import differing
+from reference import differing, loss_of, model
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -17,24 +17,6 @@ from nvme_offload.errors import IOFailure, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.placeholders import SpentGradient
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(40, 200),
-        torch.nn.Tanh(),
-        torch.nn.Linear(200, 100),
-        torch.nn.Tanh(),
-        torch.nn.Linear(100, 3),
-    ).to(dtype)
-
-
-def loss_of(net, step):
-    inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(step)).to(
-        next(net.parameters()).dtype
-    )
-    return net(inputs).float().square().mean()
 
 
 @pytest.mark.parametrize("host_memory", ["auto", 200_000])
