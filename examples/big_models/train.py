@@ -1,6 +1,10 @@
-"""Train a Llama of 3 to 70 billion parameters on one GPU, with its optimizer states on a drive:
+"""Train a Llama of 1 to 70 billion parameters with its optimizer states on a drive, on one GPU:
 
     python train.py --model 13b --drive /local_nvme --host-memory 12GB
+
+or on several, which FSDP2 cuts it over; each has a process of its own, with its own host memory:
+
+    torchrun --nproc_per_node 2 train.py --model 70b --drive /local_nvme --host-memory 60GB
 
 Weights and tokens are random: this shows what a step takes, not what a model learns. `--reference`
 keeps states in the GPU's memory instead, for models that fit there: with `--format exact` and
@@ -18,6 +22,8 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -35,34 +41,60 @@ SHAPES = {
     "33b": (6656, 17920, 60, 52, 52, 32000, False),  # LLaMA
     "70b": (8192, 28672, 80, 64, 8, 128256, False),  # Llama 3.1
 }
+LOGITS = 1024  # tokens whose logits are in memory together
 SETTLED = 4  # steps until the order of use is learned and what stays in memory is there
 
 
-class StatesInMemory(torch.optim.AdamW):
-    """AdamW over fp32 copies of bfloat16 parameters, all in the GPU's memory."""
+class StatesInMemory(torch.optim.Optimizer):
+    """AdamW over fp32 copies of bfloat16 parameters, all in the GPU's memory.
+
+    One parameter after the other, so that no more than one gradient is there in fp32.
+    """
 
     def __init__(self, params, **options):
-        self.working = list(params)
-        super().__init__([p.detach().float().requires_grad_() for p in self.working], **options)
+        super().__init__(params, options)
+        self.working = self.param_groups[0]["params"]
+        masters = [p.detach().float().requires_grad_() for p in self.working]
+        self.each = [torch.optim.AdamW([master], **options) for master in masters]
 
     @torch.no_grad()
     def step(self):
         """Update the copies, and round them into the parameters."""
-        for master, parameter in zip(self.param_groups[0]["params"], self.working, strict=True):
-            master.grad = parameter.grad.float()
-        super().step()
-        for master, parameter in zip(self.param_groups[0]["params"], self.working, strict=True):
+        for parameter, adamw in zip(self.working, self.each, strict=True):
+            master = adamw.param_groups[0]["params"][0]
+            master.grad, parameter.grad = parameter.grad.float(), None
+            adamw.step()
             parameter.copy_(master)
             master.grad = None
 
-    def zero_grad(self):
-        """Let the parameters' gradients go."""
-        for parameter in self.working:
-            parameter.grad = None
+
+class WithLoss(torch.nn.Module):
+    """A language model whose forward pass gives the loss of predicting each token from those before
+    it; logits of a few tokens at a time.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss of *tokens*, rows of a batch."""
+        hidden = self.model.model(input_ids=tokens).last_hidden_state[:, :-1].flatten(0, 1)
+        labels = tokens[:, 1:].flatten()
+
+        def summed(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.model.lm_head(hidden).float()
+            return functional.cross_entropy(logits, labels, reduction="sum")
+
+        parts = zip(hidden.split(LOGITS), labels.split(LOGITS), strict=True)
+        losses = [checkpoint(summed, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / labels.numel()
 
 
-def make_model(name: str, device: torch.device):
-    """A Llama with random weights in bfloat16, which recomputes its layers in backward."""
+def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
+    """A Llama with random weights in bfloat16, which recomputes its layers in backward; cut over
+    *ranks* processes.
+    """
     width, inner, layers, heads, kv_heads, words, tied = SHAPES[name]
     config = LlamaConfig(
         hidden_size=width,
@@ -74,26 +106,23 @@ def make_model(name: str, device: torch.device):
         tie_word_embeddings=tied,
         use_cache=False,
     )
+    with torch.device("meta"):  # no rank has room for all of it
+        llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    model = WithLoss(llama).train()
+    if ranks > 1:
+        for layer in llama.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    model.to_empty(device=device)
+    llama.tie_weights()  # which is undone by that without FSDP2
     torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
-def loss_of(model, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting each token from those before it; logits of a few rows at a time."""
-    hidden = model.model(input_ids=tokens).last_hidden_state
-
-    def summed(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = model.lm_head(rows[:, :-1]).float()
-        return functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-        )
-
-    parts = zip(hidden.split(2), tokens.split(2), strict=True)
-    losses = [checkpoint(summed, rows, labels, use_reentrant=False) for rows, labels in parts]
-    return torch.stack(losses).sum() / tokens[:, 1:].numel()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1) if weight.ndim == 1 else weight.normal_(std=config.initializer_range)
+    with device:  # its frequencies are no parameters, and to_empty left them undefined
+        llama.model.rotary_emb = type(llama.model.rotary_emb)(config)
+    return model
 
 
 def peak_host_bytes() -> int:
@@ -111,13 +140,20 @@ def main() -> None:
     """Train, and print a line for each step and one of JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="7b")
-    parser.add_argument("--drive", default="/local_nvme", help="a directory on the drive")
+    parser.add_argument(
+        "--drive",
+        nargs="+",
+        default=["/local_nvme"],
+        help="directories on drives; a process for each shares none of them",
+    )
     parser.add_argument("--format", default="compact", help="exact, split, compact or compact24")
-    parser.add_argument("--host-memory", default="8GB", help="the most that the offload takes")
+    parser.add_argument(
+        "--host-memory", default="8GB", help="the most that the offload takes in each process"
+    )
     parser.add_argument(
         "--gpu-memory-gb", type=float, help="the most that this may take of the GPU"
     )
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="sequences for each GPU")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
@@ -140,13 +176,31 @@ def main() -> None:
     if options.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first use of cuBLAS
         torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.gpu_memory_gb and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(options.gpu_memory_gb * 1e9 / total)
-    model = make_model(options.model, device)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        if options.gpu_memory_gb:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(options.gpu_memory_gb * 1e9 / total)
+    if ranks > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    def tell(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    def over_ranks(value: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> float:
+        found = torch.tensor(value, dtype=torch.float64, device=device)
+        if ranks > 1:
+            dist.all_reduce(found, operation)
+        return found.item()
+
+    model = make_model(options.model, device, ranks)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{elements / 1e9:.2f} billion parameters", flush=True)
+    tell(f"{elements / 1e9:.2f} billion parameters")
+    began = time.monotonic()
     settings = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
     if options.reference:
         optimizer = StatesInMemory(model.parameters(), **settings)
@@ -154,22 +208,23 @@ def main() -> None:
         optimizer = NVMeOptimizer(
             model.parameters(),
             torch.optim.AdamW,
-            paths=options.drive,
+            paths=options.drive[rank::ranks] or options.drive,
             host_memory=options.host_memory,
             state_format=options.format,
             step_in_backward=options.update in ("in-backward", "both"),
             overlap_step=options.update in ("under-forward", "both"),
             **settings,
         )
-    tokens = torch.Generator().manual_seed(1)
+    made = time.monotonic() - began
+    tell(f"the optimizer was made in {made:.1f} s")
+    tokens = torch.Generator().manual_seed(1 + rank)
+    words = model.model.config.vocab_size
     losses, passes, seconds, used = [], [], [], []
     with contextlib.nullcontext() if options.reference else optimizer:
         for step in range(options.steps):
             began = time.monotonic()
-            batch = torch.randint(
-                model.config.vocab_size, (options.batch, options.sequence), generator=tokens
-            ).to(device)
-            loss = loss_of(model, batch)
+            shape = (options.batch, options.sequence)
+            loss = model(torch.randint(words, shape, generator=tokens).to(device))
             loss.backward()
             losses.append(loss.item())  # which waits for the GPU
             passes.append(time.monotonic() - began)
@@ -178,38 +233,38 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.monotonic() - began)
-            print(
+            tell(
                 f"step {step + 1}: loss {losses[-1]:.6f}, {seconds[-1]:.2f} s, of which forward and "
                 f"backward {passes[-1]:.2f} s; at most "
-                f"{peak_host_bytes() / 1e9:.1f} GB of host memory, {peak_gpu_bytes() / 1e9:.1f} GB of GPU",
-                flush=True,
+                f"{peak_host_bytes() / 1e9:.1f} GB of host memory, {peak_gpu_bytes() / 1e9:.1f} GB of GPU"
             )
             # with updates that are still being made: of the step before
             stats = None if options.reference else optimizer.last_stats
             if stats is not None and (not used or stats.step > used[-1].step):
                 used.append(stats)
-                print(f"  {stats}", flush=True)
-    settled = seconds[SETTLED:] or seconds
-    typical = statistics.median(settled)
-    drive = used[SETTLED:] or used
+                tell(f"  {stats}")
+    typical = over_ranks(statistics.median(seconds[SETTLED:] or seconds), dist.ReduceOp.MAX)
+    moved = [one.bytes_read + one.bytes_written for one in used[SETTLED:] or used]
+    host = over_ranks(peak_host_bytes() / 1e9)
     result = {
         "model": options.model,
         "parameters": elements,
+        "gpus": ranks,
         "format": "in memory" if options.reference else options.format,
         "update": options.update,
+        "made_seconds": made,
         "step_seconds": typical,
         "passes_seconds": statistics.median(passes[SETTLED:] or passes),
-        "tokens_per_second": options.batch * options.sequence / typical,
-        "drive_gb_per_s": statistics.median(
-            (one.bytes_read + one.bytes_written) / 1e9 / typical for one in drive
-        )
-        if drive
-        else None,
-        "peak_host_gb": peak_host_bytes() / 1e9,
-        "peak_gpu_gb": peak_gpu_bytes() / 1e9,
+        "tokens_per_second": ranks * options.batch * options.sequence / typical,
+        "drive_gb_per_s": over_ranks(statistics.median(moved or [0]) / 1e9 / typical),
+        "host_gb": host,
+        "host_gb_per_billion": host * 1e9 / elements,
+        "peak_gpu_gb": over_ranks(peak_gpu_bytes() / 1e9, dist.ReduceOp.MAX),
         "losses": [loss.hex() for loss in losses],
     }
-    print(json.dumps(result))
+    tell(json.dumps(result))
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

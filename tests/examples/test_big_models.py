@@ -19,16 +19,19 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "big_models" / "train.py"
 SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic"
 
 
-def trained(directory, *options):
+def trained(directory, *options, ranks=1, left=()):
     """What a run of the script tells at its end."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [
-        *(sys.executable, "-W", "ignore", str(SCRIPT), *SMALL.split()),
+        *(sys.executable, "-W", "ignore", *(launcher if ranks > 1 else ())),
+        *(str(SCRIPT), *SMALL.split()),
         *("--drive", str(directory), "--host-memory", "1MB", *options),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ran.returncode == 0, ran.stderr
-    assert list(directory.iterdir()) == []
+    assert sorted(directory.iterdir()) == sorted(left)
+    assert not any(list(drive.iterdir()) for drive in left)
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -57,6 +60,16 @@ def in_memory(tmp_path_factory):
 def test_exact_has_the_losses_of_states_in_memory(tmp_path, in_memory, update, clip):
     found = trained(tmp_path, "--format", "exact", "--update", update, "--clip", clip)
     assert found["losses"] == in_memory[clip]["losses"]
+
+
+def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(tmp_path):
+    drives = [tmp_path / "one", tmp_path / "other"]
+    for drive in drives:
+        drive.mkdir()
+    on = trained(tmp_path, "--drive", *map(str, drives), "--format", "exact", ranks=2, left=drives)
+    off = trained(tmp_path, "--reference", "--update", "after", ranks=2, left=drives)
+    assert on["losses"] == off["losses"]
+    assert on["gpus"] == 2
 
 
 @pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
