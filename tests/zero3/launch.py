@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import forked
+
 import nvme_offload
 
 PATIENCE = float(os.environ.get("PATIENCE", "500"))  # seconds that a run may take
@@ -80,7 +82,7 @@ class Rank:
 class Process(NamedTuple):
     """A rank under way, and the files that it writes."""
 
-    process: subprocess.Popen[bytes]
+    process: forked.Program | subprocess.Popen[bytes]
     answers: IO[str]
     complaints: IO[str]
 
@@ -206,8 +208,9 @@ def start(
             answers, complaints = (
                 stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
             )
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore::FutureWarning", str(script), text],
+            begin = forked.start if accelerator == "cpu" else _anew
+            process = begin(
+                [str(script), text],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=directory,
                 stdout=answers,
@@ -284,6 +287,11 @@ def _free_port() -> int:
     return port
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _anew(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A new interpreter, as CUDA takes none that is forked."""
+    return subprocess.Popen([sys.executable, "-W", "ignore::FutureWarning", *arguments], **options)
+
+
+def _end(process: forked.Program | subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()

@@ -1,0 +1,202 @@
+"""Runs Python programs that train as processes of their own, forked off an interpreter that has
+imported torch and DeepSpeed: what a new one takes seconds for.
+
+`start` gives what `subprocess.Popen` would, as far as tests need it. A program runs as `__main__`
+and ends as every interpreter does, with its threads joined and its `atexit` functions called. Not
+for programs that look at how they import, at their memory, or that a library is preloaded into.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+# What DeepSpeed imports in the course of a training, and what that imports.
+PRELOADED = (
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "deepspeed.runtime.zero.muon.original_muon",
+)
+# Variables that are read at an import, or before the first.
+AT_IMPORT = ("DS_", "LD_", "MALLOC_", "MKL_", "NVME_OFFLOAD_", "OMP_", "PYTHON", "TORCH", "CUDA_")
+
+
+class Program:
+    """A program under way: its *pid*, and `returncode` once `wait` has seen its end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = int(connection.recv(64))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; of a program that a signal ended, minus its number. Raises:
+        subprocess.TimeoutExpired.
+        """
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(self._connection.recv(64))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired, BlockingIOError):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    stdout: IO[str],
+    stderr: IO[str],
+) -> Program:
+    """Start the program of *arguments*, a script and what it is to find in `sys.argv`."""
+    imports = {name: value for name, value in env.items() if name.startswith(AT_IMPORT)}
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(_server(json.dumps(imports, sort_keys=True), _inherited()))
+    with tempfile.TemporaryFile("w+") as request:
+        # In a file: arguments may be longer than a message.
+        json.dump({"arguments": list(arguments), "env": dict(env), "cwd": str(cwd)}, request)
+        request.flush()
+        files = array.array("i", [request.fileno(), stdout.fileno(), stderr.fileno()])
+        connection.sendmsg([b"start"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        return Program(connection)
+
+
+def _inherited() -> str:
+    """What a process has from the one that starts it, besides variables: its mounts, limits, cores
+    and control group.
+    """
+    limits = [
+        resource.getrlimit(getattr(resource, name))
+        for name in dir(resource)
+        if name.startswith("RLIMIT_")
+    ]
+    mounts = Path("/proc/self/ns/mnt").readlink()
+    return repr((mounts, limits, os.sched_getaffinity(0), Path("/proc/self/cgroup").read_text()))
+
+
+@functools.cache
+def _server(imports: str, _: str) -> str:
+    """Where an interpreter listens that has imported all with the variables *imports*."""
+    address = str(Path(tempfile.mkdtemp(prefix="forked-"), "socket"))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+    os.set_inheritable(listener.fileno(), True)
+    others = {name: value for name, value in os.environ.items() if not name.startswith(AT_IMPORT)}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore::FutureWarning", __file__, str(listener.fileno())],
+        env={**others, **json.loads(imports)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+    )
+    listener.close()
+
+    @atexit.register
+    def end() -> None:
+        process.kill()
+        process.wait()
+        Path(address).unlink()
+        Path(address).parent.rmdir()
+
+    return address
+
+
+def serve(listener: socket.socket) -> list[str]:
+    """Fork programs off this process, and tell of their ends; in each of them, return its
+    arguments.
+    """
+    ends: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor != listener.fileno():
+                pid, connection = ends.pop(descriptor)
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with connection, contextlib.suppress(ConnectionError):  # nobody asks any more
+                    connection.send(str(status).encode())
+                continue
+            connection, _ = listener.accept()
+            _, files, _, _ = socket.recv_fds(connection, 64, 3)
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                for other, (_, there) in ends.items():
+                    os.close(other)
+                    there.close()
+                connection.close()
+                return become(*files)
+            for file in files:
+                os.close(file)
+            connection.send(str(pid).encode())
+            ends[os.pidfd_open(pid)] = (pid, connection)
+            poll.register(list(ends)[-1], select.POLLIN)
+
+
+def become(request: int, stdout: int, stderr: int) -> list[str]:
+    """Turn this process into the one that was asked for, and return its arguments."""
+    with os.fdopen(request) as file:
+        file.seek(0)
+        wanted = json.load(file)
+    for source, target in ((stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
+    arguments: list[str] = wanted["arguments"]
+    return arguments
+
+
+if __name__ == "__main__":
+    import importlib
+    import importlib.util
+
+    for module in PRELOADED:
+        # Which a release of DeepSpeed may lack.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported stays: nobody need look through it at each collection
+    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
