@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -80,6 +81,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "filesystem" in metafunc.fixturenames:
         everywhere = metafunc.definition.get_closest_marker("every_filesystem") is not None
         metafunc.parametrize("filesystem", FILESYSTEMS if everywhere else FILESYSTEMS[:1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_is_set_aside() -> None:
+    """Have no collection look again through what was imported before a module's tests: many of them
+    collect, and torch has millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
