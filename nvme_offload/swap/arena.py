@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 Owner = TypeVar("Owner")
-
-
-class WriteBack(Protocol):
-    """A write from *block_bytes* bytes at *offset*. They must not be overwritten before it has
-    *ended*.
-    """
-
-    @property
-    def offset(self) -> int:
-        """Where the block starts."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of the block."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the block may be overwritten."""
 
 
 class Block(Generic[Owner]):

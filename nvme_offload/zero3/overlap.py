@@ -57,7 +57,8 @@ class Overlap:
         self._has_states = False  # a step has made them, since the engine was made or loaded
         self._told: set[str] = set()
         self._optimizer: Any = None  # of the step: it has the options of then
-        self._order: list[int] = []
+        self._order: list[int] = []  # in which the sub-groups of the last step are updated
+        self._places: dict[int, int] = {}  # of each in it
 
     @property
     def holds_gradients(self) -> bool:
@@ -120,6 +121,7 @@ class Overlap:
             return False
         stage3 = self._stage3
         self._order = self._in_order(list(noted))
+        self._places = {index: place for place, index in enumerate(self._order)}
         self.scaling = Scaling(stage3.loss_scale, stage3.clip_grad)
         like = _like_this_thread()
         self.updates.start(
@@ -149,11 +151,11 @@ class Overlap:
             _log.warning("updates are given up, since a checkpoint is loaded: %s", error)
         self._noted, self._has_states = None, False
 
-    def following(self, index: int) -> list[int]:
-        """The sub-groups from *index* on, in the order in which they are updated."""
-        if index in self._order:
-            return self._order[self._order.index(index) :]
-        return list(range(index, len(self._stage3.fp16_groups)))
+    def following(self, index: int, count: int) -> Sequence[int]:
+        """At most *count* sub-groups, *index* and the next ones that are updated."""
+        if index in self._places:
+            return self._order[self._places[index] : self._places[index] + count]
+        return range(index, len(self._stage3.fp16_groups))[:count]
 
     def _in_order(self, indexes: Sequence[int]) -> list[int]:
         """*indexes* in the order in which the last forward pass used them, or in the model's."""

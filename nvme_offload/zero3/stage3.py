@@ -671,10 +671,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         following = [
             number
             for number in (
-                self.overlap.following(index)
+                self.overlap.following(index, _PREFETCHED)
                 if self.overlap is not None
-                else range(index, len(self.fp16_groups))
-            )[:_PREFETCHED]
+                else range(index, len(self.fp16_groups))[:_PREFETCHED]
+            )
             if self._swappable_optimizer_subgroup(number)
         ]
         names = (

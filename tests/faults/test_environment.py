@@ -246,6 +246,7 @@ def memory_group() -> Iterator[Path]:
     )
 
 
+@pytest.mark.slow
 def test_auto_is_within_the_control_groups_limit(memory_group: Path, tmp_path: Path) -> None:
     """Its kernel would kill a process that took what the machine has."""
     join = f'echo $$ >"{memory_group / "cgroup.procs"}" && exec "$@"'

@@ -29,7 +29,14 @@ from nvme_offload.optim import NVMeOptimizer
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=() if dtype == torch.bfloat16 else pytest.mark.slow)
+        for dtype in DTYPES
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_with_any_budget(tmp_path, name, dtype):
     # which divides by the number of elements

@@ -74,6 +74,7 @@ def test_a_closed_standard_output_is_no_failure(disk: Path, tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: Path) -> None:
     """A name that a report would get leads elsewhere: the report takes another name, and what the
     link leads to stays.
@@ -92,7 +93,9 @@ def test_a_planted_link_is_neither_followed_nor_replaced(disk: Path, tmp_path: P
     assert (tmp_path / f"{report.name}-2" / "profile.json").exists()
 
 
-@pytest.mark.parametrize("topic", ["latency", "backends", "fio"])
+@pytest.mark.parametrize(
+    "topic", ["latency", pytest.param("backends", marks=pytest.mark.slow), "fio"]
+)
 def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, topic: str) -> None:
     if topic == "fio" and fio.version() is None:
         pytest.skip("fio is not installed")

@@ -375,6 +375,7 @@ def good_profile(
     return whole
 
 
+@pytest.mark.slow
 def test_a_worthless_sweep_does_not_replace_a_good_profile(
     good_profile: Profile, disk: Path, tmp_path: Path
 ) -> None:
@@ -430,6 +431,7 @@ def test_a_data_sheet_that_is_not_met_is_told_by_status_and_files(
     assert profile.performance == Profile.load(report / "profile.json").performance
 
 
+@pytest.mark.slow
 def test_json_before_the_path_does_not_take_it(disk: Path, tmp_path: Path) -> None:
     result = run("--json", disk, "--report-dir", tmp_path / "reports", "--seconds", "1")
     assert result.returncode == 0, result.stderr

@@ -85,6 +85,7 @@ def _in_front() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
     command = [*SWEEP, *arguments(disk, tmp_path, 1), "--engine", "native"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)

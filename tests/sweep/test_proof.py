@@ -24,6 +24,7 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_deepspeed_reads_back_what_was_written(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"

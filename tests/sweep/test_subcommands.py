@@ -71,6 +71,7 @@ def test_show_lists_what_was_swept_and_prints_one(swept: Path, disk: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
     disk: Path, tmp_path: Path
 ) -> None:

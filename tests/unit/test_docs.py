@@ -538,6 +538,7 @@ def site(tmp_path_factory):
     return into
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_every_public_name(site):
     first = (site / "index.html").read_text(encoding="utf-8")
     for page in PAGES:

@@ -4,7 +4,8 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -225,7 +226,11 @@ def dropped() -> nn.Module:
     return Dropped(*(nn.Linear(64, 64) for _ in range(6)), features=64)
 
 
-MODELS = {
+def layers(count: int) -> nn.Module:
+    return Chain(*(nn.Linear(8, 8, bias=False) for _ in range(count)), features=8)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
     made.__name__: made
     for made in (
         odd,
@@ -240,7 +245,7 @@ MODELS = {
         sometimes,
         dropped,
     )
-}
+} | {f"{count} layers": functools.partial(layers, count) for count in (8, 16, 32)}
 
 
 class Sign(torch.optim.Optimizer):

@@ -58,6 +58,7 @@ def main(request: dict[str, Any]) -> None:
         "destroy": destroy,
         "end": end,
         "optimizers": optimizers,
+        "growth": growth,
     }
     result = what[request["what"]](training, made, request)
     print(json.dumps(result), file=answers, flush=True)
@@ -94,6 +95,31 @@ def sub_groups(engine: Any, module: torch.nn.Module) -> list[int]:
 
 def forward(training: Training, engine: Any, step: int = 9) -> torch.Tensor:
     return training._loss(engine, torch.Generator().manual_seed(step))
+
+
+def growth(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """The lines of the package that each step runs, with its updates and the forward pass that waits
+    for them; the first comes before the order of use is learned.
+    """
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace if "nvme_offload" in frame.f_code.co_filename else None
+
+    engine = trained(training, made, 1)
+    counts = []
+    for step in range(1, 5):
+        lines = 0
+        threading.settrace(trace)
+        sys.settrace(trace)
+        training._step(engine, step, 0)
+        engine.optimizer.finish_updates()
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        counts.append(lines)
+    return {"sub-groups": len(everything(engine)), "lines": counts}
 
 
 def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:

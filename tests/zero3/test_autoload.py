@@ -14,6 +14,9 @@ pytestmark = pytest.mark.deepspeed
 pytest.importorskip("deepspeed")
 
 FIRST = {"deepspeed first": "import deepspeed, torch", "torch first": "import torch, deepspeed"}
+ORDERS = [
+    pytest.param(name, marks=() if name == "torch first" else pytest.mark.slow) for name in FIRST
+]
 COMMON = """
 import importlib.machinery, importlib.util, multiprocessing, os, sys
 {first}
@@ -61,14 +64,14 @@ print("told", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("first", ORDERS)
 def test_a_configuration_with_the_section_enables(installed, first):
     told, said = run(ours_by_then, installed, first)
     assert told == ["told [False] True", "told [False]", "told [True] True", "told 41"]
     assert "nvme_offload" not in said
 
 
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("first", ORDERS)
 def test_run_enables_as_deepspeed_is_imported(installed, first):
     code = "print('told', enabled(), hasattr(DeepSpeedConfig.__init__, '__wrapped__'))"
     told, said = run(code, installed, first, NVME_OFFLOAD_AUTOLOAD="always")
@@ -76,6 +79,7 @@ def test_run_enables_as_deepspeed_is_imported(installed, first):
     assert "nvme_offload" not in said
 
 
+@pytest.mark.slow
 def test_a_spawned_child_enables_by_itself(installed, tmp_path):
     script = tmp_path / "spawning.py"
     script.write_text(
@@ -117,6 +121,7 @@ def test_what_was_turned_off_stays_off(installed, code, switch):
     assert told == ["told False"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_warning_and_deepspeed_goes_on(installed):
     code = """
 deepspeed.__version__ = "0.1.0"

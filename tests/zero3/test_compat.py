@@ -101,7 +101,15 @@ def test_the_release_that_is_installed_has_all_of_it():
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
-    "use", USES, ids=[f"{use}{'()' if use.parameters is not None else ''}" for use in USES]
+    "use",
+    [
+        pytest.param(
+            use,
+            id=f"{use}{'()' if use.parameters is not None else ''}",
+            marks=pytest.mark.slow if number % 8 else (),
+        )
+        for number, use in enumerate(USES)
+    ],
 )
 def test_what_is_missing_is_named_before_anything_is_replaced(use, monkeypatch):
     remove(monkeypatch, use)
@@ -123,7 +131,13 @@ OVERRIDDEN = [
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("use", OVERRIDDEN, ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(use, id=str(use), marks=pytest.mark.slow if number % 8 else ())
+        for number, use in enumerate(OVERRIDDEN)
+    ],
+)
 def test_another_signature_is_named(use, monkeypatch):
     def other(self: Any, something_else: Any) -> None: ...
 

@@ -1131,6 +1131,7 @@ def test_deepspeeds_checkpoint_writer_saves_what_torch_loads(tmp_path):
     assert "through" in run_with_deepspeed(tmp_path, code, str(tmp_path))
 
 
+@pytest.mark.slow
 @has_deepspeed
 @pytest.mark.deepspeed
 def test_deepspeeds_benchmark_runs(tmp_path):

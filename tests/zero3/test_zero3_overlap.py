@@ -270,3 +270,16 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
         "overlap_step is left out: the method step of this AdamW was replaced"
         in (result["complaints"])
     )
+
+
+def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path):
+    counts = []
+    for layers in (8, 16, 32):
+        place = tmp_path / str(layers)
+        place.mkdir()
+        result = run(place, "growth", ALONE.but(model=f"{layers} layers", parameters="nvme"))
+        assert result["sub-groups"] == layers
+        counts.append(result["lines"])
+    # twice the sub-groups that are added, at most twice the lines, and a tenth for what comes seldom
+    for eight, sixteen, thirty_two in zip(*counts, strict=True):
+        assert thirty_two - sixteen <= 2.2 * (sixteen - eight), counts
