@@ -310,6 +310,7 @@ def _given(question: Question) -> Iterator[str]:
         yield f"Drive: {_described(drive)}."
     yield (
         "Bytes are of a rank, with DeepSpeed's own factor of 1.5 on what it keeps in host memory. "
+        "What a way needs of GPU memory counts CUDA's context and DeepSpeed's buckets too. "
         f"Seconds are of a step, without {', '.join(_not_modelled(question))}."
     )
 

@@ -74,7 +74,10 @@ def grade(profile: Profile) -> Grade:
             (weak if counted >= LEAST_TRIALS[phase] else poor).append(lacking)
         found = spread(profile, phase)
         if found > GOOD_SPREAD:
-            within = f"\N{PLUS-MINUS SIGN}{found:.0%}" if found < 10 else "tenfold or more"
+            # rounded up, so that none reads as good that is not
+            within = (
+                f"\N{PLUS-MINUS SIGN}{math.ceil(100 * found)}%" if found < 10 else "tenfold or more"
+            )
             (weak if found <= MOST_SPREAD else poor).append(
                 f"{phase}: the speed is known within {within}, "
                 f"at most \N{PLUS-MINUS SIGN}{GOOD_SPREAD:.0%} is good"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from xml.etree import ElementTree
 
 import pytest
@@ -53,8 +54,18 @@ def outcome(text: str, profile: Profile) -> list[bool]:
     return [one.passed for one in checks(profile, parse(text))]
 
 
+def test_a_speed_is_judged_by_its_own_trials() -> None:
+    """And not by what a sweep takes for its level, which also looks at other settings."""
+    profile = made_up(2.0, scatter=0.0)
+    read = dataclasses.replace(profile.best["read"], gb_per_s=2.4)
+    levelled = dataclasses.replace(profile, best={**profile.best, "read": read})
+    assert outcome("read=2001", levelled) == [True, False]
+    (_, found) = checks(levelled, parse("read=2000"))
+    assert found.gb_per_s == 2.0
+
+
 def test_a_speed_passes_where_it_was_reached() -> None:
-    profile = made_up(2.0)
+    profile = made_up(2.0, scatter=0.0)
     assert outcome("read=2000", profile) == [True, True]
     assert outcome("read=2001", profile) == [True, False]
     assert outcome("read=2100,within=5%", profile) == [True, True]
@@ -80,11 +91,12 @@ def test_the_fastest_of_the_finals_is_what_a_data_sheet_means() -> None:
     )
     (_, read) = checks(profile, parse("read=2900"))
     assert read.passed
-    assert read.gb_per_s == 3.0
+    median = statistics.median(one.gb_per_s for one in trials)
+    assert read.gb_per_s == median
     assert read.low_gb_per_s is not None
     assert read.high_gb_per_s is not None
-    assert 2.7 < read.low_gb_per_s < 3.0 < read.high_gb_per_s < 3.3
-    assert "3.00 GB/s with 4 MiB x 32; its 8 trials gave " in read.found
+    assert 2.7 < read.low_gb_per_s < median < read.high_gb_per_s < 3.3
+    assert f"{median:.2f} GB/s with 4 MiB x 32; its 8 trials gave " in read.found
 
 
 def test_what_is_not_known_does_not_pass() -> None:
