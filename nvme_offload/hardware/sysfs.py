@@ -152,6 +152,14 @@ def most_of_link(lineage: list[Path]) -> str | None:
     return f"{min(speeds)} GT/s x{min(widths)}" if speeds and widths else None
 
 
+def blocks_for_ext4_itself(device: int, sys: Path = Path("/sys")) -> int:
+    """Free blocks that ext4 on *device*, a `st_dev`, keeps from everybody, root too; 0 of other
+    filesystems. Source: the kernel's Documentation/admin-guide/ext4, reserved_clusters.
+    """
+    block = (sys / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    return number(read(sys / "fs/ext4" / block.name / "reserved_clusters")) or 0
+
+
 def cpu_nodes(sys: Path) -> tuple[int, ...]:
     """The NUMA nodes of the CPUs that this process may use; () where there is one node only."""
     nodes = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import IOFailure, NoSpaceError
+from ..hardware import sysfs
 from ..io.engine import Engine, File
 from ..io.extents import Extents
 from ..units import format_bytes
@@ -63,7 +64,10 @@ class Slabs:
     def available_bytes(self) -> int:
         """Bytes that the drive can still allocate for this user."""
         status = os.statvfs(self.path)
-        return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
+        blocks = status.f_bavail
+        if os.geteuid() == 0:  # whom the blocks that are reserved for root are for
+            blocks = max(status.f_bfree - sysfs.blocks_for_ext4_itself(self.device), 0)
+        return blocks * status.f_frsize
 
     def allocate(self, nbytes: int) -> list[Extent]:
         """Allocate *nbytes* in as few extents as possible: one unless the drive is nearly full.

@@ -141,7 +141,10 @@ def late(tmp_path_factory, request):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.releases if name in OFTEN else pytest.mark.slow)
+        for name in CASES
+    ],
 )
 def test_bits_are_those_without(late, name):
     mine, reference = late[name]
