@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -264,6 +265,8 @@ def main() -> None:
     }
     tell(json.dumps(result))
     if ranks > 1:
+        del model, optimizer, loss
+        gc.collect()  # of FSDP2's cycles, which keep gloo's threads beyond the end of Python
         dist.destroy_process_group()
 
 
