@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,25 @@ def test_a_part_imports_only_the_parts_that_it_may(path):
 def test_what_is_slow_is_imported_where_it_is_used(path):
     lazy = LAZY - {"torch", "deepspeed"} if str(path.relative_to(PACKAGE)) in ON_FIRST_USE else LAZY
     assert [found for found in imports_in(path) if found.when_loaded and found.root in lazy] == []
+
+
+def test_the_architecture_has_every_part_and_its_lines():
+    """In its table of rooms, within a tenth."""
+    page = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    told = {}
+    for names, lines in re.findall(
+        r"^\| ((?:`[^`]+`(?:, )?)+) \|.*\| ([\d,]+) \|$", page, re.MULTILINE
+    ):
+        parts = frozenset(re.findall(r"`(\w+)", names))
+        told[parts] = int(lines.replace(",", ""))
+    assert frozenset().union(*told) == {part_of(path) for path in MODULES} - {"__init__"}
+    for parts, lines in told.items():
+        found = sum(
+            len(path.read_text(encoding="utf-8").splitlines())
+            for path in MODULES
+            if part_of(path) in parts
+        )
+        assert lines == pytest.approx(found, rel=0.1), parts
 
 
 def test_no_part_imports_itself_by_way_of_others():
