@@ -122,7 +122,7 @@ def _server(imports: str, _: str) -> str:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore::FutureWarning", __file__, str(listener.fileno())],
         env={**others, **json.loads(imports)},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # whose end tells it that this process is gone, however it went
         stdout=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
     )
@@ -139,14 +139,17 @@ def _server(imports: str, _: str) -> str:
 
 
 def serve(listener: socket.socket) -> list[str]:
-    """Fork programs off this process, and tell of their ends; in each of them, return its
-    arguments.
+    """Fork programs off this process, and tell of their ends, until standard input ends; in each of
+    them, return its arguments.
     """
     ends: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
     poll = select.poll()
     poll.register(listener, select.POLLIN)
+    poll.register(sys.stdin, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
+            if descriptor == sys.stdin.fileno():
+                sys.exit()
             if descriptor != listener.fileno():
                 pid, connection = ends.pop(descriptor)
                 poll.unregister(descriptor)
@@ -177,7 +180,7 @@ def become(request: int, stdout: int, stderr: int) -> list[str]:
     with os.fdopen(request) as file:
         file.seek(0)
         wanted = json.load(file)
-    for source, target in ((stdout, 1), (stderr, 2)):
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
     os.environ.clear()
