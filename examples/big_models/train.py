@@ -145,7 +145,7 @@ def main() -> None:
         "--drive",
         nargs="+",
         default=["/local_nvme"],
-        help="directories on drives; a process for each shares none of them",
+        help="directories on drives; with one for each process, each has its own",
     )
     parser.add_argument("--format", default="compact", help="exact, split, compact or compact24")
     parser.add_argument(

