@@ -92,6 +92,17 @@ def imported_is_set_aside() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobodys_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A user without profiles or interrupted sweeps, whoever runs the tests, and for the programs
+    that they start.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PYTHONPATH with this tree and its metadata as an installation of it has them, whatever is

@@ -245,7 +245,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         sometimes,
         dropped,
     )
-} | {f"{count} layers": functools.partial(layers, count) for count in (8, 16, 32)}
+} | {f"{count} layers": functools.partial(layers, count) for count in (16, 32, 64)}
 
 
 class Sign(torch.optim.Optimizer):

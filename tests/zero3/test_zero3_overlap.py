@@ -276,13 +276,14 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
 
 
 def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path):
-    counts = []
-    for layers in (8, 16, 32):
+    # the first step comes before the order of use is known; waits make a step's lines vary by 3 %
+    lines = []
+    for layers in (16, 32, 64):
         place = tmp_path / str(layers)
         place.mkdir()
         result = run(place, "growth", ALONE.but(model=f"{layers} layers", parameters="nvme"))
         assert result["sub-groups"] == layers
-        counts.append(result["lines"])
-    # twice the sub-groups that are added, at most twice the lines, and a tenth for what comes seldom
-    for eight, sixteen, thirty_two in zip(*counts, strict=True):
-        assert thirty_two - sixteen <= 2.2 * (sixteen - eight), counts
+        lines.append((result["lines"][0], min(result["lines"][1:])))
+    # twice the sub-groups that are added: 2.0 to 2.1 times the lines, where it were 4 for a square
+    for sixteen, thirty_two, sixty_four in zip(*lines, strict=True):
+        assert sixty_four - thirty_two <= 2.4 * (thirty_two - sixteen), lines
