@@ -199,6 +199,7 @@ class Catalog:
         self._lock_if_open = _CatalogLock(self)
         self._stored: dict[str, StoredTensor] = {}
         self._puts: dict[str, StoreTicket] = {}  # in flight
+        self._retained: dict[str, StoredTensor] = {}  # values that `roll_back` returns to
         self._unobserved: list[StoreTicket] = []  # failed, and nobody knows of it
 
     def check_process(self) -> None:
@@ -279,8 +280,8 @@ class Catalog:
         found: list[StoreTicket | ReadHold] = (
             [] if put is None or (written_bytes is None and put in after) else [put]
         )
-        value = self._stored.get(name)
-        if value is not None and value.readers and value.nbytes == written_bytes:
+        value = self._overwritten(name, written_bytes)
+        if value is not None:
             found += [reader for reader in value.readers if reader not in after]
         return found
 
@@ -289,11 +290,10 @@ class Catalog:
         return self._puts.get(name)
 
     def target_for(self, name: str, nbytes: int) -> StoredTensor:
-        """What a put of *nbytes* to *name* writes to: the current value where it has that size,
-        else a new one. Raises: NoSpaceError.
+        """What a put of *nbytes* to *name* writes to: the current value where it has that size and
+        is not retained, else a new one. Raises: NoSpaceError.
         """
-        value = self._stored.get(name)
-        return value if value is not None and value.nbytes == nbytes else self.new(nbytes, "put")
+        return self._overwritten(name, nbytes) or self.new(nbytes, "put")
 
     def new(self, nbytes: int, operation: str) -> StoredTensor:
         """Allocate a value without a name, and cut it into segments. Raises: NoSpaceError."""
@@ -313,6 +313,29 @@ class Catalog:
                 )
             start += extent.nbytes
         return StoredTensor(nbytes, extents, segments)
+
+    def retain(self, name: str) -> None:
+        """Keep the value of *name*, of which no put is in flight, until `commit` or `roll_back`; the
+        earlier one where one is kept already. Raises: as `current`.
+        """
+        if name not in self._retained:
+            value = self._retained[name] = self.current(name)
+            value.users += 1
+
+    def commit(self, name: str) -> None:
+        """Let go of the value that is retained of *name*. Raises: UsageError when there is none."""
+        value = self._take_retained(name)
+        self._free_if_unused(value)
+
+    def roll_back(self, name: str) -> None:
+        """Make the value that is retained the current one of *name*, of which no put is in flight.
+        Raises: UsageError when there is none.
+        """
+        value, newer = self._take_retained(name), self._stored[name]
+        if newer is not value:
+            value.dropped = False
+            self._stored[name] = value
+            self.release(newer)
 
     def may_free_space(self) -> list[StoreTicket]:
         """The tickets in flight that may free space when they finish."""
@@ -366,7 +389,7 @@ class Catalog:
             value.readers.remove(ticket)
         elif self._puts.get(ticket.name) is ticket:
             del self._puts[ticket.name]
-            self._commit(ticket)
+            self._written(ticket)
         self._free_if_unused(value)
 
     def install(self, name: str, value: StoredTensor) -> None:
@@ -377,7 +400,8 @@ class Catalog:
     def forget(self, name: str) -> None:
         """Drop the value of *name*, and that of its put in flight."""
         put = self._puts.pop(name, None)
-        for value in (self._stored.pop(name, None), put._value if put else None):
+        retained = self._take_retained(name) if name in self._retained else None
+        for value in (self._stored.pop(name, None), put._value if put else None, retained):
             if value is not None:
                 self.release(value)
         self._unobserved = [ticket for ticket in self._unobserved if ticket.name != name]
@@ -393,7 +417,21 @@ class Catalog:
         self._unobserved.clear()
         return unobserved[0] if unobserved else None
 
-    def _commit(self, ticket: StoreTicket) -> None:
+    def _overwritten(self, name: str, nbytes: int | None) -> StoredTensor | None:
+        """The current value of *name*, where a put of *nbytes* writes over it."""
+        value = self._stored.get(name)
+        if value is None or value.nbytes != nbytes or self._retained.get(name) is value:
+            return None
+        return value
+
+    def _take_retained(self, name: str) -> StoredTensor:
+        value = self._retained.pop(name, None)
+        if value is None:
+            raise UsageError(f"no value of tensor {name!r} is retained")
+        value.users -= 1
+        return value
+
+    def _written(self, ticket: StoreTicket) -> None:
         value, old = ticket._value, self._stored.get(ticket.name)
         untouched = not ticket._transfers or isinstance(ticket._failure, CancelledError)
         if ticket._failure is not None and old is not value and (old is not None or untouched):

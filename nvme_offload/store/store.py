@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,6 +244,68 @@ class TensorStore(Closing):
             if self._catalog.nbytes(name) is None:
                 raise UsageError(f"no tensor {name!r} in the store")
             self._catalog.forget(name)
+
+    def retain(self, name: str) -> None:
+        """Keep the value that a name has now beside later ones, until `commit` or `roll_back`: the
+        next put gets space of its own. Waits for a put in flight. Where a value is retained already,
+        that one stays.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            There is no such tensor.
+        IOFailure, NoSpaceError
+            The put that lost the value failed with it.
+        """
+        self._settled(name, self._catalog.retain)
+
+    def commit(self, name: str) -> None:
+        """Let go of the value that `retain` kept. Its space is freed where there is a later value.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            No value of that name is retained.
+        """
+        with self._catalog.locked():
+            self._catalog.commit(name)
+
+    def roll_back(self, name: str) -> None:
+        """Return to the value that `retain` kept, and free the space of later ones. Waits for a put
+        in flight.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            No value of that name is retained.
+        """
+        self._settled(name, self._catalog.roll_back)
+
+    def _settled(self, name: str, act: Callable[[str], None]) -> None:
+        """Do what *act* does once no put of *name* is in flight."""
+        while True:
+            with self._catalog.locked():
+                blockers = self._catalog.conflicts(name)
+                if not blockers:
+                    act(name)
+                    return
+            for one in blockers:
+                one.finish()
 
     def nbytes(self, name: str) -> int:
         """Size of a tensor as of the last put.

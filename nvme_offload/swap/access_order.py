@@ -70,6 +70,7 @@ class AccessOrder:
         self._ends: list[int] = []  # of the uses in the record
         self._last_at: dict[str, int] = {}  # name -> its last place in the record
         self._last = ""
+        self._repeated: set[str] = set()  # whose next use is no part of the order
         self._misses = 0  # a bit for each of the last uses: 1 if it was unexpected
         self._had_extras = False
         self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
@@ -93,12 +94,16 @@ class AccessOrder:
 
     def use(self, name: str, nbytes: int, created: bool) -> None:
         """*name* is used now."""
-        self._last_at[name] = len(self._record)
-        self._record.append(Use(name, nbytes, created, created, False))
-        self._ends.append(NEVER)
         if name in self._hints:
             while self._hints.popitem(last=False)[0] != name:
                 pass  # hinted earlier, and skipped
+        if name in self._repeated:
+            self._repeated.remove(name)
+            self._last_at.pop(name, None)
+            return
+        self._last_at[name] = len(self._record)
+        self._record.append(Use(name, nbytes, created, created, False))
+        self._ends.append(NEVER)
         names = self.period.names
         if names:
             now = self.now
@@ -118,6 +123,10 @@ class AccessOrder:
         if place is not None and not self._record[place].changed:
             self._record[place] = self._record[place]._replace(changed=True)
 
+    def repeat(self, name: str) -> None:
+        """The next use of *name* in this period repeats one, and is not learned."""
+        self._repeated.add(name)
+
     def ended(self, name: str) -> None:
         """The last use of *name* has ended."""
         place = self._last_at.get(name)
@@ -127,6 +136,7 @@ class AccessOrder:
     def dropped(self, name: str) -> None:
         """*name* was discarded after its last use."""
         self.forget_hint(name)
+        self._repeated.discard(name)
         place = self._last_at.get(name)
         if place is not None:
             self._record[place] = self._record[place]._replace(dropped=True)
@@ -141,6 +151,7 @@ class AccessOrder:
         for name in [name for name, hint in self._hints.items() if hint[1] != self._periods]:
             del self._hints[name]
         self._periods += 1
+        self._repeated.clear()
         record, self._record, self._last_at = self._record, [], {}
         ends, self._ends = self._ends, []
         if not record:

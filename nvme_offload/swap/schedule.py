@@ -30,6 +30,7 @@ _GOOD_ENOUGH = 0.95
 _HINT_SLACK = 8
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
+_STORED = frozenset({State.OFFLOADED, State.RESERVED, State.READING, State.CLEAN})
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
@@ -72,6 +73,7 @@ class _Entry:
     transient: bool = False  # in use, and not a resident
     evict_after_write: bool = False  # when the write of its older version has ended
     read_failed: bool = False
+    retained_bytes: int | None = None  # of the version on the drive that `roll_back` returns to
     last_use: int = 0
     stamp: int = 0  # of its valid entry in a heap
 
@@ -295,8 +297,7 @@ class Schedule:
         UsageError.
         """
         entry = self._entry(name)
-        if entry.state < State.USED:
-            raise UsageError(f"{name!r} is not in use")
+        self._check_used(entry)
         if nbytes is not None and not 0 <= nbytes <= entry.nbytes:
             raise UsageError(f"{name!r} has room for {entry.nbytes} bytes, not for {nbytes}")
         if changed:
@@ -322,6 +323,40 @@ class Schedule:
         self._free_block(entry)
         del self._entries[name]
         self.order.dropped(name)
+
+    def retain(self, name: str) -> bool:
+        """Whether the drive has the newest version of *name*, which is in use: only then can
+        `roll_back` return to it. Raises: UsageError.
+        """
+        entry = self._entry(name)
+        self._check_used(entry)
+        if entry.state != State.USED or entry.value_bytes == 0:
+            return False
+        entry.retained_bytes = entry.value_bytes
+        return True
+
+    def roll_back(self, name: str) -> None:
+        """The version of *name* that was retained is the newest again. No transfer of it may be in
+        flight. Raises: UsageError when it is in use.
+        """
+        entry = self._entry(name)
+        self._check_free(entry)
+        assert entry.read is None
+        assert entry.write is None
+        assert entry.retained_bytes is not None
+        if entry.state == State.RESERVED:
+            self._drop_block(entry)
+        else:
+            self._to(entry, Event.ROLL_BACK)
+            self._free_block(entry)
+        entry.read_failed = False
+        entry.value_bytes, entry.retained_bytes = entry.retained_bytes, None
+        self.order.repeat(name)
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the drive has the newest version of *name*. Raises: UsageError."""
+        entry = self._entry(name)
+        return entry.write is None and entry.state in _STORED
 
     def hint(self, names: Iterable[str]) -> None:
         """*names* are used next, in this order. Unknown names are ignored, and hints that the
@@ -1121,6 +1156,10 @@ class Schedule:
         if entry is None:
             raise UsageError(f"there is no value {name!r}")
         return entry
+
+    def _check_used(self, entry: _Entry) -> None:
+        if entry.state < State.USED:
+            raise UsageError(f"{entry.name!r} is not in use")
 
     def _check_free(self, entry: _Entry) -> None:
         if entry.state >= State.USED:

@@ -129,6 +129,7 @@ class TensorSwapper(Closing):
         self._to_start: deque[Transfer] = deque()  # planned and not started
         self._interrupted = False  # an exception ended the call that was starting them
         self._on_drive: set[str] = set()  # names in the store
+        self._retained: set[str] = set()
         self._write_errors: dict[str, OffloadError] = {}  # not raised yet
         self._read_errors: dict[str, OffloadError] = {}
         self._bytes = {False: 0, True: 0}
@@ -175,11 +176,13 @@ class TensorSwapper(Closing):
             self._write_errors.pop(name, None)  # that value is no more
             self._read_errors.pop(name, None)
             try:
-                return self._obtain(name)[0]
+                tensor = self._obtain(name)[0]
             except BaseException:
                 if name not in self._schedule:
                     self._delete(name)
                 raise
+            self._commit(name)  # what `retain` kept is of the value that was replaced
+            return tensor
 
     def swap_in(self, name: str) -> torch.Tensor:
         """Bring a value into memory. It is in use. Waits for the drive and for memory.
@@ -296,13 +299,99 @@ class TensorSwapper(Closing):
         with self._lock:
             self._live()
             self._schedule.size(name)  # raises for an unknown name
-            while (blocking := self._schedule.blocking_transfer(name)) is not None:
-                self._start_all(self._schedule.take_pending())
-                self._finish(blocking)
+            self._settle(name)
             self._schedule.discard(name)
             self._write_errors.pop(name, None)
             self._read_errors.pop(name, None)
             self._delete(name)
+            self._pump()
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the drive has the newest version of a value that is not in use, so that
+        `retain` would keep it.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        UsageError
+            There is no such value.
+        """
+        with self._lock:
+            return self._schedule.is_stored(name)
+
+    def retain(self, name: str) -> bool:
+        """Keep what the drive has of a value in use, until `commit` or `roll_back`: what is written
+        later gets space of its own.
+
+        Parameters
+        ----------
+        name : str
+            The name, of a value whose contents have not changed since `swap_in`.
+
+        Returns
+        -------
+        bool
+            False where memory alone has the newest version, so that there is nothing to keep.
+
+        Raises
+        ------
+        UsageError
+            The value is not in use.
+        """
+        with self._lock:
+            self._live()
+            if name in self._retained:
+                return True
+            if not self._schedule.retain(name):
+                return False
+            self._store.retain(name)
+            self._retained.add(name)
+            return True
+
+    def commit(self, name: str) -> None:
+        """Let go of what `retain` kept.
+
+        Parameters
+        ----------
+        name : str
+            The name; one of which nothing is kept is ignored.
+        """
+        with self._lock:
+            self._live()
+            self._commit(name)
+
+    def roll_back(self, name: str) -> None:
+        """Return to what `retain` kept. Waits for a transfer of the value in flight. The next use
+        in this period is no part of the order of use, as it repeats one.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            The value is in use, or nothing is kept of it.
+        """
+        with self._lock:
+            self._live()
+            if name not in self._retained:
+                raise UsageError(f"nothing is retained of {name!r}")
+            self._settle(name)
+            self._schedule.roll_back(name)
+            self._write_errors.pop(name, None)
+            self._read_errors.pop(name, None)
+            self._retained.remove(name)
+            self._store.roll_back(name)
             self._pump()
 
     @property
@@ -626,7 +715,19 @@ class TensorSwapper(Closing):
         else:  # raised when the value is needed; a failed prefetch is read again then
             self._read_errors[transfer.name] = error
 
+    def _settle(self, name: str) -> None:
+        """Wait until no transfer of *name* is in flight."""
+        while (blocking := self._schedule.blocking_transfer(name)) is not None:
+            self._start_all(self._schedule.take_pending())
+            self._finish(blocking)
+
+    def _commit(self, name: str) -> None:
+        if name in self._retained:
+            self._retained.remove(name)
+            self._store.commit(name)
+
     def _delete(self, name: str) -> None:
+        self._retained.discard(name)
         if name in self._on_drive:
             self._on_drive.remove(name)
             if name in self._store:  # absent where its only write failed

@@ -39,6 +39,7 @@ class Event(IntEnum):
     WRITE_DONE = 9
     WRITE_FAILED = 10
     REATTACH = 11  # it gets back the block from which it is still being written
+    ROLL_BACK = 12  # what memory has of it is void, for the drive has an older version again
 
 
 _ROWS: dict[State, dict[Event, State]] = {
@@ -48,6 +49,7 @@ _ROWS: dict[State, dict[Event, State]] = {
         Event.WRITE_DONE: State.OFFLOADED,
         Event.WRITE_FAILED: State.DIRTY_FAILED,
         Event.REATTACH: State.WRITING,
+        Event.ROLL_BACK: State.OFFLOADED,
     },
     State.RESERVED: {
         Event.START_READ: State.READING,
@@ -64,16 +66,19 @@ _ROWS: dict[State, dict[Event, State]] = {
         Event.USE: State.USED,
         Event.CREATE: State.USED_DIRTY,
         Event.DROP: State.OFFLOADED,
+        Event.ROLL_BACK: State.OFFLOADED,
     },
     State.DIRTY: {
         Event.USE: State.USED_DIRTY,
         Event.CREATE: State.USED_DIRTY,
         Event.START_WRITE: State.WRITING,
+        Event.ROLL_BACK: State.OFFLOADED,
     },
     State.DIRTY_FAILED: {
         Event.USE: State.USED_DIRTY,
         Event.CREATE: State.USED_DIRTY,
         Event.START_WRITE: State.WRITING,
+        Event.ROLL_BACK: State.OFFLOADED,
     },
     State.WRITING: {
         Event.USE: State.USED_WRITING,

@@ -1,5 +1,5 @@
-"""The store against a dict: puts, gets, deletes, snapshots and restores of odd sizes in any order,
-over one to three drives.
+"""The store against a dict: puts, gets, deletes, values that are retained and returned to, snapshots
+and restores of odd sizes in any order, over one to three drives.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.model: dict[str, bytes] = {}
+        self.retained: dict[str, bytes] = {}
+        self.replaced: set[str] = set()  # of these, those with a later value
         self.saved: dict[str, bytes] | None = None
         self.under_way: list[tuple[StoreTicket, npt.NDArray[np.uint8], bytes]] = []
 
@@ -76,6 +78,33 @@ class StoreMachine(RuleBasedStateMachine):
         data = value_of(seed, size)
         self.under_way.append((self.store.put(name, data), data, data.tobytes()))
         self.model[name] = data.tobytes()
+        if name in self.retained:
+            self.replaced.add(name)
+
+    @rule(name=NAMES)
+    def retain(self, name: str) -> None:
+        if name not in self.model:
+            with pytest.raises(UsageError):
+                self.store.retain(name)
+            return
+        self.store.retain(name)
+        self.retained.setdefault(name, self.model[name])
+
+    @rule(name=NAMES, back=st.booleans())
+    def commit_or_roll_back(self, name: str, back: bool) -> None:
+        act = self.store.roll_back if back else self.store.commit
+        if name not in self.retained:
+            with pytest.raises(UsageError, match="is retained"):
+                act(name)
+            return
+        act(name)
+        if back:
+            self.model[name] = self.retained[name]
+        self.forget_retained(name)
+
+    def forget_retained(self, name: str) -> None:
+        self.retained.pop(name, None)
+        self.replaced.discard(name)
 
     @rule(name=NAMES)
     def get(self, name: str) -> None:
@@ -93,6 +122,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.delete(name)
         else:
             self.store.delete(name)
+            self.forget_retained(name)
 
     @rule(chosen=st.none() | st.sets(NAMES))
     def snapshot(self, chosen: set[str] | None) -> None:
@@ -107,6 +137,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.saved is not None
         assert sorted(self.store.restore(self.directory / "snapshot")) == sorted(self.saved)
         self.model.update(self.saved)
+        for name in self.saved:
+            self.forget_retained(name)
 
     @rule(size=st.integers(0, 200 * PAGE))
     def reserve(self, size: int) -> None:
@@ -122,9 +154,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert ticket.wait(SECONDS) == len(expected)
             assert out.tobytes() == expected
         self.under_way.clear()
-        assert self.store.used_bytes == sum(
-            -(-len(value) // PAGE) * PAGE for value in self.model.values()
-        )
+        stored = [*self.model.values(), *(self.retained[name] for name in self.replaced)]
+        assert self.store.used_bytes == sum(-(-len(value) // PAGE) * PAGE for value in stored)
 
     @invariant()
     def names_and_sizes(self) -> None:

@@ -118,6 +118,15 @@ class LateStore:
     def delete(self, name: str) -> None:
         self.store.delete(name)
 
+    def retain(self, name: str) -> None:
+        self.store.retain(name)
+
+    def commit(self, name: str) -> None:
+        self.store.commit(name)
+
+    def roll_back(self, name: str) -> None:
+        self.store.roll_back(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self.store
 
@@ -131,6 +140,7 @@ class SwapperMachine(RuleBasedStateMachine):
         super().__init__()
         self.model: dict[str, bytes] = {}  # the bytes that count
         self.room: dict[str, int] = {}
+        self.retained: dict[str, bytes] = {}
         self.held: dict[str, tuple[torch.Tensor, bytes]] = {}
         self.generator = np.random.default_rng(3)
 
@@ -214,9 +224,9 @@ class SwapperMachine(RuleBasedStateMachine):
             self.room[name] = nbytes
             self.write(name)
             self.model[name] = self.held[name][1]
+            self.retained.pop(name, None)
         elif name not in self.swapper:
-            self.model.pop(name, None)
-            self.room.pop(name, None)
+            self.forget(name)
 
     @rule(name=NAMES, nbytes=SIZES)
     def swap_out(self, name, nbytes):
@@ -229,9 +239,13 @@ class SwapperMachine(RuleBasedStateMachine):
             )
         ):
             self.model[name], self.room[name] = data, nbytes
+            self.retained.pop(name, None)
         elif name not in self.swapper:
-            self.model.pop(name, None)
-            self.room.pop(name, None)
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        for known in (self.model, self.room, self.retained, self.held):
+            known.pop(name, None)
 
     @rule(
         names=st.lists(NAMES, min_size=1, max_size=8),
@@ -277,8 +291,37 @@ class SwapperMachine(RuleBasedStateMachine):
     def discard(self, name):
         if name in self.model:
             self.swapper.discard(name)
-            del self.model[name], self.room[name]
-            self.held.pop(name, None)
+            self.forget(name)
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=8))
+    def change_provisionally(self, names):
+        for name in names:
+            if name in self.model and name not in self.held:
+                self.make_way(name)
+                stored = self.swapper.is_stored(name) and self.model[name] != b""
+                self.swap_in(name)
+                if name in self.held:
+                    retained = self.swapper.retain(name)
+                    assert retained or not stored
+                    if retained:
+                        self.retained.setdefault(name, self.model[name])
+                    self.release(name=name, changed=True, share=None)
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=8), back=st.booleans())
+    def decide(self, names, back):
+        for name in names:
+            if name in self.held:
+                self.let_go(name)
+            if not back:
+                self.swapper.commit(name)
+            elif name in self.retained:
+                self.swapper.roll_back(name)
+                self.model[name] = self.retained[name]
+                event("rolled back")
+            else:
+                with pytest.raises(UsageError, match="nothing is retained"):
+                    self.swapper.roll_back(name)
+            self.retained.pop(name, None)
 
     @rule(names=st.lists(NAMES, max_size=5))
     def prefetch(self, names):
