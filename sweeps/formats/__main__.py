@@ -75,9 +75,7 @@ def main(
     output: Path | None,
     again: Path | None,
 ) -> None:
-    """Compare the losses that "exact", "split" and "compact" states train to, and print a report in
-    Markdown.
-    """
+    """Compare the losses that states in each format train to, and print a report in Markdown."""
     if again is not None:
         _write(from_json(json.loads(again.read_text(encoding="utf-8"))), output)
         return

@@ -4,6 +4,9 @@ beside "exact" and beside others' 8-bit optimizers.
 Each case is trained with states as they are, in "compact" as users have it, in "compact" with 8
 bits whatever the options, and with the 8-bit AdamW of bitsandbytes and torchao, where these can be
 imported from P and work here. The table has final losses as a multiple of exact's.
+
+With --bfloat16, weights and gradients are bfloat16, and the formats are "compact" and "compact24",
+which differ in the masters of such weights only. "exact" then is this package's.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ..report import document, listed, table
 
 LIMIT = 1.1  # of exact's loss
 Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeWith = Callable[[Mapping[str, Any], Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 Train = Callable[[Make, int], float]
 
 
@@ -48,16 +52,20 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def regression(make: Make, seed: int, *, steps: int = 300, decay: bool = False) -> float:
+def regression(
+    make: Make, seed: int, *, steps: int = 300, decay: bool = False, near: bool = False
+) -> float:
     """Least squares over the whole batch with targets that a linear model fits but for some noise:
-    nothing is random but how states are rounded.
+    nothing is random but how states are rounded. near: weights start at 0.02 from those of the
+    targets, not at zero.
     """
     generator = _generator(seed)
     inputs = torch.randn(256, 128, generator=generator) * torch.logspace(0, -1.5, 128)
-    targets = inputs @ torch.randn(128, 8, generator=generator) + 0.01 * torch.randn(
-        256, 8, generator=generator
-    )
+    goal = torch.randn(128, 8, generator=generator)
+    targets = inputs @ goal + 0.01 * torch.randn(256, 8, generator=generator)
     weight = torch.nn.Parameter(torch.zeros(128, 8))
+    if near:
+        weight.data = goal + 0.02 * torch.randn(128, 8, generator=generator)
     optimizer = make([weight])
     base = optimizer.param_groups[0]["lr"]
     for step in range(steps):
@@ -172,6 +180,8 @@ def cases() -> list[Case]:
     """All of them."""
     adam, sgd = torch.optim.AdamW, torch.optim.SGD
     to_zero = functools.partial(regression, decay=True)
+    # A weight of 1 in 24 bits changes by 3e-5 at least.
+    in_small_steps = functools.partial(regression, steps=3000, near=True)
 
     def of_adam(name: str, train: Train, seeds: int = 1, **options: Any) -> Case:
         return Case(name, adam, options, train, seeds)
@@ -187,6 +197,7 @@ def cases() -> list[Case]:
     return [
         *found,
         of_adam("regression, AdamW, decay to zero", to_zero, lr=1e-2, **plain),
+        of_adam("regression, AdamW, steps of 1e-5", in_small_steps, lr=1e-5, **plain),
         of_adam("gradients over 8 decades, eps 1e-15", decades, lr=0.1, eps=1e-15, **plain),
         of_adam("gradients over 8 decades, eps 1e-8", decades, lr=0.1, **plain),
         of_adam("language model", language, 3, lr=3e-3),
@@ -235,6 +246,32 @@ def _without_limits() -> Iterator[None]:
         widening._LARGEST_BETA, widening._LEAST_EPS, widening._RANGE = kept
 
 
+def in_bfloat16(
+    make: MakeWith,
+    options: Mapping[str, Any],
+    params: Sequence[torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """One that steps bfloat16 copies of *params* by gradients in bfloat16, and gives *params* the
+    values of these copies: losses are those of bfloat16 weights, computed in float32.
+    """
+    working = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in params]
+    optimizer = make(options, working)
+
+    def take(*_: Any) -> None:
+        for parameter, weight in zip(params, working, strict=True):
+            weight.grad = None if parameter.grad is None else parameter.grad.bfloat16()
+            parameter.grad = None
+
+    def give(*_: Any) -> None:
+        for parameter, weight in zip(params, working, strict=True):
+            parameter.data.copy_(weight.detach())
+
+    give()
+    optimizer.register_step_pre_hook(take)
+    optimizer.register_step_post_hook(give)
+    return optimizer
+
+
 def peers() -> dict[str, Any]:
     """The 8-bit AdamW of others, by name; those that cannot be imported are told."""
     found: dict[str, Any] = {}
@@ -253,36 +290,62 @@ def peers() -> dict[str, Any]:
     return found
 
 
-def measured(
-    case: Case,
-    make: Callable[[Mapping[str, Any], Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
-) -> float | str:
-    """The mean of the final losses over the case's seeds, or what went wrong."""
+def measured(case: Case, make: MakeWith) -> list[float] | str:
+    """The final losses of the case's seeds, or what went wrong."""
     try:
-        return statistics.fmean(
+        return [
             case.train(lambda params: make(case.options, params), seed)
             for seed in range(case.seeds)
-        )
+        ]
     except Exception as error:
         return type(error).__name__
 
 
-def row(case: Case, directory: str, others: Mapping[str, Any]) -> list[str]:
-    """Of the table."""
-    exact = measured(case, lambda options, params: case.kind(params, **options))
-    assert isinstance(exact, float)
-    makes = [functools.partial(ours, "compact", directory, case.kind)]
-    makes.append(functools.partial(always_8_bits, directory, case.kind))
-    for other in others.values():
-        makes.append(lambda options, params, other=other: other(params, **options))
-    if case.kind is not torch.optim.AdamW:
-        makes = makes[:2]
-    found = [measured(case, make) for make in makes]
-    cells = [
-        f"{one / exact:.3f}" if isinstance(one, float) and math.isfinite(one) else str(one)
-        for one in found
-    ]
-    return [case.name, f"{exact:.4g}", *cells, *[""] * (2 + len(others) - len(found))]
+def makes(
+    case: Case, directory: str, others: Mapping[str, Any], bfloat16: bool
+) -> dict[str, MakeWith]:
+    """What makes the optimizers of *case*, by column; exact first."""
+    formats = {
+        name: functools.partial(ours, name, directory, case.kind)
+        for name in ("exact", "compact", "compact24")
+    }
+    if bfloat16:
+        return {name: functools.partial(in_bfloat16, make) for name, make in formats.items()}
+    found: dict[str, MakeWith] = {
+        "exact": lambda options, params: case.kind(params, **options),
+        "compact": formats["compact"],
+        "always 8 bits": functools.partial(always_8_bits, directory, case.kind),
+    }
+    if case.kind is torch.optim.AdamW:
+        for name, other in others.items():
+            found[name] = lambda options, params, other=other: other(params, **options)
+    return found
+
+
+def row(case: Case, made: Mapping[str, MakeWith], names: Sequence[str]) -> list[str]:
+    """Of the table, with the columns *names*."""
+    losses = {name: measured(case, make) for name, make in made.items()}
+    exact = losses.pop("exact")
+    assert not isinstance(exact, str), exact
+    cells = {name: multiple(found, exact) for name, found in losses.items()}
+    mean = f"{statistics.fmean(exact):.4g}"
+    return [case.name, str(case.seeds), mean, *(cells.get(name, "") for name in names)]
+
+
+def multiple(found: list[float] | str, exact: list[float]) -> str:
+    """The mean of the losses *found* over that of *exact*, of the same seeds; with the standard
+    error of the mean of their differences, where there are several.
+    """
+    if isinstance(found, str):
+        return found
+    if not math.isfinite(sum(found)):
+        return str(sum(found))
+    mean = statistics.fmean(exact)
+    cell = f"{statistics.fmean(found) / mean:.3f}"
+    if len(exact) == 1:
+        return cell
+    differences = [here - there for here, there in zip(found, exact, strict=True)]
+    return f"{cell} ± {statistics.stdev(differences) / len(exact) ** 0.5 / mean:.3f}"
 
 
 def main() -> None:
@@ -292,26 +355,39 @@ def main() -> None:
     parser.add_argument("--packages", help="where pip has put those of others")
     parser.add_argument("--output", type=Path, help="a Markdown file")
     parser.add_argument("--only", default="", help="cases whose names have this")
+    parser.add_argument("--seeds", type=int, help="of each case, instead of its own number")
+    parser.add_argument("--bfloat16", action="store_true", help="weights; tries compact24, too")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if arguments.packages:
         sys.path.append(arguments.packages)
-    others = peers()
-    lines = [["case", "exact, loss", "compact", "always 8 bits", *others]]
+    about = {**facts(Path(arguments.directory), "sweeps.formats.quality"), "commit": commit()}
+    about["computing"] = f"torch {torch.__version__} on the CPU, one thread"
+    others = {} if arguments.bfloat16 else peers()
+    names = (
+        ["compact", "compact24"] if arguments.bfloat16 else ["compact", "always 8 bits", *others]
+    )
+    lines = [["case", "seeds", "exact, loss", *names]]
     for case in cases():
         if arguments.only in case.name:
-            lines.append(row(case, arguments.directory, others))
+            case = case._replace(seeds=arguments.seeds or case.seeds)
+            made = makes(case, arguments.directory, others, arguments.bfloat16)
+            lines.append(row(case, made, names))
             print(*lines[-1], sep=" | ", flush=True)
     if arguments.output:
-        about = {**facts(Path(arguments.directory), "sweeps.formats.quality"), "commit": commit()}
-        about["computing"] = f"torch {torch.__version__} on the CPU, one thread"
+        beside = "in bfloat16" if arguments.bfloat16 else "and others' 8 bits"
+        columns = (
+            "*compact24* also has masters of 24 bits. Weights and gradients are bfloat16; with float32 weights the two are the same."
+            if arguments.bfloat16
+            else "*always 8 bits* is without that."
+        )
         text = document(
-            "# What compact trains to, beside exact and others' 8 bits",
+            f"# What compact trains to, beside exact {beside}",
             listed(about),
-            "Final losses, those of language models means over three seeds, as multiples of exact's. *compact* is what a user has: with beta1 or a momentum "
-            f"above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block that are more than 30 octaves apart, it "
-            "keeps states in 16 bits. *always 8 bits* is without that.",
+            "Final losses, means over that many seeds, as multiples of exact's. What stands after ± is the standard error of a mean over seeds. *compact* is "
+            f"what a user has: with beta1 or a momentum above {widening._LARGEST_BETA}, an eps below {widening._LEAST_EPS:g}, or second moments of a block "
+            f"that are more than 30 octaves apart, it keeps states in 16 bits. {columns}",
             table(lines[0], lines[1:]),
         )
         arguments.output.write_text(text, encoding="utf-8")
