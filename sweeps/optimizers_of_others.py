@@ -2,8 +2,9 @@
 packages under `NVMeOptimizer`, beside themselves in memory.
 
 Every class of each package is trained for some steps in memory, under `NVMeOptimizer` with all the
-memory that it wants, and with the least that it does not refuse. The table says where the bits are
-the same, which are refused with which words, and which fail without this package as well. The
+memory that it wants, with the least that it does not refuse, and with that and provisional updates
+in the backward pass, some of which clipping undoes. The table says where the bits are the same,
+which are refused with which words, and which fail without this package as well. The
 packages are imported from P, as `pip install --no-deps --target P` leaves them, so that none of
 them has to be in the environment. Each class has a process and a time of its own.
 """
@@ -34,7 +35,7 @@ import torch
 
 from nvme_offload import NVMeOptimizer
 from nvme_offload.errors import OffloadError
-from nvme_offload.optim import bucketing
+from nvme_offload.optim import UpdateStats, bucketing
 
 from .machine import commit, facts
 from .report import columns, document, escaped, listed
@@ -47,6 +48,7 @@ PACKAGES = """
 """.split()  # noqa: SIM905
 SHAPES = ((200, 150), (40, 30), (77,), (300, 100), (16, 8, 3, 3))
 STEPS = 12
+CLIPPED = (7, 8)  # steps whose gradients are changed after the backward pass
 SECONDS = 90  # that one optimizer may take
 # What classes want that have no default for it, and that a user would have to give, too.
 ARGUMENTS: dict[str, Any] = {
@@ -97,12 +99,16 @@ WAYS = (
 
 
 class Outcome(NamedTuple):
-    """What became of one optimizer. buckets: with the least memory."""
+    """What became of one optimizer. buckets: with the least memory. in_backward: of these, those
+    updated provisionally in the step for which that were most; undone: as many at most again.
+    """
 
     name: str
     verdict: str
     judged: str = ""
     buckets: int = 0
+    in_backward: int = 0
+    undone: int = 0
 
 
 def optimizers(packages: Sequence[str]) -> Iterator[tuple[str, Make]]:
@@ -192,8 +198,13 @@ def given_to(params: Sequence[torch.nn.Parameter], way: Way) -> Any:
     return [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
 
 
-def train(params: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, way: Way) -> None:
-    """Some steps, down a slope and with noise."""
+def train(
+    params: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    way: Way,
+    counted: list[Any] | None = None,
+) -> None:
+    """Some steps, down a slope and with noise; the statistics of each are *counted*."""
     torch.manual_seed(0)
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
@@ -203,13 +214,23 @@ def train(params: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
         scale = 10.0 if step == STEPS // 2 else 1.0
 
         def closure(noises: Sequence[torch.Tensor] = noises, scale: float = scale) -> torch.Tensor:
+            gradients = []
             for parameter, noise in zip(params, noises, strict=True):
                 own = parameter if way.graph else parameter.detach()
-                parameter.grad = (own + noise) * scale
+                gradients.append((own + noise) * scale)
+                parameter.grad = gradients[-1] if way.graph or way.closure else None
+            if not (way.graph or way.closure):  # from a backward pass, bit for bit the same
+                pairs = zip(params, gradients, strict=True)
+                torch.stack([(one * gradient).sum() for one, gradient in pairs]).sum().backward()
             return torch.stack([parameter.square().sum() for parameter in params]).sum()
 
         closure()
+        if step in CLIPPED:
+            for parameter in params:
+                parameter.grad = parameter.grad * 0.5 if way.graph else parameter.grad.mul_(0.5)
         optimizer.step(closure) if way.closure else optimizer.step()
+        if isinstance(optimizer, NVMeOptimizer) and counted is not None:
+            counted.append(optimizer.stats())
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
 
@@ -234,19 +255,24 @@ def plainly(make: Make, way: Way) -> list[torch.nn.Parameter]:
 
 
 def trained(
-    make: Make, directory: str, cap: int | str, way: Way
-) -> tuple[list[torch.nn.Parameter], int]:
+    make: Make, directory: str, cap: int | str, way: Way, in_backward: Any = False
+) -> tuple[list[torch.nn.Parameter], list[UpdateStats]]:
     """Parameters that were trained with this *cap*, or the least above it that is named where it is
-    refused; and the buckets that they were in.
+    refused; and the statistics of each step.
     """
     for _ in range(5):
         params = weights(way)
+        counted: list[UpdateStats] = []
         try:
             with NVMeOptimizer(
-                given_to(params, way), make, paths=directory, host_memory=cap
+                given_to(params, way),
+                make,
+                paths=directory,
+                host_memory=cap,
+                step_in_backward=in_backward,
             ) as optimizer:
-                train(params, optimizer, way)
-                return params, len(optimizer._buckets)
+                train(params, optimizer, way, counted)
+                return params, counted
         except OffloadError as refusal:
             if not (named := re.search(r"at least (\d+)", str(refusal))):
                 raise
@@ -262,7 +288,8 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
     log = logging.getLogger("nvme_offload.optim")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    way, buckets = _way_of(make), 0
+    way = _way_of(make)
+    counts = (0, 0, 0)
     if isinstance(way, str):
         return Outcome(name, f"fails in memory: {way}")
     if not way.groups:  # all trials would be of the same options
@@ -272,15 +299,21 @@ def judge(name: str, make: Make, directory: str) -> Outcome:
         plain = plainly(make, way)
         if not same(plainly(make, way), plain):
             return Outcome(name, f"not the same twice in memory{by}")
-        for cap in ("auto", 4096):
-            ours, buckets = trained(make, directory, cap, way)
+        for cap, in_backward in (("auto", False), (4096, False), (4096, "provisional")):
+            ours, stats = trained(make, directory, cap, way, in_backward)
+            counts = (
+                max(one.buckets for one in stats),
+                max(one.updated_in_backward for one in stats),
+                max(one.rolled_back for one in stats),
+            )
             if not same(ours, plain):
-                return Outcome(name, f"DIFFERS{by}", _judged(heard), buckets)
-        return Outcome(name, f"bit-equal{by}", _judged(heard), buckets)
+                what = ", provisional" if in_backward else ""
+                return Outcome(name, f"DIFFERS{by}{what}", _judged(heard), *counts)
+        return Outcome(name, f"bit-equal{by}", _judged(heard), *counts)
     except OffloadError as error:
-        return Outcome(name, f"refused{by}: {error}", _judged(heard), buckets)
+        return Outcome(name, f"refused{by}: {error}", _judged(heard), *counts)
     except Exception as error:
-        return Outcome(name, f"FAILS{by}: {type(error).__name__}: {error}", _judged(heard), buckets)
+        return Outcome(name, f"FAILS{by}: {type(error).__name__}: {error}", _judged(heard), *counts)
 
 
 def _way_of(make: Make) -> Way | str:
@@ -349,14 +382,17 @@ def report(outcomes: Sequence[Outcome], about: Mapping[str, str]) -> str:
         "verdict": lambda one: " ".join(escaped(one.verdict).split())[:500],
         "updates, as judged": lambda one: one.judged,
         "buckets": lambda one: one.buckets or "",
+        "in backward": lambda one: one.in_backward or "",
+        "undone": lambda one: one.undone or "",
     }
     return document(
         "# Optimizers of other packages under NVMeOptimizer",
         listed({**about, "computing": f"torch {torch.__version__} on the CPU, one thread"}),
         f"{len(outcomes)} classes, {STEPS} steps each over parameters of {', '.join(map(str, SHAPES))}: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        + ". Bit-equal: with all states in memory, and with the least `host_memory` that is not refused, to the same class without this package. Fails in "
-        "memory: without this package, whichever of these ways it is used: "
+        + ". Bit-equal: with all states in memory, with the least `host_memory` that is not refused, and with that and provisional updates in the backward "
+        "pass, to the same class without this package. In backward: the buckets that were updated there in a step, at most; undone: those that the clipping of "
+        f"steps {' and '.join(map(str, CLIPPED))}, counted from 0, undid. Fails in memory: without this package, whichever of these ways it is used: "
         + ", ".join(way.name or "parameters alone" for way in WAYS)
         + ".",
         columns(outcomes, cells),

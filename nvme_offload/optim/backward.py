@@ -83,7 +83,15 @@ class BackwardUpdates:
                 bucket, {fragment.weight for fragment in bucket.fragments}
             )
             waiting.discard(weight)
-            if not waiting and bucket not in self._updated:
+            if waiting or bucket in self._updated:
+                continue
+            # what was complete in a backward() that was given up has no gradient now
+            waiting |= {
+                fragment.weight
+                for fragment in bucket.fragments
+                if fragment.weight.parameter.grad is None
+            }
+            if not waiting:
                 ready.append(bucket)
         return ready
 

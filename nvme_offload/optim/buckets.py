@@ -80,9 +80,14 @@ class Weight:
 
     def look(self) -> None:
         """Notice whether somebody else has changed the parameter since the last update."""
-        if self.seen not in (None, now := self._now()):
+        if self.was_changed:
             self.changes += 1
-            self.seen = now
+            self.seen = self._now()
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody else has changed the parameter since the last update."""
+        return self.seen not in (None, self._now())
 
     def settle_gradient(self) -> None:
         """Let the gradient lie over the ranks as the parameter does. All of these have to call it,
@@ -241,7 +246,8 @@ class Bucket:
 
     *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is
     none; behind it are *rest_bytes* for states that are not like their parameters. *room_bytes*:
-    that were asked for.
+    that were asked for. *is_retained*: the drive keeps the value as it was, which is not to be made
+    anew meanwhile.
     """
 
     name: str
@@ -255,6 +261,7 @@ class Bucket:
     layout: Layout | None = None
     rest_bytes: int = 0
     room_bytes: int = 0
+    is_retained: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -34,6 +34,7 @@ from .budget import Budget
 from .host_gradient import HostGradient
 from .options import StepOptions, differences, materialised, same, samples_of
 from .placeholders import ShownState, StateOnDrive
+from .provisional import ProvisionalUpdates
 from .stats import UpdateClock, UpdateStats
 from .update import Options, Updater
 from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
@@ -72,12 +73,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
         parameters, and moves 12 bytes for each Adam parameter and direction. "split" moves 10 where
         parameters are bfloat16, and is lossless too. "compact" keeps moments in 8 bits and moves 4;
         "compact24" rounds masters to 24 bits as well and moves 3.
-    step_in_backward : bool or "local"
+    step_in_backward : {False, True, "local", "provisional"}
         Update parameters during `backward`, as soon as their gradients are complete, and let the
         gradients go; `step` does the rest. It excludes what reads gradients in between: clipping by
         a norm, GradScaler, DDP. To accumulate, run all but the last `backward` under `no_sync`.
         With several processes it takes DTensors (FSDP2, tensor parallelism); "local" takes any
         parameter, and asserts that nothing but autograd and FSDP2 works on gradients.
+
+        "provisional" keeps gradients and the old parameters until `step`, which undoes the updates
+        whose gradients were changed since, by clipping say, and makes them again: bit for bit what
+        updates after `backward` give. The drive keeps old states beside new ones until then, so it
+        needs up to twice the room. `zero_grad` in place of `step` undoes all updates, and so does
+        what looks at states. Between `backward` and `step` parameters are the new ones.
     overlap_step : bool
         `step` returns at once, and a thread makes its updates under what comes next, as a rule the
         forward pass, in the order in which it uses parameters. The bits are the same: the first use
@@ -131,7 +138,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         host_memory: int | str = "auto",
         state_format: Literal["exact", "split", "compact", "compact24"] = "exact",
-        step_in_backward: bool | Literal["local"] = False,
+        step_in_backward: bool | Literal["local", "provisional"] = False,
         overlap_step: bool = False,
         accumulate: Literal["host"] | None = None,
         elementwise: bool = False,
@@ -139,9 +146,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if step_in_backward not in (False, True, "local"):
+        if step_in_backward not in (False, True, "local", "provisional"):
             raise UsageError(
-                f'step_in_backward must be False, True or "local", not {step_in_backward!r}'
+                f'step_in_backward must be False, True, "local" or "provisional", not {step_in_backward!r}'
             )
         if accumulate not in (None, "host"):
             raise UsageError(f'accumulate must be None or "host", not {accumulate!r}')
@@ -162,6 +169,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if step_in_backward
             else None
         )
+        self._provisional: ProvisionalUpdates | None = None
         self._sums: GradientSums | None = None
         self._overlap = bool(overlap_step)
         self._queue: UpdateQueue | None = None
@@ -218,6 +226,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
             if accumulate is not None:
                 self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
+            if step_in_backward == "provisional":
+                self._provisional = ProvisionalUpdates(self._tier, self)
             if self._overlap:
                 self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
@@ -268,6 +278,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self.synchronize()
                 if tried_again and not any(weight.has_new_gradient for weight in self._weights):
                     return loss
+            self._end_provisional()
             due = self._due()
             if self._can_queue(due):
                 self._queue_updates(due)
@@ -284,8 +295,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         self._update_now(bucket)
                 finally:
                     self._drain()
+                counts = self._counts
                 self._end_step()
-            self._last = self._clock.end_step(self._steps)
+            self._last = self._clock.end_step(self._steps, **counts)
         return loss
 
     def synchronize(self) -> None:
@@ -322,6 +334,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         set_to_none : bool
             Drop gradients, or fill them with zeros.
         """
+        self._undo_provisional()
+        if self._provisional is not None:
+            self._provisional.end_step()
+        if self._backward is not None:
+            self._backward.end_step()
         if self._updated:
             if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
                 _log.warning(
@@ -354,7 +371,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not self._ready:
             super().add_param_group(param_group)
             return
-        self.synchronize()
+        self._settle()
         [sample] = samples_of([param_group])
         super().add_param_group(param_group)
         groups, samples = self.param_groups, self._template.param_groups
@@ -388,7 +405,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         NoSpaceError
             The first drive has no room for the file.
         """
-        self.synchronize()
+        self._settle()
         self._check_usable()
         self._check_parameters()
         for weight in self._weights:
@@ -583,6 +600,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     if self._backward is not None:
                         self._backward.close()
                     self._drain()
+                    if self._provisional is not None:
+                        self._provisional.abandon()
                     if self._sums is not None:
                         self._sums.close(self._weights)
                     self._tier.close()
@@ -621,7 +640,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             )
         if inspect.isroutine(getattr(template, name)):
             return functools.partial(self._call, name)
-        self.synchronize()
+        self._settle()
         made = [bucket.inner for bucket in self._buckets if bucket.inner is not None]
         return self._agreed(name, [getattr(optimizer, name) for optimizer in made or [template]])
 
@@ -637,7 +656,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ):
             super().__setattr__(name, value)
             return
-        self.synchronize()
+        self._settle()
         for optimizer in [
             template,
             *(bucket.inner for bucket in self._buckets if bucket.inner is not None),
@@ -647,7 +666,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.synchronize()
+        self._settle()
         with self._lock:
             self._check_usable()
             self._check_parameters()
@@ -724,7 +743,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.cap_bytes = self._budget.values_bytes
         self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
         self._tier.require_memory(nbytes)
-        self._tier.require_space(nbytes)
+        self._tier.require_space(
+            nbytes if self._provisional is None else nbytes + max(nbytes - self._tier.cap_bytes, 0)
+        )
         self._tier.require(nbytes)
         self._drain()
         with torch.no_grad():
@@ -781,11 +802,88 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._show(bucket)
         return left
 
+    def _update_provisionally(self, bucket: Bucket) -> None:
+        """Update the parameters of *bucket* so that it can be undone. Where it cannot, or fails,
+        `step` does it.
+        """
+        provisional = self._provisional
+        assert provisional is not None
+        if (
+            self._changes_groups
+            or not provisional.may_begin(bucket)
+            or not self._updater.keeps_layout(bucket, self._steps)
+        ):
+            return
+        memory = self._updater.open(bucket)
+        before = provisional.before(bucket)
+        if before is None:
+            self._updater.close(bucket)
+            return
+        try:
+            for fragment in bucket.fragments:
+                fragment.weight.look()
+            options = self._options_of(bucket)
+            left = self._updater.step(bucket, memory, options, self._steps)
+        except BaseException:
+            self._updater.fail(bucket)
+            self._drain()
+            provisional.roll_back(before)
+            raise
+        if changed := differences(options, left):
+            self._drain()
+            provisional.roll_back(before)
+            self._changed_groups(sorted({key for _, key, _ in changed}))
+            return
+        provisional.made(before)
+        self._updated.add(bucket)
+        self._show(bucket)
+
+    def _end_provisional(self) -> None:
+        """The gradients and options of this step are final: undo the updates by others."""
+        if self._provisional is not None:
+            self._provisional.check()
+            if self._options.differ(self.param_groups):
+                self._undo_provisional()
+                self._options.forget()
+            self._undo(self._provisional.roll_back_changed)
+
+    def _undo_provisional(self) -> None:
+        """Before parameters or states are looked at, or where there is no step after all: undo the
+        updates of this one.
+        """
+        if self._provisional:
+            with self._lock:
+                self._undo(self._provisional.roll_back_all)
+
+    def _undo(self, roll_back: Callable[[], list[Bucket]]) -> None:
+        self._drain()
+        try:
+            for bucket in roll_back():
+                self._updated.remove(bucket)
+                self._show(bucket)
+        except BaseException as error:
+            self._broken = f"updates were being undone ({type(error).__name__}: {error})"
+            raise
+
+    def _settle(self) -> None:
+        """Before states are looked at: have them as the last step left them."""
+        self._undo_provisional()
+        self.synchronize()
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        counts = {"buckets": len(self._updated)}
+        if self._provisional is not None:
+            counts["updated_in_backward"] = self._provisional.made_count
+            counts["rolled_back"] = self._provisional.rolled_back_count
+        return counts
+
     def _end_step(self) -> None:
         self._changed_groups(self._options.end(self.param_groups))
         if self._open_step is None:
             self._tier.swapper.step()
         else:
+            self._open_step.counts = self._counts
             self._end_queued(self._open_step)
         self._steps += 1
         self._forget_step()
@@ -800,6 +898,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._open_step = None
         if self._backward is not None:
             self._backward.end_step()
+        if self._provisional is not None:
+            self._provisional.end_step()
 
     def _show(self, bucket: Bucket) -> None:
         """Let `state` have what is in memory of the states of the bucket's parameters, and
@@ -876,7 +976,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         OffloadError
             The drive failed.
         """
-        self.synchronize()
+        self._settle()
         with self._lock:
             self._check_usable()
             self._drain()
@@ -909,7 +1009,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         OffloadError
             The drive failed.
         """
-        self.synchronize()
+        self._settle()
         with self._lock:
             self._take_up_states()
             self._restore(
@@ -942,12 +1042,19 @@ class NVMeOptimizer(torch.optim.Optimizer):
         weight.settle_gradient()
         await_copy(weight.parameter)
         with self._lock:
+            if self._provisional is not None:
+                self._provisional.complete(weight)
             for bucket in self._backward.complete(weight):
                 try:
                     if not self._updated:
                         self._take_up_states()
                     for fragment in bucket.fragments:
                         _check_gradient(fragment.weight)
+                    if self._provisional is not None:
+                        if self._queue is None or self._queue.quiesce():
+                            with self._clock.running():
+                                self._update_provisionally(bucket)
+                        continue
                     if self._can_queue([bucket]):
                         self._queue_updates([bucket])
                     elif self._queue is None or self._queue.quiesce():
@@ -967,7 +1074,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """As every optimizer's. With `overlap_step` it waits for the updates."""
-        self.synchronize()
+        self._settle()
         self._state_was_asked_for = True
         return self._state
 
@@ -993,6 +1100,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             for bucket in self._buckets
             if bucket not in self._updated and bucket.has_gradient
         ]
+        if self._provisional is not None:
+            due = self._provisional.in_order(due)
         self._bucketing.check(due)
         for weight in {fragment.weight for bucket in due for fragment in bucket.fragments}:
             _check_gradient(weight)
@@ -1083,7 +1192,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._tier.swapper.step()
             for index, key, value in differences(step.given, step.left):
                 self._late.append((index, key, step.given[index].get(key), value))
-        self._last = self._clock.end_step(step.number)
+        self._last = self._clock.end_step(step.number, **step.counts)
 
     def _watch_first_gradient(self, weight: Weight) -> None:
         """Have nothing to come when a backward pass begins: it may write to gradients, as do DDP's
@@ -1111,7 +1220,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._backward_begins = False
 
     def _changed_groups(self, keys: Sequence[str]) -> None:
-        if keys and self._overlap and not self._changes_groups:
+        if keys and not self._changes_groups and (self._overlap or self._provisional is not None):
             self._changes_groups = True
             self._tell_alone(
                 f"{self._class_name} changes {', '.join(keys)} of its groups in a step, which schedulers and programs read"
@@ -1120,12 +1229,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _tell_alone(self, reason: str) -> None:
         if not self._told_alone:
             self._told_alone = True
-            _log.warning("overlap_step is left out: %s", reason)
+            left_out = "overlap_step" if self._overlap else "step_in_backward"
+            _log.warning("%s is left out: %s", left_out, reason)
 
     def _give_up_what_fails(self) -> None:
         """Before states are loaded: wait for what is to come, and give up what cannot be made."""
         try:
-            self.synchronize()
+            self._settle()
         except Exception as error:
             assert self._queue is not None
             _log.warning("updates are given up, since states are loaded: %s", error)

@@ -42,6 +42,10 @@ class StepOptions:
             )
         return dict(self._before[index])
 
+    def differ(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether *groups* have other options now than when the step began."""
+        return bool(differences(self._before, {index: groups[index] for index in self._before}))
+
     def left(self, options: Mapping[int, Mapping[str, Any]]) -> None:
         """A bucket has been updated, and left these *options* of groups, by index."""
         self._after.update(options)

@@ -45,8 +45,8 @@ class SpentGradient(torch.Tensor):
         raise UsageError(
             f"{function} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
             "run all but the last backward() under optimizer.no_sync(), and call optimizer.step() or zero_grad() before the next. Clipping by a norm, "
-            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; where it has come to "
-            "this, the parameters have moved by gradients without it, so begin again from a checkpoint"
+            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; for clipping there is "
+            '"provisional". Where it has come to this, the parameters have moved by gradients without it, so begin again from a checkpoint'
         )
 
 

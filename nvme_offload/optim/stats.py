@@ -23,12 +23,25 @@ class UpdateStats(DriveUse):
         time that the updates took, under whatever else ran.
     update_wait_seconds : float
         With `overlap_step`, time that the program waited for the updates.
+    buckets : int
+        Buckets of parameters that were updated.
+    updated_in_backward : int
+        With `step_in_backward="provisional"`, buckets that were updated before `step`.
+    rolled_back : int
+        Of these, buckets whose gradients were changed before `step`, which made the update again.
     """
 
     update_wait_seconds: float = 0.0
+    buckets: int = 0
+    updated_in_backward: int = 0
+    rolled_back: int = 0
 
     def __str__(self) -> str:
         text = super().__str__()
+        if self.updated_in_backward:
+            text += f"; {self.updated_in_backward} of {self.buckets} buckets updated in backward"
+        if self.rolled_back:
+            text += f", {self.rolled_back} of them again in step()"
         if self.update_wait_seconds:
             text += f"; the program waited {self.update_wait_seconds:.2f} s for the updates"
         return text
@@ -52,8 +65,8 @@ class UpdateClock:
         finally:
             self._seconds += time.monotonic() - began
 
-    def end_step(self, step: int) -> UpdateStats:
-        """The step is over."""
-        result = UpdateStats(step=step, seconds=self._seconds, **self._meter.take())
+    def end_step(self, step: int, **counts: int) -> UpdateStats:
+        """The step is over. *counts*: of its `UpdateStats`."""
+        result = UpdateStats(step=step, seconds=self._seconds, **counts, **self._meter.take())
         self._seconds = 0.0
         return result

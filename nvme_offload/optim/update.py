@@ -42,6 +42,10 @@ Find = Callable[[Fragment, Key], torch.Tensor]  # what travels of a fragment, by
 Options = Mapping[int, Mapping[str, Any]]  # of each parameter group that a bucket has parts of
 
 
+class RetainedError(Exception):
+    """The value of a bucket that is retained would have to be made anew."""
+
+
 class Updater:
     """Opens buckets, steps over them and stores them. *make* makes the inner optimizers, which are
     called *name*.
@@ -138,6 +142,22 @@ class Updater:
         """
         self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
         self._stager(bucket).give_back(changed=True)
+
+    def close(self, bucket: Bucket) -> None:
+        """Give an opened bucket back, unchanged."""
+        self._stager(bucket).give_back(changed=False)
+
+    def keeps_layout(self, bucket: Bucket, seed: int) -> bool:
+        """Whether a step of *bucket* that has this *seed* leaves its layout as it is, as far as the
+        format goes.
+        """
+        assert bucket.layout is not None
+        return not looks_at(self._format, seed + 1) and not self._is_too_narrow(bucket.layout)
+
+    def _is_too_narrow(self, layout: Layout) -> bool:
+        return self._format.wide and any(
+            slot.exponents is not None for slot in layout.states.values()
+        )
 
     def fail(self, bucket: Bucket) -> None:
         """Give an opened bucket back after an error, as it was in memory."""
@@ -393,10 +413,11 @@ class Updater:
         found, rest_bytes = bucket.arrange(
             {fragment: fragment.leaves for fragment in bucket.fragments}
         )
-        too_few = self._format.wide and any(
-            slot.exponents is not None for slot in layout.states.values()
-        )
-        if {**kept, **found} != kept or rest_bytes > bucket.rest_bytes or too_few:
+        if (
+            {**kept, **found} != kept
+            or rest_bytes > bucket.rest_bytes
+            or self._is_too_narrow(layout)
+        ):
             layout = bucket.layout = self._format.layout(
                 bucket.numel, {**kept, **found}, bucket.dtype, self._name
             )
@@ -424,6 +445,8 @@ class Updater:
         """Room of zeros in place of the bucket's value, for which more host memory is asked for
         than was foreseen, if need be.
         """
+        if bucket.is_retained:
+            raise RetainedError(f"{self._name} keeps other states from this step on")
         if bucket.nbytes > bucket.room_bytes:
             self._tier.require(bucket.nbytes - bucket.room_bytes)
             bucket.room_bytes = bucket.nbytes

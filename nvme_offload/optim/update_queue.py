@@ -29,7 +29,7 @@ class Step:
 
     *given* and *left*: the options of groups, as they were when the step was called and as the last
     bucket left them. *threads*: that torch's operators may use. *hints*: names of values in the
-    order of need, which the swapper has not been told of yet.
+    order of need, which the swapper has not been told of yet. *counts*: for its `UpdateStats`.
     """
 
     owner: Any
@@ -38,6 +38,7 @@ class Step:
     given: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     left: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     hints: list[str] = dataclasses.field(default_factory=list)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Job(NamedTuple):

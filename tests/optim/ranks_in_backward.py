@@ -288,6 +288,34 @@ def a_drive_that_fails_on_one_rank() -> list[Any]:
 
 
 @case
+def fsdp2_clipping() -> list[Any]:
+    """Norms over both ranks, which clip some of the steps that were made provisionally."""
+    found: list[Any] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        nets, made, undone = [], 0, 0
+        for in_backward in (False, True):
+            net = sharded(dtype)
+            params = list(net.parameters())
+            optimizer: Any = (
+                ours(params, step_in_backward="provisional")
+                if in_backward
+                else Reference(params, torch.optim.AdamW, lr=0.01)
+            )
+            for step in range(8):
+                loss_of(net, step, dtype).backward()
+                torch.nn.utils.clip_grad_norm_(params, 1e-3 if step in (3, 6) else 1e9)
+                optimizer.step()
+                net.zero_grad()
+                if in_backward:
+                    made += optimizer.stats().updated_in_backward
+                    undone += optimizer.stats().rolled_back
+            nets.append(net)
+        found += differing(*([local(parameter) for parameter in net.parameters()] for net in nets))
+        found += [] if 0 < undone < made else [f"{undone} of {made} undone"]
+    return found
+
+
+@case
 def what_cannot_be_known_is_refused() -> list[Any]:
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
     part = parallelize_module(

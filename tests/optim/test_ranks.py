@@ -38,6 +38,7 @@ IN_BACKWARD = (
     "tensor_parallel",
     "layers_sharded_by_hand",
     "a_drive_that_fails_on_one_rank",
+    "fsdp2_clipping",
     "what_cannot_be_known_is_refused",
     "what_looks_at_gradients_afterwards_is_an_error",
 )

@@ -265,7 +265,9 @@ def test_a_backward_that_fails_has_updated_some(tmp_path, caplog):
 
 
 def test_what_it_may_be(tmp_path):
-    with pytest.raises(UsageError, match="must be False, True or \"local\", not 'yes'"):
+    with pytest.raises(
+        UsageError, match='must be False, True, "local" or "provisional", not \'yes\''
+    ):
         NVMeOptimizer(model().parameters(), paths=tmp_path, step_in_backward="yes")
 
 
@@ -361,3 +363,27 @@ def test_closures(tmp_path):
             return loss
 
         assert optimizer.step(closure).item() > optimizer.step(closure).item()
+
+
+@pytest.mark.parametrize("settings", [True, "provisional"])
+def test_a_backward_pass_that_is_given_up_half_way_leaves_nothing_behind(tmp_path, settings):
+    """What was complete in it is not taken for complete in the next one, which has another order."""
+    results = []
+    for in_backward in (False, settings):
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        net = torch.nn.ModuleList((first, second))
+        with NVMeOptimizer(
+            net.parameters(), lr=0.01, paths=tmp_path, step_in_backward=in_backward
+        ) as optimizer:
+            for _ in range(3):
+                stop = first.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):  # as when memory runs out
+                    second(first(torch.ones(4))).sum().backward()
+                stop.remove()
+                net.zero_grad()
+                first(second(torch.ones(4))).sum().backward()
+                optimizer.step()
+                net.zero_grad()
+        results.append(list(net.parameters()))
+    assert differing(*results) == []

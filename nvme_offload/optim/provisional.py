@@ -1,0 +1,312 @@
+"""`ProvisionalUpdates`: updates that are made during backward(), before it is known whether their
+gradients are final, and what it takes to undo them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..optimizer_states.tree import top
+from ..swap.tier import Tier
+from .buckets import Bucket, Fragment, Weight, local
+
+_WORDS = {1: torch.uint8, 2: torch.int16}  # by bytes of an element; of 32 bits otherwise
+_NEVER_SEEN = -1, 0  # a version and an address that no parameter has
+_CHUNK = 1 << 20  # words that are multiplied at a time
+_MOST_CHUNKS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """The gradient of *weight* as it was, by its *fingerprint*; None where there was none."""
+
+    weight: Weight
+    fingerprint: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: Weight) -> _Gradient:
+        gradient = weight.parameter.grad
+        return cls(weight, None if gradient is None else fingerprint(local(gradient)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Changes:
+    """What was known of changes of *weight* by others."""
+
+    weight: Weight
+    count: int
+    unnoticed: bool
+
+    @classmethod
+    def of(cls, weight: Weight) -> _Changes:
+        return cls(weight, weight.changes, weight.was_changed)
+
+    def restore(self) -> None:
+        self.weight.updated(always=True)
+        self.weight.changes = self.count
+        if self.unnoticed:
+            self.weight.seen = _NEVER_SEEN
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """What an update of *bucket* replaces, but for the bucket's value: *elements* of parameters, and
+    of each fragment the small *states* and how many changes by others its master has *taken_up*.
+    """
+
+    bucket: Bucket
+    gradients: Sequence[_Gradient]
+    changes: Sequence[_Changes]
+    elements: Sequence[torch.Tensor]
+    states: Sequence[dict[Any, Any]]
+    taken_up: Sequence[int]
+
+
+class ProvisionalUpdates:
+    """The updates of a step before `step` is called: `before` and `made` around each;
+    `roll_back_changed` when the gradients are final.
+
+    Of a bucket's value the drive keeps the old version. So only what the drive has the newest
+    version of is updated provisionally; the rest is in host memory, and needs no drive in `step`.
+    The old parameters are kept beside the new ones. Gradients that were changed after backward(),
+    such as by clipping, are expected to be changed in the next step, too: nothing is provisional
+    then. A forward pass of a module whose parameters are updated has *owner*, which this does not
+    keep alive, undo the updates first, but for one that backward() itself makes.
+
+    Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
+    """
+
+    def __init__(self, tier: Tier, owner: Any) -> None:
+        self._tier = tier
+        self._owner = weakref.ref(owner)
+        self._forward_hook: Any = None  # while there are updates
+        self._made: dict[Bucket, _Before] = {}
+        self._order: dict[Bucket, int] = {}
+        self._sample: _Gradient | None = None  # the first that was complete in this step
+        self._expects_changes = False
+        self.made_count = self.rolled_back_count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """*buckets* as backward() comes by them, and then the others: so they are used in the same
+        order whether or not they are updated provisionally.
+        """
+        return sorted(buckets, key=lambda bucket: self._order.get(bucket, len(self._order)))
+
+    def complete(self, weight: Weight) -> None:
+        """The gradient of *weight* is what backward() has made of it. Raises: UsageError where that
+        is the second time in one step.
+        """
+        if any(fragment.bucket in self._made for fragment in weight.fragments):
+            raise UsageError(
+                'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
+                "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad()"
+            )
+        if self._sample is None:
+            self._sample = _Gradient.of(weight)
+
+    def may_begin(self, bucket: Bucket) -> bool:
+        """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
+        return (
+            not self._expects_changes
+            and bucket.inner is not None
+            and bucket.nbytes > 0
+            and all(map(_is_plain, bucket.fragments))
+            and self._tier.swapper.is_stored(bucket.name)
+        )
+
+    def before(self, bucket: Bucket) -> _Before | None:
+        """Keep what an update of *bucket*, whose value is in use, will replace. None where its
+        newest version is in memory alone.
+        """
+        if not self._tier.swapper.retain(bucket.name):
+            return None
+        bucket.is_retained = True
+        weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
+        return _Before(
+            bucket,
+            [_Gradient.of(weight) for weight in weights],
+            [_Changes.of(weight) for weight in weights],
+            [part.clone() for part in bucket.weights()],
+            [_small_states(fragment) for fragment in bucket.fragments],
+            [fragment.changes for fragment in bucket.fragments],
+        )
+
+    def made(self, before: _Before) -> None:
+        """The update of the bucket of *before* is made."""
+        self._made[before.bucket] = before
+        self._order.setdefault(before.bucket, len(self._order))
+        self.made_count += 1
+        if self._forward_hook is None:
+            self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
+                self._before_forward
+            )
+
+    def check(self) -> None:
+        """See that the updates are the only changes of their parameters. Raises: UsageError."""
+        for bucket in self._made:
+            for fragment in bucket.fragments:
+                if fragment.weight.was_changed:
+                    raise UsageError(
+                        'a parameter was changed between backward() and step(), where step_in_backward="provisional" has updated it already: change it after '
+                        "step(), or call optimizer.zero_grad() and begin the step anew"
+                    )
+
+    def roll_back(self, before: _Before) -> None:
+        """Undo an update, made or half made, whose value is not in use."""
+        self._made.pop(before.bucket, None)
+        self._tier.swapper.roll_back(before.bucket.name)
+        _restore(before)
+
+    def roll_back_changed(self) -> list[Bucket]:
+        """Undo the updates whose gradients have other bits now, and let the others stand: the
+        buckets that were undone. No value may be in use.
+        """
+        made = [*self._made.values()]
+        kept = [gradient for before in made for gradient in before.gradients]
+        changed = _changed([*kept, *filter(None, (self._sample,))])
+        if self._sample is not None:
+            self._expects_changes = self._sample.weight in changed
+        undone = [
+            before
+            for before in reversed(made)
+            if any(gradient.weight in changed for gradient in before.gradients)
+        ]
+        for before in undone:
+            self.roll_back(before)
+        self.rolled_back_count += len(undone)
+        for bucket in self._made:
+            self._tier.swapper.commit(bucket.name)
+            bucket.is_retained = False
+        self._clear()
+        return [before.bucket for before in undone]
+
+    def roll_back_all(self) -> list[Bucket]:
+        """Undo every update: the buckets. No value may be in use."""
+        made = [*reversed(self._made.values())]
+        for before in made:
+            self.roll_back(before)
+        self.rolled_back_count += len(made)
+        self._clear()
+        return [before.bucket for before in made]
+
+    def abandon(self) -> None:
+        """Give the parameters back what they were; nobody will use the states any more."""
+        for before in reversed(self._made.values()):
+            _restore(before)
+        self._clear()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._sample = None
+        self.made_count = self.rolled_back_count = 0
+
+    def _clear(self) -> None:
+        self._made.clear()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+
+    def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        owner = self._owner()
+        if owner is None:
+            self._clear()
+        elif torch._C._current_graph_task_id() == -1 and self._updates_any(module.parameters()):
+            owner._undo_provisional()
+
+    def _updates_any(self, parameters: Iterable[torch.Tensor]) -> bool:
+        weights = {
+            id(fragment.weight.parameter) for bucket in self._made for fragment in bucket.fragments
+        }
+        return any(id(parameter) in weights for parameter in parameters)
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers of 64 bits, on the device of *tensor*: sums of its words with random factors,
+    modulo 2**64, which differ where any bit does.
+
+    Two tensors of one shape that differ have the same fingerprint with a probability below 2**-50,
+    whatever the difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
+    """
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+    factors, of_chunks = _factors(words.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for number, start in enumerate(range(0, words.numel(), _CHUNK)):
+        chunk = words[start : start + _CHUNK]
+        found = [(chunk * row[: chunk.numel()]).sum() for row in factors]
+        sums += torch.stack(found) * of_chunks[:, number]
+    return sums
+
+
+@functools.cache
+def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the words of a chunk, and of the chunks; two rows each. Others in each process."""
+    generator = torch.Generator()  # that of the process is the user's
+    generator.seed()
+    least, beyond = -(1 << 63), (1 << 63) - 1
+    rows = torch.randint(least, beyond, (2, _CHUNK + _MOST_CHUNKS), generator=generator).to(device)
+    return rows[:, :_CHUNK].contiguous(), rows[:, _CHUNK:].contiguous()
+
+
+def _changed(gradients: Sequence[_Gradient]) -> set[Weight]:
+    """The weights whose gradient has other bits than it had."""
+    changed: set[Weight] = set()
+    compared: dict[torch.device, list[tuple[Weight, torch.Tensor, torch.Tensor]]] = {}
+    for weight, was in {gradient.weight: gradient.fingerprint for gradient in gradients}.items():
+        now = _Gradient.of(weight).fingerprint
+        if was is None or now is None:
+            if was is not now:
+                changed.add(weight)
+        else:
+            compared.setdefault(now.device, []).append((weight, was, now))
+    for rows in compared.values():  # a GPU is waited for once
+        same = torch.stack([was for _, was, _ in rows]) == torch.stack([now for *_, now in rows])
+        changed.update(
+            weight
+            for (weight, *_), equal in zip(rows, same.all(dim=1).tolist(), strict=True)
+            if not equal
+        )
+    return changed
+
+
+def _restore(before: _Before) -> None:
+    """Give parameters and small states back what they were."""
+    bucket = before.bucket
+    bucket.is_retained = False
+    with torch.no_grad():
+        for part, old in zip(bucket.weights(), before.elements, strict=True):
+            part.copy_(old)
+            if old.is_cuda:
+                old.record_stream(torch.cuda.current_stream(old.device))
+    for fragment, old_states, taken_up in zip(
+        bucket.fragments, before.states, before.taken_up, strict=True
+    ):
+        fragment.states.update(old_states)
+        fragment.changes = taken_up
+    for changes in before.changes:
+        changes.restore()
+
+
+def _is_plain(fragment: Fragment) -> bool:
+    """Whether what an update changes of *fragment* is known before it: it has all of its states, and
+    those on the drive have nothing beside them in a container.
+    """
+    return fragment.stepped and all(top(key) is key for key in fragment.leaves)
+
+
+def _small_states(fragment: Fragment) -> dict[Any, Any]:
+    """A copy of what *fragment* has in memory of its states."""
+    return copy.deepcopy(
+        {key: value for key, value in fragment.states.items() if key not in fragment.leaves}
+    )

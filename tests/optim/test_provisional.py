@@ -1,0 +1,592 @@
+"""`step_in_backward="provisional"`: updates during backward() that `step` undoes where their
+gradients were changed since. The same bits as updates after it, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from reference import OPTIMIZERS, Lion, batch, differing, loss_of, model, unlike
+
+import nvme_offload.store.store
+from nvme_offload._aio import FaultKind
+from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
+from nvme_offload.io.engine import Engine
+from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim.provisional import _CHUNK, fingerprint
+
+SMALL = 200_000  # of host memory: a few buckets of `model` are on the drive
+STEPS = 10
+
+
+def both(path, dtype=torch.float32, optimizer=torch.optim.AdamW, host_memory=SMALL, **options):
+    """Two models, and their optimizers: with updates after backward(), and provisional ones."""
+    made = []
+    for in_backward in (False, "provisional"):
+        net = model(dtype)
+        kwargs = dict(options)
+        if in_backward:
+            kwargs["step_in_backward"] = in_backward
+        made.append(
+            (
+                net,
+                NVMeOptimizer(
+                    net.parameters(),
+                    optimizer,
+                    **{"lr": 0.01, "host_memory": host_memory, "paths": path, **kwargs},
+                ),
+            )
+        )
+    return made
+
+
+def like(net, number):
+    """A batch of the dtype of *net*."""
+    return batch(number, next(net.parameters()).dtype)
+
+
+def clip(net, limit):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), limit)
+
+
+def sometimes(net, step):
+    if step % 5 in (2, 3):
+        clip(net, 1e-3)
+
+
+CLIPPING = {
+    "never": lambda net, step: clip(net, 1e9),
+    "always": lambda net, step: clip(net, 1e-3),
+    "sometimes": sometimes,
+    "every other": lambda net, step: clip(net, 1e-3 if step % 2 else 1e9),
+    "by value": lambda net, step: torch.nn.utils.clip_grad_value_(net.parameters(), 1e-4),
+}
+
+
+def closed(pairs):
+    with contextlib.ExitStack() as stack:
+        for _, optimizer in pairs:
+            stack.callback(optimizer.close)
+
+
+@contextlib.contextmanager
+def closing(pairs):
+    try:
+        yield pairs
+    finally:
+        closed(pairs)
+
+
+def assert_same(pairs):
+    (plain, after), (ours, provisional) = pairs
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert unlike(provisional.state_dict()["state"], after.state_dict()["state"]) == []
+    assert (
+        unlike(provisional.state_dict()["param_groups"], after.state_dict()["param_groups"]) == []
+    )
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits(tmp_path, dtype, state_format, clipping):
+    counts = []
+    host_memory = 120_000 if (dtype, state_format[:7]) == (torch.float32, "compact") else SMALL
+    with closing(
+        both(tmp_path, dtype, state_format=state_format, host_memory=host_memory)
+    ) as pairs:
+        for step in range(STEPS):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                CLIPPING[clipping](net, step)
+                optimizer.step()
+            assert differing(*(list(net.parameters()) for net, _ in pairs)) == []
+            stats = pairs[1][1].stats()
+            counts.append((stats.updated_in_backward, stats.rolled_back))
+            assert stats.rolled_back <= stats.updated_in_backward <= stats.buckets
+        assert_same(pairs)
+    # the first step makes the states, and compact looks at those of the steps 2, 4 and 8
+    made = [count for count, _ in counts]
+    undone = [count for _, count in counts]
+    assert made[0] == 0
+    if clipping in ("always", "by value"):
+        assert made == undone == [0] * STEPS
+    elif clipping == "never":
+        assert undone == [0] * STEPS
+        assert all(made[step] > 0 for step in (2, 4, 5, 6, 8, 9))
+    elif clipping == "sometimes":
+        assert undone[2] == made[2] > 0  # nobody knew
+        assert made[3] == 0  # as the last one
+        assert made[6] > 0 == undone[6]
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"adamw"}))
+def test_other_optimizers(tmp_path, name):
+    with closing(
+        both(tmp_path, optimizer=OPTIMIZERS[name], lr=0.002, host_memory=300_000)
+    ) as pairs:
+        made = 0
+        for step in range(6):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                sometimes(net, step)
+                optimizer.step()
+            made += pairs[1][1].stats().updated_in_backward
+        assert_same(pairs)
+    # what is smaller than the memory stays there, and Lion changes its groups
+    event_expected = pairs[1][1].last_stats.bytes_read > 0 and name != "lion"
+    assert (made > 0) == event_expected
+
+
+def test_an_optimizer_that_changes_its_groups_steps_afterwards(tmp_path, caplog):
+    with closing(both(tmp_path, optimizer=Lion, host_memory=100_000)) as pairs:
+        for step in range(4):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.step()
+        assert pairs[1][1].stats().updated_in_backward == 0
+        assert_same(pairs)
+    assert "Lion changes count of its groups in a step" in caplog.text
+
+
+def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
+    """In steps that are like the one before. One that is undone costs its bytes again."""
+    with closing(both(tmp_path)) as pairs:
+        moved = []
+        for step in range(14):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                clip(net, 1e-3 if step == 10 else 1e9)
+                optimizer.step()
+            moved.append(
+                [
+                    (optimizer.stats().bytes_read, optimizer.stats().bytes_written)
+                    for _, optimizer in pairs
+                ]
+            )
+        after, provisional = (sum(sum(sides[which]) for sides in moved[5:10]) for which in (0, 1))
+        assert provisional <= 1.1 * after
+        assert sum(moved[10][1]) > sum(moved[10][0]) > 0
+
+
+def test_what_changes_one_gradient_undoes_one_update(tmp_path):
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(6):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                if step == 5:
+                    net[2].weight.grad.data[17, 3] *= 1.5  # of which no version tells
+                optimizer.step()
+        stats = pairs[1][1].stats()
+        assert 0 < stats.rolled_back < stats.updated_in_backward  # its own buckets, and no others
+        assert_same(pairs)
+
+
+def test_scaled_losses_with_infinite_gradients(tmp_path):
+    pairs = both(tmp_path)
+    with closing(pairs):
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3) for _ in pairs]
+        for step in range(9):
+            for (net, optimizer), scaler in zip(pairs, scalers, strict=True):
+                scaler.scale(loss_of(net, step)).backward()
+                if step in (3, 7):
+                    net[4].bias.grad[0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+                net.zero_grad()  # which tells the optimizer nothing
+            assert differing(*(list(net.parameters()) for net, _ in pairs)) == []
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(pairs)
+
+
+def test_accumulation_under_no_sync(tmp_path):
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(8):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(net, 2 * step).backward()
+                loss_of(net, 2 * step + 1).backward()
+                clip(net, 1e-2 if step % 3 == 2 else 1e9)
+                optimizer.step()
+        assert pairs[1][1].stats().updated_in_backward > 0
+        assert_same(pairs)
+
+
+def begun(path, steps=3, **options):
+    """A model and its optimizer after some *steps*, with the updates of the next."""
+    [_, pair] = both(path, **options)
+    net, optimizer = pair
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    loss_of(net, steps).backward()
+    assert differing(list(net.parameters()), before) != []  # it is updated
+    return net, optimizer, before
+
+
+def test_accumulation_without_it_is_an_error_that_nothing_comes_of(tmp_path):
+    net, optimizer, before = begun(tmp_path)
+    weights = list(net.parameters())
+    with pytest.raises(UsageError, match=r"second backward\(\) before step\(\)"):
+        (weights[2] * 1.0).sum().backward()
+    optimizer.zero_grad()
+    assert differing(weights, before) == []
+    optimizer.close()
+
+
+LOOKS = {
+    "zero_grad": lambda net, optimizer: optimizer.zero_grad(),
+    "a state": lambda net, optimizer: optimizer.state[net[0].weight]["exp_avg"].clone(),
+    "a state dict": lambda net, optimizer: optimizer.state_dict(),
+    "a forward pass": lambda net, optimizer: net(like(net, 50)),
+    "of one layer": lambda net, optimizer: net[2](torch.ones(200)),
+    "without gradients": lambda net, optimizer: torch.no_grad()(net)(like(net, 50)),
+    "closing": lambda net, optimizer: optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_until_the_step_there_was_none(tmp_path, look):
+    net, optimizer, before = begun(tmp_path)
+    LOOKS[look](net, optimizer)
+    assert differing(list(net.parameters()), before) == []
+    optimizer.close()
+
+
+@pytest.mark.parametrize("look", [name for name in LOOKS if name != "closing"])
+def test_whatever_was_undone_comes_in_the_step(tmp_path, look):
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(6):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                if step in (2, 4):
+                    LOOKS[look](net, optimizer)
+                    if look == "zero_grad":
+                        loss_of(net, step).backward()
+                optimizer.step()
+        assert_same(pairs)
+
+
+def test_a_forward_pass_that_backward_makes_undoes_nothing(tmp_path):
+    class Checkpointed(torch.nn.Module):
+        def __init__(self, net, reentrant):
+            super().__init__()
+            self.net, self.reentrant = net, reentrant
+
+        def forward(self, x):
+            for layer in self.net:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.reentrant)
+            return x
+
+    for reentrant in (False, True):
+        pairs = both(tmp_path)
+        with closing(pairs):
+            for step in range(5):
+                for net, optimizer in pairs:
+                    optimizer.zero_grad()
+                    inputs = batch(step).requires_grad_()
+                    Checkpointed(net, reentrant)(inputs).square().mean().backward()
+                    optimizer.step()
+            stats = pairs[1][1].stats()
+            assert stats.updated_in_backward > 0 == stats.rolled_back
+            assert_same(pairs)
+
+
+def test_a_rate_that_is_set_between_is_that_of_the_step(tmp_path):
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(7):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.param_groups[0]["lr"] = 0.01 / (1 + step // 2)
+                optimizer.step()
+        assert_same(pairs)
+
+
+def test_a_parameter_that_is_changed_between_is_an_error(tmp_path):
+    net, optimizer, before = begun(tmp_path)
+    with torch.no_grad():
+        net[2].weight.mul_(0.5)
+    with pytest.raises(UsageError, match="a parameter was changed between"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert set(differing(list(net.parameters()), before)) <= {2}
+    optimizer.close()
+
+
+def test_parameters_that_are_changed_before_are_taken_up(tmp_path):
+    """Also by an update that is undone, and then made again."""
+    pairs = both(tmp_path, torch.bfloat16)
+    with closing(pairs):
+        for step in range(8):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    net[2].weight.mul_(0.75)
+                loss_of(net, step).backward()
+                sometimes(net, step)
+                optimizer.step()
+        assert_same(pairs)
+
+
+@pytest.mark.parametrize("clipping", ["never", "sometimes"])
+def test_with_overlap_step(tmp_path, clipping):
+    pairs = both(tmp_path)
+    net = model()
+    pairs.append(
+        (
+            net,
+            NVMeOptimizer(
+                net.parameters(),
+                lr=0.01,
+                host_memory=SMALL,
+                paths=tmp_path,
+                step_in_backward="provisional",
+                overlap_step=True,
+            ),
+        )
+    )
+    with closing(pairs):
+        made = 0
+        for step in range(STEPS):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                CLIPPING[clipping](net, step)
+                optimizer.step()
+            made += pairs[2][1].stats().updated_in_backward
+        assert made > 0
+        assert_same(pairs[:2])
+        assert_same([pairs[0], pairs[2]])
+
+
+# A drive that fails, or is full.
+
+
+@pytest.mark.parametrize("first", range(0, 60, 3))
+def test_a_drive_that_fails_at_any_transfer_loses_nothing(tmp_path, monkeypatch, first):
+    """In the backward pass the update is left to `step`; in that it is tried again."""
+    plain = model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    ours = model()
+    script = [(40 + first, 1, FaultKind.FAIL, 5)]
+    monkeypatch.setattr(
+        nvme_offload.store.store,
+        "Engine",
+        lambda config=None: Engine(config, _faults=script),
+    )
+    optimizer = NVMeOptimizer(
+        ours.parameters(),
+        lr=0.01,
+        host_memory=SMALL,
+        paths=tmp_path,
+        step_in_backward="provisional",
+    )
+    for step in range(9):
+        for net, one in ((plain, reference), (ours, optimizer)):
+            one.zero_grad()
+            loss_of(net, step).backward()
+            clip(net, 1e-3 if step in (4, 7) else 1e9)
+            for _ in range(3):
+                try:
+                    one.step()
+                except IOFailure:
+                    continue
+                break
+        assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    optimizer.close()
+
+
+def test_a_drive_without_room_for_two_versions_is_refused(tmp_path, monkeypatch):
+    states = 2 * 4 * sum(parameter.numel() for parameter in model().parameters())
+    real = os.statvfs
+
+    def full(path):
+        found = list(real(path))
+        found[4] = (states + states // 2) // found[1]  # f_bavail, in blocks of f_frsize
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    with pytest.raises(NoSpaceError, match="training needs"):
+        both(tmp_path, host_memory=100_000)
+
+
+def test_the_room_of_a_second_version_is_given_back(tmp_path):
+    [_, (net, optimizer)] = both(tmp_path)
+    store = optimizer._tier.store
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+        store.drain()
+        kept = sum(-(-bucket.nbytes // 4096) * 4096 for bucket in optimizer._buckets)
+        assert store.used_bytes <= kept
+    optimizer.close()
+
+
+# What it costs.
+
+
+def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path):
+    """Lines of the package, with updates that are undone and made again."""
+    counts = []
+    for layers in (16, 32, 64):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(layers)))
+        optimizer = NVMeOptimizer(
+            [{"params": layer.parameters()} for layer in net],
+            lr=1e-3,
+            host_memory=100_000,
+            paths=tmp_path,
+            step_in_backward="provisional",
+        )
+        lines = 0
+
+        def trace(frame, kind, _):
+            nonlocal lines
+            lines += kind == "line"
+            return trace if "nvme_offload" in frame.f_code.co_filename else None
+
+        for step in range(5):
+            if step == 4:
+                sys.settrace(trace)
+            optimizer.zero_grad()
+            net(torch.ones(4, 32)).square().mean().backward()
+            if step == 4:
+                torch._foreach_mul_([parameter.grad for parameter in net.parameters()], 0.5)
+            optimizer.step()
+        sys.settrace(None)
+        assert optimizer.stats().rolled_back >= layers // 2
+        optimizer.close()
+        counts.append(lines)
+    assert counts[2] - counts[1] <= 2.3 * (counts[1] - counts[0]), counts
+
+
+def test_a_fingerprint_tells_any_bit():
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ):
+        values = torch.randn(3, 77).to(dtype)
+        before = fingerprint(values)
+        assert torch.equal(fingerprint(values.clone()), before)
+        for place in range(0, values.numel() * values.element_size() * 8, 509):
+            other = values.clone()
+            other.view(-1).view(torch.uint8)[place // 8] ^= 1 << place % 8
+            assert not torch.equal(fingerprint(other), before), (dtype, place)
+    long = torch.zeros(3 * _CHUNK + 5, dtype=torch.int8)
+    long[7] = 1
+    moved = long.roll(_CHUNK)  # to the same place of the next chunk
+    assert not torch.equal(fingerprint(long), fingerprint(moved))
+    assert torch.equal(fingerprint(torch.empty(0)), fingerprint(torch.empty(0)))
+    assert fingerprint(torch.zeros(5, 4).t()).shape == (2,)
+
+
+def test_random_numbers_are_the_users(tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    fingerprint(torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_left(tmp_path):
+    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
+    _, optimizer, _ = begun(tmp_path)
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks + 1
+    optimizer.close()
+    assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
+    del optimizer
+    gc.collect()
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+ACTIONS = {
+    "clip": lambda net, optimizer: clip(net, 1e-3),
+    "clip, not": lambda net, optimizer: clip(net, 1e9),
+    "one": lambda net, optimizer: net[2].weight.grad.data.mul_(2.0),
+    "bias": lambda net, optimizer: net[0].bias.grad.add_(0.5),
+    "none": lambda net, optimizer: setattr(net[4].weight, "grad", None),
+    "another": lambda net, optimizer: setattr(
+        net[4].weight, "grad", torch.ones_like(net[4].weight)
+    ),
+    "forward": lambda net, optimizer: net(like(net, 70)),
+    "state": lambda net, optimizer: optimizer.state[net[2].weight]["exp_avg_sq"].clone(),
+    "change a state": lambda net, optimizer: optimizer.state[net[2].weight]["exp_avg"].mul_(0.5),
+    "saved": lambda net, optimizer: optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    ),
+    "rate": lambda net, optimizer: optimizer.param_groups[0].update(lr=0.003),
+}
+PROGRAMS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(sorted(ACTIONS)), max_size=3),
+        st.sampled_from(["step", "step", "step", "step", "zero_grad", "change"]),
+    ),
+    min_size=3,
+    max_size=10,
+)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    program=PROGRAMS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    state_format=st.sampled_from(["exact", "split", "compact"]),
+    host_memory=st.sampled_from([160_000, SMALL, 400_000]),
+    overlap=st.booleans(),
+)
+def test_any_program(tmp_path, program, dtype, state_format, host_memory, overlap):
+    pairs = both(
+        tmp_path, dtype, host_memory=host_memory, state_format=state_format, overlap_step=overlap
+    )
+    with closing(pairs):
+        made = undone = 0
+        for number, (actions, end) in enumerate([([], "step"), *program]):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, number).backward()
+                for name in actions:
+                    if "state" not in name or number:
+                        ACTIONS[name](net, optimizer)
+                if end != "zero_grad":
+                    optimizer.step()
+                if end == "change":
+                    with torch.no_grad():
+                        net[0].weight.mul_(0.5)
+            if end != "zero_grad":
+                made += pairs[1][1].stats().updated_in_backward
+                undone += pairs[1][1].stats().rolled_back
+        event(f"provisional: {made > 0}, undone: {undone > 0}")
+        for _, optimizer in pairs:
+            optimizer.zero_grad()
+        assert_same(pairs)
