@@ -227,15 +227,16 @@ class Fragment:
         whole = local(self.weight.parameter)
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
-    def gradient(self, widened: torch.Tensor) -> torch.Tensor | None:
+    def gradient(self, widened: torch.Tensor, *, copy: bool) -> torch.Tensor | None:
         """What the shadow is to be given; put into *widened*, which has a place for each element of
-        the bucket, or none, where it has other bits.
+        the bucket, or none, where it has other bits. A *copy* where the update may have to be made
+        again: there are optimizers that compute in the gradient itself, such as Muon.
         """
         if (gradient := self.weight.gradient) is None:
             return None
         part = self.of(local(gradient)) if self.summed is None else self.summed
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
-            return part.to(self.shadow.dtype)
+            return part.to(self.shadow.dtype, copy=copy)
         return self.within(widened).copy_(part)
 
 

@@ -176,6 +176,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._open_step: Step | None = None  # some of whose updates are queued
         self._hooks: dict[Weight, Any] = {}  # for the first gradient of a backward pass
         self._state_was_asked_for = False  # since it was looked at last
+        self._has_begun = False  # the step that goes on, in a backward pass
         self._backward_begins = True  # there was none since the last step
         self._uses: dict[Weight, int] = {}  # in which order parameters are used
         self._late: list[tuple[int, str, Any, Any]] = []  # options that a queued step has changed
@@ -339,6 +340,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._provisional.end_step()
         if self._backward is not None:
             self._backward.end_step()
+        self._has_begun = False
         if self._updated:
             if any(bucket.has_gradient for bucket in self._buckets if bucket not in self._updated):
                 _log.warning(
@@ -894,6 +896,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._sums is not None:
             self._sums.spend(list(self._updated))
         self._updated.clear()
+        self._has_begun = False
         self._options.forget()
         self._open_step = None
         if self._backward is not None:
@@ -1046,8 +1049,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._provisional.complete(weight)
             for bucket in self._backward.complete(weight):
                 try:
-                    if not self._updated:
+                    if not self._has_begun:
                         self._take_up_states()
+                        self._has_begun = True
                     for fragment in bucket.fragments:
                         _check_gradient(fragment.weight)
                     if self._provisional is not None:

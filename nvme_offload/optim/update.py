@@ -273,7 +273,7 @@ class Updater:
             if master is not None:
                 self._follow(fragment, weight, fragment.within(master))
             fragment.shadow.data = weight if master is None else fragment.within(master)
-            fragment.shadow.grad = fragment.gradient(widened)
+            fragment.shadow.grad = fragment.gradient(widened, copy=bucket.is_retained)
             for key, leaf in fragment.leaves.items():
                 leaf.data = fragment.state(key, states, memory[bucket.layout.nbytes :])
         inner = self._inner(bucket, options)

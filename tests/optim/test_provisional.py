@@ -148,6 +148,37 @@ def test_other_optimizers(tmp_path, name):
     assert (made > 0) == event_expected
 
 
+class InGradients(torch.optim.SGD):
+    """Computes in the gradients themselves, as Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    average = self.state[parameter].setdefault(
+                        "average", torch.zeros_like(parameter)
+                    )
+                    average.lerp_(parameter.grad, 0.1)
+                    parameter.sub_(parameter.grad.lerp_(average, 0.5), alpha=group["lr"])
+
+
+def test_an_optimizer_that_computes_in_gradients(tmp_path):
+    with closing(both(tmp_path, optimizer=InGradients, host_memory=100_000)) as pairs:
+        made = undone = 0
+        for step in range(8):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                sometimes(net, step)
+                optimizer.step()
+            made += pairs[1][1].stats().updated_in_backward
+            undone += pairs[1][1].stats().rolled_back
+        assert made > undone > 0
+        assert_same(pairs)
+
+
 def test_an_optimizer_that_changes_its_groups_steps_afterwards(tmp_path, caplog):
     with closing(both(tmp_path, optimizer=Lion, host_memory=100_000)) as pairs:
         for step in range(4):
@@ -449,8 +480,9 @@ def test_the_room_of_a_second_version_is_given_back(tmp_path):
 # What it costs.
 
 
-def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path):
-    """Lines of the package, with updates that are undone and made again."""
+@pytest.mark.parametrize("expected", [False, True], ids=["undone", "left to the step"])
+def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path, expected):
+    """Lines of the package, in steps whose gradients are changed, which was *expected* or not."""
     counts = []
     for layers in (16, 32, 64):
         torch.manual_seed(0)
@@ -474,11 +506,11 @@ def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path):
                 sys.settrace(trace)
             optimizer.zero_grad()
             net(torch.ones(4, 32)).square().mean().backward()
-            if step == 4:
+            if step == 4 or expected:
                 torch._foreach_mul_([parameter.grad for parameter in net.parameters()], 0.5)
             optimizer.step()
         sys.settrace(None)
-        assert optimizer.stats().rolled_back >= layers // 2
+        assert optimizer.stats().rolled_back >= (0 if expected else layers // 2)
         optimizer.close()
         counts.append(lines)
     assert counts[2] - counts[1] <= 2.3 * (counts[1] - counts[0]), counts
