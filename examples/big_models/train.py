@@ -164,7 +164,7 @@ def main() -> None:
         "--update",
         choices=("after", "in-backward", "under-forward", "both"),
         default="in-backward",
-        help="when the drive works: in-backward leaves no gradients, and excludes --clip",
+        help="when the drive works; in-backward leaves no gradients, but with --clip",
     )
     parser.add_argument(
         "--deterministic",
@@ -212,7 +212,8 @@ def main() -> None:
             paths=options.drive[rank::ranks] or options.drive,
             host_memory=options.host_memory,
             state_format=options.format,
-            step_in_backward=options.update in ("in-backward", "both"),
+            step_in_backward=options.update in ("in-backward", "both")
+            and ("provisional" if options.clip else True),
             overlap_step=options.update in ("under-forward", "both"),
             **settings,
         )

@@ -38,7 +38,7 @@ def trained(directory, *options, ranks=1, left=()):
 @pytest.fixture(scope="module")
 def in_memory(tmp_path_factory):
     found = {}
-    for clip in ("0", "0.5"):
+    for clip in ("0", "0.5", "1000"):
         found[clip] = trained(
             tmp_path_factory.mktemp("memory"), "--reference", "--update", "after", "--clip", clip
         )
@@ -55,6 +55,9 @@ def in_memory(tmp_path_factory):
         ("under-forward", "0"),
         ("under-forward", "0.5"),
         ("both", "0"),
+        ("in-backward", "0.5"),
+        ("in-backward", "1000"),
+        ("both", "0.5"),
     ],
 )
 def test_exact_has_the_losses_of_states_in_memory(tmp_path, in_memory, update, clip):
