@@ -810,11 +810,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """
         provisional = self._provisional
         assert provisional is not None
-        if (
-            self._changes_groups
-            or not provisional.may_begin(bucket)
-            or not self._updater.keeps_layout(bucket, self._steps)
-        ):
+        if not (provisional.may_begin(bucket) and self._updater.keeps_layout(bucket, self._steps)):
             return
         memory = self._updater.open(bucket)
         before = provisional.before(bucket)
@@ -824,19 +820,17 @@ class NVMeOptimizer(torch.optim.Optimizer):
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
-            options = self._options_of(bucket)
-            left = self._updater.step(bucket, memory, options, self._steps)
+            left = self._updater.step(bucket, memory, self._options_of(bucket), self._steps)
         except BaseException:
             self._updater.fail(bucket)
             self._drain()
             provisional.roll_back(before)
             raise
-        if changed := differences(options, left):
+        if provisional.draws(before):
             self._drain()
             provisional.roll_back(before)
-            self._changed_groups(sorted({key for _, key, _ in changed}))
             return
-        provisional.made(before)
+        provisional.made(before, left)
         self._updated.add(bucket)
         self._show(bucket)
 
@@ -847,7 +841,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._options.differ(self.param_groups):
                 self._undo_provisional()
                 self._options.forget()
-            self._undo(self._provisional.roll_back_changed)
+            self._undo(lambda one: one.roll_back_changed(self._options))
 
     def _undo_provisional(self) -> None:
         """Before parameters or states are looked at, or where there is no step after all: undo the
@@ -855,12 +849,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """
         if self._provisional:
             with self._lock:
-                self._undo(self._provisional.roll_back_all)
+                self._undo(ProvisionalUpdates.roll_back_all)
 
-    def _undo(self, roll_back: Callable[[], list[Bucket]]) -> None:
+    def _undo(self, roll_back: Callable[[ProvisionalUpdates], list[Bucket]]) -> None:
+        assert self._provisional is not None
         self._drain()
         try:
-            for bucket in roll_back():
+            for bucket in roll_back(self._provisional):
                 self._updated.remove(bucket)
                 self._show(bucket)
         except BaseException as error:
@@ -1224,7 +1219,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._backward_begins = False
 
     def _changed_groups(self, keys: Sequence[str]) -> None:
-        if keys and not self._changes_groups and (self._overlap or self._provisional is not None):
+        if keys and self._overlap and not self._changes_groups:
             self._changes_groups = True
             self._tell_alone(
                 f"{self._class_name} changes {', '.join(keys)} of its groups in a step, which schedulers and programs read"
@@ -1233,8 +1228,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _tell_alone(self, reason: str) -> None:
         if not self._told_alone:
             self._told_alone = True
-            left_out = "overlap_step" if self._overlap else "step_in_backward"
-            _log.warning("%s is left out: %s", left_out, reason)
+            _log.warning("overlap_step is left out: %s", reason)
 
     def _give_up_what_fails(self) -> None:
         """Before states are loaded: wait for what is to come, and give up what cannot be made."""

@@ -17,6 +17,8 @@ from ..errors import UsageError
 from ..optimizer_states.tree import top
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, local
+from .options import StepOptions
+from .update import Options
 
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by bytes of an element; of 32 bits otherwise
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
@@ -57,17 +59,47 @@ class _Changes:
 
 
 @dataclasses.dataclass(frozen=True)
+class _RandomNumbers:
+    """The generators of torch that an update on *device* may draw from."""
+
+    device: torch.device
+    states: Sequence[torch.Tensor]
+
+    @classmethod
+    def on(cls, device: torch.device) -> _RandomNumbers:
+        states = [torch.get_rng_state()]
+        if device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(device))
+        return cls(device, states)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether numbers were drawn since."""
+        now = self.on(self.device).states
+        return not all(map(torch.equal, self.states, now))
+
+    def restore(self) -> None:
+        """Have the same numbers drawn again."""
+        torch.set_rng_state(self.states[0])
+        for state in self.states[1:]:
+            torch.cuda.set_rng_state(state, self.device)
+
+
+@dataclasses.dataclass(eq=False)
 class _Before:
     """What an update of *bucket* replaces, but for the bucket's value: *elements* of parameters, and
     of each fragment the small *states* and how many changes by others its master has *taken_up*.
+    *left*: the options of groups that the update left.
     """
 
     bucket: Bucket
     gradients: Sequence[_Gradient]
+    random: _RandomNumbers
     changes: Sequence[_Changes]
     elements: Sequence[torch.Tensor]
     states: Sequence[dict[Any, Any]]
     taken_up: Sequence[int]
+    left: Options = dataclasses.field(default_factory=dict)
 
 
 class ProvisionalUpdates:
@@ -91,7 +123,7 @@ class ProvisionalUpdates:
         self._made: dict[Bucket, _Before] = {}
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
-        self._expects_changes = False
+        self._expects_changes = self._draws = False
         self.made_count = self.rolled_back_count = 0
 
     def __bool__(self) -> bool:
@@ -118,7 +150,8 @@ class ProvisionalUpdates:
     def may_begin(self, bucket: Bucket) -> bool:
         """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
         return (
-            not self._expects_changes
+            not (self._expects_changes or self._draws)
+            and bucket.traits.undoable
             and bucket.inner is not None
             and bucket.nbytes > 0
             and all(map(_is_plain, bucket.fragments))
@@ -136,14 +169,26 @@ class ProvisionalUpdates:
         return _Before(
             bucket,
             [_Gradient.of(weight) for weight in weights],
+            _RandomNumbers.on(bucket.device),
             [_Changes.of(weight) for weight in weights],
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.changes for fragment in bucket.fragments],
         )
 
-    def made(self, before: _Before) -> None:
-        """The update of the bucket of *before* is made."""
+    def draws(self, before: _Before) -> bool:
+        """Whether the update of *before* drew random numbers: then bits depend on the order of
+        updates, so that it has to be undone, and none is made provisionally any more.
+        """
+        if not before.random.drawn:
+            return False
+        self._draws = True
+        before.random.restore()
+        return True
+
+    def made(self, before: _Before, left: Options) -> None:
+        """The update of the bucket of *before* is made, and has *left* these options of groups."""
+        before.left = left
         self._made[before.bucket] = before
         self._order.setdefault(before.bucket, len(self._order))
         self.made_count += 1
@@ -168,9 +213,9 @@ class ProvisionalUpdates:
         self._tier.swapper.roll_back(before.bucket.name)
         _restore(before)
 
-    def roll_back_changed(self) -> list[Bucket]:
-        """Undo the updates whose gradients have other bits now, and let the others stand: the
-        buckets that were undone. No value may be in use.
+    def roll_back_changed(self, options: StepOptions) -> list[Bucket]:
+        """Undo the updates whose gradients have other bits now, and let the others stand, and their
+        *options*: the buckets that were undone. No value may be in use.
         """
         made = [*self._made.values()]
         kept = [gradient for before in made for gradient in before.gradients]
@@ -185,9 +230,10 @@ class ProvisionalUpdates:
         for before in undone:
             self.roll_back(before)
         self.rolled_back_count += len(undone)
-        for bucket in self._made:
+        for bucket, before in self._made.items():
             self._tier.swapper.commit(bucket.name)
             bucket.is_retained = False
+            options.left(before.left)
         self._clear()
         return [before.bucket for before in undone]
 

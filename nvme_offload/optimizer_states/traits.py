@@ -87,6 +87,9 @@ class Traits(NamedTuple):
         How that is known, for messages: "known", "declared" or "tried".
     rest
         Bytes for each element of the states that are not elementwise: a lower bound, 0.0 for none.
+    undoable
+        Whether parameters, states and options are all that a step changes, as far as the trial has
+        seen: whoever puts these back has undone it.
     """
 
     states: Mapping[Key, torch.dtype]
@@ -95,6 +98,7 @@ class Traits(NamedTuple):
     elementwise: bool
     why: str
     rest: float = 0.0
+    undoable: bool = True
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -175,6 +179,7 @@ def examine(
             elementwise,
             "declared" if declared else "known",
             together.rest,
+            not together.changes_outside,
         )
     separable = together.same(
         [[(index, 0, sample.numel())] for index, sample in enumerate(samples)]
@@ -191,7 +196,15 @@ def examine(
             ]
         )
     )
-    return Traits(together.states, eager, separable, elementwise, "tried", together.rest)
+    return Traits(
+        together.states,
+        eager,
+        separable,
+        elementwise,
+        "tried",
+        together.rest,
+        not together.changes_outside,
+    )
 
 
 def alike(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Make:
@@ -275,8 +288,10 @@ class _Trial:
         self._rest_bytes: dict[int, float] = {}  # bytes for each element, by sample
         self.shared: str = ""  # a key of the state that is not a parameter
         self.outside: str = ""  # what the optimizer keeps outside of its state
-        # tensors there: their ids and versions at the last step
+        self.changes_outside = False  # anything there, however small
+        # large tensors there: their ids and versions at the last step; and all that is there
         self._own: dict[Key, tuple[int, int]] = {}
+        self._outside: dict[Key, Any] | None = None
 
     def record(self) -> None:
         """Train all samples together."""
@@ -388,7 +403,7 @@ class _Trial:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        own = {}
+        own, outside = {}, {}
         for path, value in content(
             {
                 key: value
@@ -396,6 +411,9 @@ class _Trial:
                 if key not in ("state", "param_groups")
             }
         ):
+            tensor = isinstance(value, torch.Tensor)
+            plain = isinstance(value, int | float | str | bytes | bool | None)
+            outside[path] = value if plain else (id(value), value._version if tensor else 0)
             if (
                 isinstance(value, torch.optim.Optimizer)
                 and value is not optimizer
@@ -403,14 +421,15 @@ class _Trial:
             ):
                 self.outside = f"another optimizer, {type(value).__name__}, as {path[0]!r}"
             elif (
-                isinstance(value, torch.Tensor)
+                tensor
                 and value.numel() > UNIT
                 and value.untyped_storage().data_ptr() not in weights
             ):
                 own[path] = id(value), value._version
                 if self._own.get(path, own[path]) != own[path]:
                     self.outside = f"tensors as {path[0]!r}"
-        self._own = own
+        self.changes_outside |= self._outside not in (None, outside)
+        self._own, self._outside = own, outside
 
     def _gradients_of_step(
         self, number: int, weights: Sequence[torch.Tensor]

@@ -143,9 +143,8 @@ def test_other_optimizers(tmp_path, name):
                 optimizer.step()
             made += pairs[1][1].stats().updated_in_backward
         assert_same(pairs)
-    # what is smaller than the memory stays there, and Lion changes its groups
-    event_expected = pairs[1][1].last_stats.bytes_read > 0 and name != "lion"
-    assert (made > 0) == event_expected
+    # what is smaller than the memory stays there
+    assert (made > 0) == (pairs[1][1].last_stats.bytes_read > 0)
 
 
 class InGradients(torch.optim.SGD):
@@ -179,16 +178,85 @@ def test_an_optimizer_that_computes_in_gradients(tmp_path):
         assert_same(pairs)
 
 
-def test_an_optimizer_that_changes_its_groups_steps_afterwards(tmp_path, caplog):
-    with closing(both(tmp_path, optimizer=Lion, host_memory=100_000)) as pairs:
-        for step in range(4):
+class Fading(torch.optim.SGD):
+    """Counts its steps in an attribute, which no state dict has."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    average = self.state[parameter].setdefault(
+                        "average", torch.zeros_like(parameter)
+                    )
+                    parameter.sub_(
+                        average.lerp_(parameter.grad, 0.1), alpha=group["lr"] / self.steps
+                    )
+
+
+def test_an_optimizer_that_counts_elsewhere_steps_afterwards(tmp_path):
+    with closing(both(tmp_path, optimizer=Fading, host_memory=100_000)) as pairs:
+        for step in range(6):
             for net, optimizer in pairs:
                 optimizer.zero_grad()
                 loss_of(net, step).backward()
+                sometimes(net, step)
                 optimizer.step()
         assert pairs[1][1].stats().updated_in_backward == 0
         assert_same(pairs)
-    assert "Lion changes count of its groups in a step" in caplog.text
+
+
+class Masked(InGradients):
+    """Draws a random number for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(torch.bernoulli(torch.tensor(0.5)))
+        super().step()
+
+
+def test_an_optimizer_that_draws_random_numbers_steps_afterwards(tmp_path):
+    found = []
+    for net, optimizer in both(tmp_path, optimizer=Masked, host_memory=170_000):
+        torch.manual_seed(0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+        assert optimizer.stats().updated_in_backward == 0
+        optimizer.close()
+        found.append(list(net.parameters()))
+    assert differing(*found) == []
+
+
+def test_an_optimizer_that_changes_its_groups(tmp_path):
+    with closing(both(tmp_path, optimizer=Lion, host_memory=100_000, weight_decay=0.5)) as pairs:
+        made = undone = 0
+        for step in range(8):
+            for net, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                sometimes(net, step)
+                if step == 6:  # there is no update of it, and none to be counted
+                    net.zero_grad()
+                optimizer.step()
+            assert [optimizer.param_groups[0]["count"] for _, optimizer in pairs] == [
+                step + (step < 6)
+            ] * 2
+            made += pairs[1][1].stats().updated_in_backward
+            undone += pairs[1][1].stats().rolled_back
+        assert made > undone > 0
+        assert_same(pairs)
 
 
 def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
@@ -510,7 +578,7 @@ def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path, expec
                 torch._foreach_mul_([parameter.grad for parameter in net.parameters()], 0.5)
             optimizer.step()
         sys.settrace(None)
-        assert optimizer.stats().rolled_back >= (0 if expected else layers // 2)
+        assert optimizer.stats().rolled_back >= (0 if expected else layers // 3)
         optimizer.close()
         counts.append(lines)
     assert counts[2] - counts[1] <= 2.3 * (counts[1] - counts[0]), counts
