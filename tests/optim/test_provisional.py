@@ -179,24 +179,25 @@ def test_an_optimizer_that_computes_in_gradients(tmp_path):
 
 
 class Fading(torch.optim.SGD):
-    """Counts its steps in an attribute, which no state dict has."""
+    """Counts the steps of a parameter in an attribute, which no state dict has."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.steps = 0
+        self.steps = {}
 
     @torch.no_grad()
     def step(self, closure=None):
         """One step."""
-        self.steps += 1
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    self.steps[id(parameter)] = self.steps.get(id(parameter), 0) + 1
                     average = self.state[parameter].setdefault(
                         "average", torch.zeros_like(parameter)
                     )
                     parameter.sub_(
-                        average.lerp_(parameter.grad, 0.1), alpha=group["lr"] / self.steps
+                        average.lerp_(parameter.grad, 0.1),
+                        alpha=group["lr"] / self.steps[id(parameter)],
                     )
 
 
