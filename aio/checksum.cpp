@@ -26,6 +26,12 @@ std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::u
   return sum;
 }
 
+std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte* data,
+                                                        std::size_t nbytes) noexcept {
+  const XXH128_hash_t hash = XXH3_128bits(data, nbytes);
+  return std::array{std::uint64_t{hash.low64}, std::uint64_t{hash.high64}};
+}
+
 #else
 
 bool has_checksum() noexcept { return false; }
@@ -33,6 +39,10 @@ bool has_checksum() noexcept { return false; }
 std::uint64_t checksum_block(const std::byte*, std::uint64_t, std::uint64_t,
                              std::uint64_t) noexcept {
   return 0;
+}
+
+std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte*, std::size_t) noexcept {
+  return std::nullopt;
 }
 
 #endif

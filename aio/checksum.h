@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace nvme_offload {
 
@@ -17,5 +19,10 @@ bool has_checksum() noexcept;
 /// *begin*: bytes into the request; *offset*: of the request in the file.
 std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::uint64_t begin,
                              std::uint64_t offset) noexcept;
+
+/// A hash of 128 bits (XXH3), by which two contents of some memory are told apart; nothing where
+/// this build has no checksums.
+std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte* data,
+                                                        std::size_t nbytes) noexcept;
 
 }  // namespace nvme_offload

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "checksum.h"
 #include "codec.h"
 #include "engine.h"
 #include "exit_status.h"
@@ -510,6 +511,14 @@ PYBIND11_MODULE(_aio, module) {
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);
+
+  // On memory by address, which no other thread changes meanwhile.
+  module.def(
+      "fingerprint",
+      [](std::uintptr_t address, std::size_t nbytes) {
+        return without_gil([&] { return fingerprint(at<std::byte>(address), nbytes); });
+      },
+      "address"_a, "nbytes"_a);
 
   // On memory by address, *count* elements, which no other thread uses meanwhile.
   module.def(
