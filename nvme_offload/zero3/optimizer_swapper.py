@@ -35,6 +35,7 @@ from ..optimizer_states import (
     far_blocks,
     least_eps,
     looks_at,
+    put_in_place,
 )
 from ..optimizer_states.tree import drop_memory, is_for_each
 from ..swap.tier import Tier
@@ -57,7 +58,7 @@ class Working(NamedTuple):
 @dataclasses.dataclass
 class SubGroup:
     """One flat parameter of stage 3: *start* is its first element among all of this rank, *layout*
-    that of its value *name*.
+    that of its value *name*, which has *states*, their dtypes by key.
     """
 
     start: int
@@ -65,6 +66,7 @@ class SubGroup:
     numel: int
     capacity_bytes: int
     layout: Layout
+    states: Mapping[str, torch.dtype]
     buffer: torch.Tensor | None = None  # while swapped in
     pack_count: int = 0
 
@@ -93,7 +95,13 @@ class OptimizerSwapper:
     ) -> None:
         self.tier = tier
         self._optimizer = optimizer
-        self._format = state_format
+        self._in_place = state_format.in_place
+        # The flat parameter is the master itself in "exact", where the master is one of the states.
+        self._format = (
+            dataclasses.replace(state_format, keeps_masters=False)
+            if self._in_place
+            else state_format
+        )
         self._expected = states
         self._working = working
         self._warned = False
@@ -109,7 +117,7 @@ class OptimizerSwapper:
             f"{self._prefix}/working",
         )
         tier.abandon_with(self, self._names)
-        if not state_format.in_place:
+        if not self._in_place:
             layout = state_format.layout(largest, states, working.dtype, self._optimizer_name)
             tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
             tier.make_scratch(self._working_name, largest * working.dtype.itemsize)
@@ -149,13 +157,14 @@ class OptimizerSwapper:
                 numel,
                 capacity,
                 self._layout(parameter, numel, {}),
+                {},
             )
             self._sub_groups[id(parameter)] = sub_group
             self._parameters.append(parameter)  # keeps its id from being reused
             self._names.append(sub_group.name)
             self._take(parameter)
             buffer = sub_group.buffer = self.tier.swapper.create(sub_group.name, capacity)
-            if self._format.in_place:
+            if self._in_place:
                 self._unpack(sub_group)[_MASTER].copy_(source)
             else:
                 buffer.zero_()
@@ -195,13 +204,9 @@ class OptimizerSwapper:
             with contextlib.suppress(UsageError):  # not swapped in yet, or released already
                 self.tier.swapper.release(self._sub_groups[id(parameter)].name, changed=True)
 
-    def states(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+    def states(self, parameter: torch.Tensor) -> Mapping[str, torch.dtype]:
         """The dtypes of *parameter*'s offloaded states, by key."""
-        return {
-            key: slot.dtype
-            for key, slot in self._sub_groups[id(parameter)].layout.states.items()
-            if key != _MASTER
-        }
+        return self._sub_groups[id(parameter)].states
 
     def renew(self, parameter: torch.Tensor, states: Mapping[str, torch.dtype]) -> None:
         """Allocate memory for *parameter* and *states* of it, and put these into the optimizer's
@@ -210,12 +215,12 @@ class OptimizerSwapper:
         The sub-group is in use until `swap_out_optimizer_state`.
         """
         sub_group = self._take(parameter)
-        sub_group.layout = self._layout(parameter, sub_group.numel, states)
+        self._plan(parameter, sub_group, states)
         sub_group.capacity_bytes = max(sub_group.capacity_bytes, sub_group.layout.nbytes)
         buffer = sub_group.buffer = self.tier.swapper.create(
             sub_group.name, sub_group.capacity_bytes
         )
-        if not self._format.in_place:
+        if not self._in_place:
             buffer.zero_()
         if states:
             self._optimizer().state[parameter].update(
@@ -235,8 +240,7 @@ class OptimizerSwapper:
     def purge_state(self) -> None:
         """Forget the optimizer's states. The master weights stay: they are first in every layout."""
         for parameter in self._parameters:
-            sub_group = self._sub_groups[id(parameter)]
-            sub_group.layout = self._layout(parameter, sub_group.numel, {})
+            self._plan(parameter, self._sub_groups[id(parameter)], {})
 
     def init_timers(self) -> None:
         """Do nothing: `zero3.stats` replaces DeepSpeed's timers."""
@@ -267,19 +271,23 @@ class OptimizerSwapper:
     def _layout(
         self, parameter: torch.Tensor, numel: int, states: Mapping[str, torch.dtype]
     ) -> Layout:
-        if not self._format.in_place:
-            return self._format.layout(numel, states, self._working.dtype, self._optimizer_name)
-        # The flat parameter is the master itself.
-        masters = dataclasses.replace(self._format, keeps_masters=False)
-        return masters.layout(
-            numel, {_MASTER: parameter.dtype, **states}, parameter.dtype, self._optimizer_name
-        )
+        dtype = self._working.dtype
+        if self._in_place:
+            states, dtype = {_MASTER: parameter.dtype, **states}, parameter.dtype
+        return self._format.layout(numel, states, dtype, self._optimizer_name)
+
+    def _plan(
+        self, parameter: torch.Tensor, sub_group: SubGroup, states: Mapping[str, torch.dtype]
+    ) -> None:
+        """From now on the sub-group's value has *states*."""
+        sub_group.layout = self._layout(parameter, sub_group.numel, states)
+        sub_group.states = states
 
     def _working_of(self, sub_group: SubGroup) -> list[torch.Tensor]:
         """The scratch memory of the 16-bit parameters that the master weights are made of; [] in
         "exact", which has whole masters.
         """
-        if self._format.in_place:
+        if self._in_place:
             return []
         return [
             self.tier.scratch(self._working_name)
@@ -290,14 +298,19 @@ class OptimizerSwapper:
     def _unpack(self, sub_group: SubGroup) -> dict[str, torch.Tensor]:
         """The master weights and the states of a sub-group in use, by key."""
         assert sub_group.buffer is not None
-        memory = None
-        if not self._format.in_place:
-            memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
-            # too small if the optimizer has more states than expected
-            if memory.numel() < self._format.unpacked_elements(sub_group.layout):
-                memory = None
+        if self._in_place:
+            return {
+                key: slot.values.of(sub_group.buffer).view(slot.dtype)
+                for key, slot in sub_group.layout.states.items()
+            }
+        memory = self.tier.scratch(self._unpacked_name).view(torch.float32)
+        # too small if the optimizer has more states than expected
+        suffices = memory.numel() >= self._format.unpacked_elements(sub_group.layout)
         master, states = self._format.unpack(
-            sub_group.layout, sub_group.buffer, self._working_of(sub_group), memory
+            sub_group.layout,
+            sub_group.buffer,
+            self._working_of(sub_group),
+            memory if suffices else None,
         )
         return states if master is None else {_MASTER: master, **states}
 
@@ -316,10 +329,11 @@ class OptimizerSwapper:
         assert buffer is not None
         state = self._optimizer().state.get(parameter, {})
         values = {key: value.contiguous() for key, value in elementwise(state, parameter).items()}
-        sub_group.layout = layout = self._layout(
-            parameter, sub_group.numel, {key: value.dtype for key, value in values.items()}
-        )
-        if self._format.in_place:
+        states = {key: value.dtype for key, value in values.items()}
+        if list(states.items()) != list(sub_group.states.items()):  # their order is that of places
+            self._plan(parameter, sub_group, states)
+        layout = sub_group.layout
+        if self._in_place:
             values = {_MASTER: parameter.data, **values}
         if layout.nbytes > sub_group.capacity_bytes:
             within = buffer.untyped_storage().data_ptr()
@@ -330,6 +344,15 @@ class OptimizerSwapper:
             sub_group.capacity_bytes = layout.nbytes
             self.tier.swapper.discard(sub_group.name)
             buffer = sub_group.buffer = self.tier.swapper.create(sub_group.name, layout.nbytes)
+        if self._in_place:
+            start = buffer.data_ptr()
+            if any(
+                values[key].data_ptr() != start + slot.values.offset
+                for key, slot in layout.states.items()
+            ):
+                places = self._unpack(sub_group)
+                put_in_place([(places[key], values[key]) for key in places], [buffer])
+            return
         sub_group.pack_count += 1
         seed, blocks = 0, None
         if self._format.eight_bit:
@@ -341,8 +364,9 @@ class OptimizerSwapper:
                 self._format, 1 if sub_group.pack_count == 1 else seed
             ):
                 self._warn_of_far_blocks(layout, values)
-        master = None if self._format.in_place else parameter.data
-        self._format.pack(layout, buffer, self._working_of(sub_group), master, values, seed, blocks)
+        self._format.pack(
+            layout, buffer, self._working_of(sub_group), parameter.data, values, seed, blocks
+        )
 
     def _give_back(self, parameter: torch.Tensor, changed: bool) -> None:
         sub_group = self._sub_groups[id(parameter)]

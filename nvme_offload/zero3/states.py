@@ -410,7 +410,7 @@ def _provider(stage3: Stage3, index: int) -> Provider:
     return lend
 
 
-def _elementwise_states(stage3: Stage3, index: int) -> dict[str, torch.dtype]:
+def _elementwise_states(stage3: Stage3, index: int) -> Mapping[str, torch.dtype]:
     """The elementwise states of sub-group *index*: their dtypes, by key."""
     parameter = stage3.fp32_partitioned_groups_flat[index]
     if stage3.swaps_natively and stage3._swappable_optimizer_subgroup(index):
