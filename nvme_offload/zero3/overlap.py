@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 # attributes of a `step` that a scheduler of torch has wrapped, by release
 _SCHEDULERS = ("_wrapped_by_lr_sched", "_with_counter")
 
+# what DeepSpeed's `step` calls for each sub-group
+_NOTED = (
+    "_prepare_sub_group",
+    "unscale_and_clip_grads",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_sub_group",
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +68,8 @@ class Overlap:
         self._optimizer: Any = None  # of the step: it has the options of then
         self._order: list[int] = []  # in which the sub-groups of the last step are updated
         self._places: dict[int, int] = {}  # of each in it
+        for name in _NOTED:
+            setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 
     @property
     def holds_gradients(self) -> bool:
@@ -94,12 +105,13 @@ class Overlap:
         self._optimizer = with_own_options(stage3.optimizer)
         self._noted = {index: [] for index in later}
 
-    def takes(self, index: int, action: Callable[[], None]) -> bool:
-        """Whether *action* is done later, for sub-group *index*, after those that came before."""
+    def _do_or_note(self, method: Callable[..., None], name: str, index: int, *rest: Any) -> None:
+        """Call *method* of stage 3 for sub-group *index*, or note that for when it is updated."""
         if self._noted is None or index not in self._noted:
-            return False
-        self._noted[index].append(action)
-        return True
+            method(index, *rest)
+            return
+        action = self.step_optimizer if name == "_optimizer_step" else method
+        self._noted[index].append(functools.partial(action, index, *rest))
 
     def step_optimizer(self, index: int) -> None:
         """Let the optimizer update the master weights of sub-group *index*, which is in memory."""

@@ -10,12 +10,11 @@ that the user configured.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
-from .overlap import Overlap, Scaling, tell_left_out
+from .overlap import Overlap, tell_left_out
 from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -396,17 +395,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         """As the base, but without the pass over all gradients that would multiply by 1."""
-        if self._is_later(
-            sub_group_id,
-            functools.partial(self._unscale, super().unscale_and_clip_grads),
-            total_norm,
-        ):
-            return
-        self._unscale(super().unscale_and_clip_grads, sub_group_id, total_norm)
-
-    def _unscale(
-        self, base: Callable[..., None], sub_group_id: int, total_norm: torch.Tensor
-    ) -> None:
         self.partly_changed = self.clock is not None
         if (
             not self.swaps_natively
@@ -416,7 +404,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 and (total_norm / self.loss_scale + 1e-6) / self.clip_grad > 1.0
             )
         ):
-            base(sub_group_id, total_norm)
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as the base does with those of parameters; after updates that are to
@@ -487,24 +475,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return 0.0, 0.0
         return self.overlap.updates.take_waits()
 
-    def _is_later(self, sub_group_id: int, action: Callable[..., None], *rest: Any) -> bool:
-        """Whether *action* is done after `step`, with *sub_group_id* and *rest*."""
-        return self.overlap is not None and self.overlap.takes(
-            sub_group_id, functools.partial(action, sub_group_id, *rest)
-        )
-
-    def _prepare_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
-        if not self._is_later(sub_group_id, super()._prepare_sub_group, timer_names):
-            super()._prepare_sub_group(sub_group_id, timer_names)
-
-    def _optimizer_step(self, sub_group_id: int) -> None:
-        if self.overlap is None or not self._is_later(sub_group_id, self.overlap.step_optimizer):
-            super()._optimizer_step(sub_group_id)
-
-    def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
-        if not self._is_later(sub_group_id, super()._release_sub_group, timer_names):
-            super()._release_sub_group(sub_group_id, timer_names)
-
     def finish_updates(self) -> None:
         """Return when no update is to come, of this engine or of another that shares the memory.
         Raises: what went wrong in this engine's.
@@ -526,8 +496,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     @property
     def loss_scale(self) -> Any:
         """As the base has it."""
-        scaling = self._scaling_of_update()
-        return super().loss_scale if scaling is None else scaling.loss_scale
+        if self.overlap is None or not self.overlap.updates.is_worker():
+            return super().loss_scale
+        return self.overlap.scaling.loss_scale
 
     @loss_scale.setter
     def loss_scale(self, value: Any) -> None:
@@ -536,17 +507,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     @property
     def clip_grad(self) -> float:
         """The largest norm of the gradients."""
-        scaling = self._scaling_of_update()
-        return self._clip_grad if scaling is None else scaling.clip_grad
+        if self.overlap is None or not self.overlap.updates.is_worker():
+            return self._clip_grad
+        return self.overlap.scaling.clip_grad
 
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
         self._clip_grad = value
-
-    def _scaling_of_update(self) -> Scaling | None:
-        if self.overlap is not None and self.overlap.updates.is_worker():
-            return self.overlap.scaling
-        return None
 
     # What waits for updates.
 
@@ -623,17 +590,12 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.tier.swapper.flush()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        base = super()._reassign_or_swap_out_partitioned_parameters
-        if not self._is_later(sub_group_id, functools.partial(self._reassign, base)):
-            self._reassign(base, sub_group_id)
-
-    def _reassign(self, base: Callable[..., None], sub_group_id: int) -> None:
         if not (
             self.swaps_natively
             and not self._format.in_place
             and self._swappable_optimizer_subgroup(sub_group_id)
         ):  # swap_out_optimizer_state has written the parameters
-            base(sub_group_id)
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """As the base, which needs the shape of a partition that may be offloaded."""
