@@ -62,6 +62,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     fp16_groups: list[list[Any]]
     tier: Tier  # only where something is offloaded
+    swaps_natively = False  # whether optimizer states are in an `OptimizerSwapper`
 
     def __init__(self, *args: Any, **named: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **named).arguments
@@ -91,11 +92,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.overlap = Overlap(self)
         elif Settings.of(self._ds_config).overlap_step:
             tell_left_out(set(), "no optimizer states are on a drive")
-
-    @property
-    def swaps_natively(self) -> bool:
-        """Whether optimizer states are in an `OptimizerSwapper`."""
-        return isinstance(self.optimizer_swapper, OptimizerSwapper)
 
     # Sub-groups and swapper.
 
@@ -232,6 +228,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
                 ),
             ),
         )
+        self.swaps_natively = True
 
     def _index_of(self, parameter: torch.Tensor) -> int:
         return next(
@@ -241,9 +238,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         )
 
     def _swappable_optimizer_subgroup(self, sub_group_id: int) -> bool:
-        swappable = super()._swappable_optimizer_subgroup(sub_group_id)
+        if not self.native:
+            return bool(super()._swappable_optimizer_subgroup(sub_group_id))
         # "ratio" keeps some on the accelerator
-        return swappable and (not self.native or self.subgroup_to_device[sub_group_id] == "cpu")
+        return bool(self.swap_optimizer and self.subgroup_to_device[sub_group_id] == "cpu")
 
     def initialize_optimizer_states(self) -> None:
         """Make what the first step needs: the base's gradient buffers, and the states of an
