@@ -130,17 +130,16 @@ class Gradients:
         """
         self.pause()
         memory = self._widened_memory(index)
-        slices = self._reduced.get(index, {})
+        spans = _joined(self._replaced.get(index, self._reduced.get(index, {})))
         if index in self._replaced:
-            slices = self._replaced[index]
             self._fetch(
                 self._replacements[index], self._widened_dtype, memory, [(0, memory.numel())], last
             )
         else:
-            for start, end in _gaps(slices, memory.numel()):
+            for start, end in _gaps(spans, memory.numel()):
                 memory[start:end].zero_()
-        if slices:
-            self._fetch(self._names[index], self._dtype, memory, _joined(slices), last)
+        if spans:
+            self._fetch(self._names[index], self._dtype, memory, spans, last)
         if last:
             self._forget([index])
         return memory
@@ -227,7 +226,7 @@ def _joined(slices: Slices) -> list[tuple[int, int]]:
     return spans
 
 
-def _gaps(slices: Slices, numel: int) -> Iterator[tuple[int, int]]:
-    """The ranges of *numel* elements that *slices* leave out."""
-    edges = [0, *itertools.chain.from_iterable(_joined(slices)), numel]
+def _gaps(spans: Sequence[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
+    """The ranges of *numel* elements that *spans* leave out."""
+    edges = [0, *itertools.chain.from_iterable(spans), numel]
     return ((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)

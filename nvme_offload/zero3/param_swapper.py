@@ -169,11 +169,14 @@ class ParameterSwapper:
     def give_back(self) -> None:
         """Release what an interrupted call left in use."""
         with self.tier.swapper.exclusive():
-            name, self._taken = self._taken, None
-            if name is not None:
-                self._filling.clear()
-                with contextlib.suppress(UsageError):  # not swapped in yet, or released already
-                    self.tier.swapper.release(name, changed=True)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        name, self._taken = self._taken, None
+        if name is not None:
+            self._filling.clear()
+            with contextlib.suppress(UsageError):  # not swapped in yet, or released already
+                self.tier.swapper.release(name, changed=True)
 
     def _used(self, use: Callable[[], _Result]) -> _Result:
         """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
@@ -193,7 +196,7 @@ class ParameterSwapper:
         """The name of *param*, noted as in use before it is, so that an exception in between leaves
         nothing unnoted.
         """
-        self.give_back()
+        self._give_back()
         self._taken = name = self._name(param)
         return name
 

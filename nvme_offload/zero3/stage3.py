@@ -615,8 +615,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if not self.swaps_natively:
             super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
             return
-        self.finish_updates()
         parameter, steps = self.fp32_partitioned_groups_flat[sub_group_id], timer_names is not None
+        if not steps:  # `step` has waited already
+            self.finish_updates()
         self.optimizer_swapper.give_back()
         self.partly_changed |= steps
         if steps and not self.tier.swapper.learned:
