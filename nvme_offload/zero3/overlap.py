@@ -164,10 +164,11 @@ class Overlap:
         self._noted, self._has_states = None, False
 
     def following(self, index: int, count: int) -> Sequence[int]:
-        """At most *count* sub-groups, *index* and the next ones that are updated."""
-        if index in self._places:
-            return self._order[self._places[index] : self._places[index] + count]
-        return range(index, len(self._stage3.fp16_groups))[:count]
+        """At most *count* sub-groups, *index* and the next ones that were updated after the last
+        step; none where *index* was not.
+        """
+        place = self._places.get(index, len(self._order))
+        return self._order[place : place + count]
 
     def _in_order(self, indexes: Sequence[int]) -> list[int]:
         """*indexes* in the order in which the last forward pass used them, or in the model's."""

@@ -629,21 +629,14 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def read_ahead(self, index: int) -> None:
         """Prefetch the gradients and the states of sub-group *index* and the next ones."""
-        following = [
-            number
-            for number in (
-                self.overlap.following(index, _PREFETCHED)
-                if self.overlap is not None
-                else range(index, len(self.fp16_groups))[:_PREFETCHED]
-            )
-            if self._swappable_optimizer_subgroup(number)
-        ]
+        later = self.overlap.following(index, _PREFETCHED) if self.overlap is not None else ()
         names = (
             (
                 self._gradients.name(number),
                 self.optimizer_swapper.name(self.fp32_partitioned_groups_flat[number]),
             )
-            for number in following
+            for number in later or range(index, len(self.fp16_groups))[:_PREFETCHED]
+            if self._swappable_optimizer_subgroup(number)
         )
         self.tier.swapper.prefetch(itertools.chain.from_iterable(names))
 
