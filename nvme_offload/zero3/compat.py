@@ -100,6 +100,7 @@ CONTRACT: Mapping[str, str] = {
         master_weights_and_grads_dtype >=0.18
         max_params_in_cpu
         micro_step_id
+        module
         norm_for_param_grads
         offload_optimizer_fast_init
         optimizer
@@ -153,6 +154,9 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.config:DeepSpeedConfig": "_param_dict",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
+    "deepspeed.runtime.zero.parameter_offload": """
+        FWD_MODULE_STACK
+    """,
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         __init__(module, timers, ds_config, ...)
         forward_hooks
@@ -488,6 +492,25 @@ def at_accumulation_boundary(stage3: Any) -> bool:
     """
     boundary = stage3.is_gradient_accumulation_boundary
     return bool(boundary() if callable(boundary) else boundary)
+
+
+def let_go_of(module: Any) -> None:
+    """Have DeepSpeed forget the *module* of an engine that is destroyed, and what is in it. It keeps
+    them for ever, as those of a forward pass and in the cache of a method, and by their hooks the
+    engine, whose memory and room on drives stay taken.
+    """
+    zero = "deepspeed.runtime.zero"
+    stack = importlib.import_module(f"{zero}.parameter_offload").FWD_MODULE_STACK
+    inside = set(map(id, module.modules()))
+    stack[:] = [one for one in stack if id(one) not in inside]
+    coordinator = importlib.import_module(f"{zero}.partitioned_param_coordinator")
+    cached = vars(coordinator.PartitionedParameterCoordinator).get(
+        "_PartitionedParameterCoordinator__params_to_release"
+    )
+    decorated = [cell.cell_contents for cell in getattr(cached, "__closure__", None) or ()]
+    for function in (cached, *decorated):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()  # of all engines: it is filled again
 
 
 def end_backward(stage3: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from . import compat
 from .param_swapper import parameter_tier, return_to_device
 from .settings import SECTION
 from .shared_tier import trained
@@ -33,6 +34,11 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         self._depth = 0
         self.forward_hooks.append(module.register_forward_pre_hook(self._begin_pass, prepend=True))
         self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
+
+    def destroy(self) -> None:
+        """As the base, which drops its hooks."""
+        super().destroy()
+        compat.let_go_of(self.module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_pass(self, *_: Any) -> None:

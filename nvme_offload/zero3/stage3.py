@@ -84,7 +84,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.overlap: Overlap | None = None
         self._clip_grad = 0.0
         return_to_device(module)
-        super().__init__(*args, **named)
+        try:
+            super().__init__(*args, **named)
+        except BaseException:
+            compat.let_go_of(module)
+            raise
         tier = self.tier if self.swaps_natively else parameter_tier(module)
         if tier is not None:
             self.tier, self.clock = tier, StepClock(tier)
@@ -277,6 +281,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         """
         error = self.overlap.updates.abandon() if self.overlap is not None else None
         super().destroy()
+        compat.let_go_of(self.module)
         if self.swaps_natively:
             quiesce(self.tier)
             self._gradients.close()

@@ -149,6 +149,7 @@ def late(tmp_path_factory, request):
 def test_bits_are_those_without(late, name):
     mine, reference = late[name]
     assert differences(mine, reference) == []
+    assert mine["left"] == 0
     case = CASES[name]
     skipped = case.overflow_step is not None
     at_once = 3 if case.loop == "save" else 1  # the first, and the first after each load

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +102,7 @@ class Watch:
         self.stores: list[Any] = []
         self.pools: list[Any] = []
         self.swappers: list[Any] = []
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()  # the stores, whoever has them
         self.overlapped = 0  # steps whose updates were made after them
 
     def enable(self, faults: list[tuple[int, int, str, int]]) -> None:
@@ -157,12 +159,13 @@ class Watch:
 
         Updates.start = counted  # type: ignore[method-assign]
 
-    @staticmethod
-    def _kept(where: list[Any], kind: Any) -> Any:
+    def _kept(self, where: list[Any], kind: Any) -> Any:
         @functools.wraps(kind)
         def make(*args: Any, **named: Any) -> Any:
             made = kind(*args, **named)
             where.append(made)
+            if where is self.stores:
+                self.alive.add(made)
             return made
 
         return make
@@ -254,6 +257,8 @@ class Training:
             **finals,
             "traffic": traffic,
             "stats": stats,
+            # stores that outlive the engines, which are destroyed: a gigabyte of the drive each
+            "left": len(self.watch.alive),
             "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
         }
 
