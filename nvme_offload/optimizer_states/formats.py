@@ -17,7 +17,7 @@ also restores everything bit for bit; its working weights are rounded half away 
 (`split.py`), so they differ from "exact"'s in ties: one master in 65536. "compact" keeps states in
 8 bits (`eight_bit.py`), or in 16 where 8 are too few (`widening.py`). "compact24" also rounds the
 master stochastically to 24 bits, of which the bfloat16 weight has the upper 16: a master then
-changes in steps of 2**-16 of itself.
+changes in steps of 2**-16 to 2**-15 of itself.
 """
 
 from __future__ import annotations
