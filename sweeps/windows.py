@@ -1,15 +1,17 @@
 """`python -m sweeps.windows DIR`: how much of an optimizer step each way of `NVMeOptimizer` hides
 under the passes, with and without clipping.
 
-The layers of the model compute nothing: each pass takes the time that it is given, asleep on the
-CPU or busy on a GPU, and every gradient is there at its end. So the window is known, and what a step
-takes beside it is the updates' time. Ways are interleaved, and compared by the ratios of a round.
+The layers of the model compute nothing: each pass keeps the GPU busy for the time that it is given,
+and every gradient is there at its end. So the window is known, and what a step takes beside it is
+the updates' time. Ways are interleaved, and compared by the ratios of a round. It needs a GPU: on the
+CPU, a backward pass and the updates in it take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -59,25 +61,25 @@ class Pace(torch.autograd.Function):
         """Return *x* after *forward* seconds."""
         context.save_for_backward(weight)
         context.seconds = backward
-        pause(forward, weight.device)
+        pause(forward)
         return x.clone()
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         """Return the gradients after the time of the backward pass."""
         (weight,) = context.saved_tensors
-        pause(context.seconds, weight.device)
+        pause(context.seconds)
         return gradients[0], torch.full_like(weight, 1e-3), None, None
 
 
 class Layer(torch.nn.Module):
     """*elements* bfloat16 weights, and a pass of so many seconds in each direction."""
 
-    def __init__(self, elements: int, forward: float, backward: float, device: str) -> None:
+    def __init__(self, elements: int, forward: float, backward: float) -> None:
         super().__init__()
         self.seconds = forward, backward
         self.weight = torch.nn.Parameter(
-            torch.full((elements,), 0.1, dtype=torch.bfloat16, device=device)
+            torch.full((elements,), 0.1, dtype=torch.bfloat16, device="cuda")
         )
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -85,26 +87,21 @@ class Layer(torch.nn.Module):
         return Pace.apply(x, self.weight, *self.seconds)
 
 
-def pause(seconds: float, device: torch.device) -> None:
-    """Keep the *device* busy, or sleep where it is the CPU."""
-    if device.type == "cpu":
-        time.sleep(seconds)
-    else:
-        torch.cuda._sleep(int(seconds * _cycles_a_second()))
+def pause(seconds: float) -> None:
+    """Keep the GPU busy."""
+    torch.cuda._sleep(int(seconds * _cycles_a_second()))
 
 
+@functools.cache
 def _cycles_a_second() -> float:
-    if not _found:
-        for cycles in (10_000_000, 100_000_000):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            torch.cuda._sleep(cycles)
-            torch.cuda.synchronize()
-            _found[:] = [cycles / (time.perf_counter() - began)]
-    return _found[0]
-
-
-_found: list[float] = []
+    rate = 0.0
+    for cycles in (10_000_000, 100_000_000):  # the first finds it at rest
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()
+        rate = cycles / (time.perf_counter() - began)
+    return rate
 
 
 class Side:
@@ -123,17 +120,16 @@ class Side:
 
     def run(self, steps: int) -> None:
         """Make so many steps; the first begins the measurement where it ends."""
-        device = next(self.net.parameters()).device
         began = 0.0
         for step in range(steps + 1):
             self.number += 1
             self.optimizer.zero_grad()
-            self.net(torch.ones(1, device=device, requires_grad=True)).sum().backward()
+            self.net(torch.ones(1, device="cuda", requires_grad=True)).sum().backward()
             clips = self.way.clipped and self.number % self.way.clipped == 0
             if self.way.options.get("step_in_backward") is not True:
                 torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3 if clips else 1e9)
             self.optimizer.step()
-            if device.type == "cuda" and not self.way.options.get("overlap_step"):
+            if not self.way.options.get("overlap_step"):
                 torch.cuda.synchronize()
             if step == 0:
                 began = time.perf_counter()
@@ -173,13 +169,14 @@ def main(
     notes: tuple[str, ...],
 ) -> None:
     """Time the ways of a step with states on the drive of DIRECTORY."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a GPU that CUDA knows")
     about = {**facts(directory, "sweeps.windows"), "commit": commit()}
     said = list(notes)
 
     def make() -> torch.nn.Module:
         return torch.nn.Sequential(
-            *(Layer(elements, forward_seconds, backward_seconds, device) for _ in range(layers))
+            *(Layer(elements, forward_seconds, backward_seconds) for _ in range(layers))
         )
 
     options = {"state_format": state_format, "host_memory": host_memory}
@@ -222,18 +219,14 @@ def report(
     head = ["way", "step, s", "of after", "updated in backward", "GB moved", "theory"]
     return document(
         "# Which way hides an optimizer step",
-        listed({**about, "computing": _device()}),
+        listed(
+            {**about, "computing": f"torch {torch.__version__}, {torch.cuda.get_device_name()}"}
+        ),
         *notes,
         f"{len(after)} rounds. F = {forward:.2f} s, B = {backward:.2f} s, as given; U = {updates:.2f} s of updates, by the median of steps after the backward "
         "pass. The ratios are of one round each: median, lowest and highest.",
         table(head, rows),
     )
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return f"torch {torch.__version__}, {torch.cuda.get_device_name()}"
-    return f"torch {torch.__version__} on the CPU, which sleeps for passes"
 
 
 if __name__ == "__main__":

@@ -813,9 +813,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not (provisional.may_begin(bucket) and self._updater.keeps_layout(bucket, self._steps)):
             return
         memory = self._updater.open(bucket)
-        before = provisional.before(bucket)
+        before = None
+        try:
+            before = provisional.before(bucket)
+        finally:
+            if before is None:
+                self._updater.close(bucket)
         if before is None:
-            self._updater.close(bucket)
             return
         try:
             for fragment in bucket.fragments:
@@ -823,12 +827,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             left = self._updater.step(bucket, memory, self._options_of(bucket), self._steps)
         except BaseException:
             self._updater.fail(bucket)
-            self._drain()
-            provisional.roll_back(before)
+            self._undo(lambda: provisional.roll_back(before))
             raise
         if provisional.draws(before):
-            self._drain()
-            provisional.roll_back(before)
+            self._undo(lambda: provisional.roll_back(before))
             return
         provisional.made(before, left)
         self._updated.add(bucket)
@@ -841,7 +843,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._options.differ(self.param_groups):
                 self._undo_provisional()
                 self._options.forget()
-            self._undo(lambda one: one.roll_back_changed(self._options))
+            provisional = self._provisional
+            self._undo(lambda: provisional.roll_back_changed(self._options))
 
     def _undo_provisional(self) -> None:
         """Before parameters or states are looked at, or where there is no step after all: undo the
@@ -849,18 +852,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """
         if self._provisional:
             with self._lock:
-                self._undo(ProvisionalUpdates.roll_back_all)
+                self._undo(self._provisional.roll_back_all)
 
-    def _undo(self, roll_back: Callable[[ProvisionalUpdates], list[Bucket]]) -> None:
-        assert self._provisional is not None
+    def _undo(self, roll_back: Callable[[], Sequence[Bucket]]) -> None:
+        """Let *roll_back* undo updates, whose buckets it returns."""
         self._drain()
-        try:
-            for bucket in roll_back(self._provisional):
-                self._updated.remove(bucket)
-                self._show(bucket)
-        except BaseException as error:
-            self._broken = f"updates were being undone ({type(error).__name__}: {error})"
-            raise
+        self._broken = "updates were being undone"  # should anything, such as Ctrl-C, end that
+        for bucket in roll_back():
+            self._updated.discard(bucket)
+            self._show(bucket)
+        self._broken = ""
 
     def _settle(self) -> None:
         """Before states are looked at: have them as the last step left them."""

@@ -29,15 +29,17 @@ _MOST_CHUNKS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """The gradient of *weight* as it was, by its *fingerprint*; None where there was none."""
+    """The gradient of *fragment* as it was, by its *fingerprint*; None where there was none."""
 
-    weight: Weight
+    fragment: Fragment
     fingerprint: torch.Tensor | None
 
     @classmethod
-    def of(cls, weight: Weight) -> _Gradient:
-        gradient = weight.parameter.grad
-        return cls(weight, None if gradient is None else fingerprint(local(gradient)))
+    def of(cls, fragment: Fragment) -> _Gradient:
+        gradient = fragment.weight.parameter.grad
+        return cls(
+            fragment, None if gradient is None else fingerprint(fragment.of(local(gradient)))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +147,8 @@ class ProvisionalUpdates:
                 'a second backward() before step(): with step_in_backward="provisional" the parameters are updated already. To accumulate gradients, run all '
                 "but the last backward() under optimizer.no_sync(); to begin anew, call optimizer.zero_grad()"
             )
-        if self._sample is None:
-            self._sample = _Gradient.of(weight)
+        if self._sample is None and weight.fragments:
+            self._sample = _Gradient.of(weight.fragments[0])
 
     def may_begin(self, bucket: Bucket) -> bool:
         """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
@@ -161,21 +163,21 @@ class ProvisionalUpdates:
 
     def before(self, bucket: Bucket) -> _Before | None:
         """Keep what an update of *bucket*, whose value is in use, will replace. None where its
-        newest version is in memory alone.
+        newest version is in memory alone. Raises: where there is no memory for copies; nothing is
+        kept then.
         """
-        if not self._tier.swapper.retain(bucket.name):
-            return None
-        bucket.is_retained = True
         weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
-        return _Before(
+        before = _Before(
             bucket,
-            [_Gradient.of(weight) for weight in weights],
+            [_Gradient.of(fragment) for fragment in bucket.fragments],
             _RandomNumbers.on(bucket.device),
             [_Changes.of(weight) for weight in weights],
             [part.clone() for part in bucket.weights()],
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.changes for fragment in bucket.fragments],
         )
+        bucket.is_retained = self._tier.swapper.retain(bucket.name)
+        return before if bucket.is_retained else None
 
     def draws(self, before: _Before) -> bool:
         """Whether the update of *before* drew random numbers: then bits depend on the order of
@@ -208,11 +210,12 @@ class ProvisionalUpdates:
                         "step(), or call optimizer.zero_grad() and begin the step anew"
                     )
 
-    def roll_back(self, before: _Before) -> None:
-        """Undo an update, made or half made, whose value is not in use."""
+    def roll_back(self, before: _Before) -> list[Bucket]:
+        """Undo an update, made or half made, whose value is not in use: its bucket."""
         self._made.pop(before.bucket, None)
         self._tier.swapper.roll_back(before.bucket.name)
         _restore(before)
+        return [before.bucket]
 
     def roll_back_changed(self, options: StepOptions) -> list[Bucket]:
         """Undo the updates whose gradients have other bits now, and let the others stand, and their
@@ -222,11 +225,11 @@ class ProvisionalUpdates:
         kept = [gradient for before in made for gradient in before.gradients]
         changed = _changed([*kept, *filter(None, (self._sample,))])
         if self._sample is not None:
-            self._expects_changes = self._sample.weight in changed
+            self._expects_changes = self._sample.fragment in changed
         undone = [
             before
             for before in reversed(made)
-            if any(gradient.weight in changed for gradient in before.gradients)
+            if any(gradient.fragment in changed for gradient in before.gradients)
         ]
         for before in undone:
             self.roll_back(before)
@@ -320,22 +323,22 @@ def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :_CHUNK].contiguous(), rows[:, _CHUNK:].contiguous()
 
 
-def _changed(gradients: Sequence[_Gradient]) -> set[Weight]:
-    """The weights whose gradient has other bits than it had."""
-    changed: set[Weight] = set()
-    compared: dict[torch.device, list[tuple[Weight, torch.Tensor, torch.Tensor]]] = {}
-    for weight, was in {gradient.weight: gradient.fingerprint for gradient in gradients}.items():
-        now = _Gradient.of(weight).fingerprint
+def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
+    """The fragments whose gradients have other bits than they had."""
+    changed: set[Fragment] = set()
+    compared: dict[torch.device, list[tuple[Fragment, torch.Tensor, torch.Tensor]]] = {}
+    for gradient in gradients:
+        was, now = gradient.fingerprint, _Gradient.of(gradient.fragment).fingerprint
         if was is None or now is None:
             if was is not now:
-                changed.add(weight)
+                changed.add(gradient.fragment)
         else:
-            compared.setdefault(now.device, []).append((weight, was, now))
+            compared.setdefault(now.device, []).append((gradient.fragment, was, now))
     for rows in compared.values():  # a GPU is waited for once
         same = torch.stack([was for _, was, _ in rows]) == torch.stack([now for *_, now in rows])
         changed.update(
-            weight
-            for (weight, *_), equal in zip(rows, same.all(dim=1).tolist(), strict=True)
+            fragment
+            for (fragment, *_), equal in zip(rows, same.all(dim=1).tolist(), strict=True)
             if not equal
         )
     return changed
