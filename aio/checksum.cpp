@@ -26,10 +26,10 @@ std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::u
   return sum;
 }
 
-std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte* data,
-                                                        std::size_t nbytes) noexcept {
+std::optional<std::pair<std::uint64_t, std::uint64_t>> fingerprint(const std::byte* data,
+                                                                   std::size_t nbytes) noexcept {
   const XXH128_hash_t hash = XXH3_128bits(data, nbytes);
-  return std::array{std::uint64_t{hash.low64}, std::uint64_t{hash.high64}};
+  return std::pair{std::uint64_t{hash.low64}, std::uint64_t{hash.high64}};
 }
 
 #else
@@ -41,7 +41,8 @@ std::uint64_t checksum_block(const std::byte*, std::uint64_t, std::uint64_t,
   return 0;
 }
 
-std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte*, std::size_t) noexcept {
+std::optional<std::pair<std::uint64_t, std::uint64_t>> fingerprint(const std::byte*,
+                                                                   std::size_t) noexcept {
   return std::nullopt;
 }
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 namespace nvme_offload {
 
@@ -22,7 +22,7 @@ std::uint64_t checksum_block(const std::byte* data, std::uint64_t nbytes, std::u
 
 /// A hash of 128 bits (XXH3), by which two contents of some memory are told apart; nothing where
 /// this build has no checksums.
-std::optional<std::array<std::uint64_t, 2>> fingerprint(const std::byte* data,
-                                                        std::size_t nbytes) noexcept;
+std::optional<std::pair<std::uint64_t, std::uint64_t>> fingerprint(const std::byte* data,
+                                                                   std::size_t nbytes) noexcept;
 
 }  // namespace nvme_offload

@@ -6,25 +6,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from .. import _aio
 from ..errors import UsageError
+from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, local
 from .options import StepOptions
 from .update import Options
 
-_WORD = 4  # bytes: half of a factor, which can then lose none of a difference
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
-_CHUNK = 1 << 20  # words that are multiplied at a time
-_MOST_CHUNKS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,48 +275,6 @@ class ProvisionalUpdates:
             id(fragment.weight.parameter) for bucket in self._made for fragment in bucket.fragments
         }
         return any(id(parameter) in weights for parameter in parameters)
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers of 64 bits, on the device of *tensor*, which differ where any bit of it does: by
-    XXH3 on the CPU, elsewhere sums of its words with random factors, modulo 2**64.
-
-    Two tensors of one shape that differ have the same sums with a probability below 2**-50,
-    whatever the difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
-    """
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.reshape(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        found = _aio.fingerprint(flat.data_ptr(), flat.numel())
-        if found is not None:
-            return torch.tensor([number - (number >> 63 << 64) for number in found])
-    return _sums(flat)
-
-
-def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """The fingerprint of bytes on any device, by torch's operators."""
-    if flat.storage_offset() % _WORD:
-        flat = flat.clone()
-    if flat.numel() % _WORD:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _WORD))
-    words = flat.view(torch.int32)
-    factors, of_chunks = _factors(words.device)
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for number, start in enumerate(range(0, words.numel(), _CHUNK)):
-        chunk = words[start : start + _CHUNK]
-        found = [(chunk * row[: chunk.numel()]).sum() for row in factors]
-        sums += torch.stack(found) * of_chunks[:, number]
-    return sums
-
-
-@functools.cache
-def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the words of a chunk, and of the chunks; two rows each. Others in each process."""
-    generator = torch.Generator()  # that of the process is the user's
-    generator.seed()
-    least, beyond = -(1 << 63), (1 << 63) - 1
-    rows = torch.randint(least, beyond, (2, _CHUNK + _MOST_CHUNKS), generator=generator).to(device)
-    return rows[:, :_CHUNK].contiguous(), rows[:, _CHUNK:].contiguous()
 
 
 def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:

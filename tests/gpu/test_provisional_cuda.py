@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import Reference, differing
 
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.optim.provisional import fingerprint
+from nvme_offload.optimizer_states.fingerprint import fingerprint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer
-from nvme_offload.optim.provisional import _CHUNK, fingerprint
+from nvme_offload.optimizer_states.fingerprint import CHUNK, fingerprint
 
 SMALL = 200_000  # of host memory: a few buckets of `model` are on the drive
 STEPS = 10
@@ -620,18 +620,18 @@ def test_a_fingerprint_tells_any_bit(dtype):
 
 @pytest.mark.usefixtures("by")
 def test_a_fingerprint_tells_signs_and_places():
-    values = torch.randn(_CHUNK + 1000)
+    values = torch.randn(CHUNK + 1000)
     found = [
         fingerprint(values),
         fingerprint(-values),
         fingerprint(values.roll(1)),
-        fingerprint(torch.zeros(_CHUNK)),
-        fingerprint(torch.full((_CHUNK,), -0.0)),
+        fingerprint(torch.zeros(CHUNK)),
+        fingerprint(torch.full((CHUNK,), -0.0)),
     ]
     assert len({tuple(one.tolist()) for one in found}) == len(found)
-    long = torch.zeros(2 * _CHUNK + 5)
+    long = torch.zeros(2 * CHUNK + 5)
     long[7] = 1
-    moved = long.roll(_CHUNK)  # to the same place of the next chunk
+    moved = long.roll(CHUNK)  # to the same place of the next chunk
     assert not torch.equal(fingerprint(long), fingerprint(moved))
     assert torch.equal(fingerprint(torch.empty(0)), fingerprint(torch.empty(0)))
     assert fingerprint(torch.zeros(5, 4).t()).shape == (2,)

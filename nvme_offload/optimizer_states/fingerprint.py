@@ -1,0 +1,63 @@
+"""`fingerprint`: whether a tensor has the bits that it had, without a copy of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from .. import _aio
+
+if TYPE_CHECKING:
+    import torch
+
+WORD_BYTES = 4  # half of a factor, which can then lose none of a difference
+CHUNK = 1 << 20  # words that are multiplied at a time
+_MOST_CHUNKS = 1 << 16
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers of 64 bits, on the device of *tensor*, which differ where any bit of it does: by
+    XXH3 on the CPU, elsewhere sums of its words with random factors, modulo 2**64.
+
+    Two tensors of one shape that differ have the same sums with a probability below 2**-50,
+    whatever the difference. Source: Carter and Wegman, Universal classes of hash functions, 1979.
+    """
+    import torch
+
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = flat.reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        found = _aio.fingerprint(flat.data_ptr(), flat.numel())
+        if found is not None:
+            return torch.tensor([number - (number >> 63 << 64) for number in found])
+    return _sums(flat)
+
+
+def _sums(flat: torch.Tensor) -> torch.Tensor:
+    """The fingerprint of bytes on any device, by torch's operators."""
+    import torch
+
+    if flat.storage_offset() % WORD_BYTES:
+        flat = flat.clone()
+    if flat.numel() % WORD_BYTES:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % WORD_BYTES))
+    words = flat.view(torch.int32)
+    factors, of_chunks = _factors(words.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for number, start in enumerate(range(0, words.numel(), CHUNK)):
+        chunk = words[start : start + CHUNK]
+        found = [(chunk * row[: chunk.numel()]).sum() for row in factors]
+        sums += torch.stack(found) * of_chunks[:, number]
+    return sums
+
+
+@functools.cache
+def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the words of a chunk, and of the chunks; two rows each. Others in each process."""
+    import torch
+
+    generator = torch.Generator()  # that of the process is the user's
+    generator.seed()
+    least, beyond = -(1 << 63), (1 << 63) - 1
+    rows = torch.randint(least, beyond, (2, CHUNK + _MOST_CHUNKS), generator=generator).to(device)
+    return rows[:, :CHUNK].contiguous(), rows[:, CHUNK:].contiguous()
