@@ -125,8 +125,8 @@ class ProvisionalUpdates:
         self._expects_changes = self._draws = False
         self.made_count = self.rolled_back_count = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._made)
+    def __len__(self) -> int:
+        return len(self._made)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """*buckets* as backward() comes by them, and then the others: so they are used in the same
