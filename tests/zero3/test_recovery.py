@@ -48,7 +48,7 @@ CASES = {
     ),
 }
 # of a step's hundreds of calls one in so many
-STRIDES = {"states": 5, "both": 13, "split": 19, "parameters": 7, "last": 61}
+STRIDES = {"states": 5, "both": 7, "split": 11, "parameters": 5, "last": 31}
 
 
 def test_an_exception_at_some_calls_of_a_step_is_undone_by_a_load(tmp_path):
