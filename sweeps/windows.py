@@ -129,8 +129,7 @@ class Side:
             if self.way.options.get("step_in_backward") is not True:
                 torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3 if clips else 1e9)
             self.optimizer.step()
-            if not self.way.options.get("overlap_step"):
-                torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # as who prints the loss
             if step == 0:
                 began = time.perf_counter()
         self.seconds.append((time.perf_counter() - began) / steps)
