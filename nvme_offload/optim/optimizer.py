@@ -840,8 +840,9 @@ class NVMeOptimizer(torch.optim.Optimizer):
         """The gradients and options of this step are final: undo the updates by others."""
         if self._provisional is not None:
             self._provisional.check()
-            no_other = len(self._updated) == len(self._provisional)  # as of a step that failed
-            if no_other and self._options.differ(self.param_groups):
+            # otherwise an earlier try of this step has updated some for good, by the options of then
+            all_provisional = len(self._updated) == len(self._provisional)
+            if all_provisional and self._options.differ(self.param_groups):
                 self._undo_provisional()
                 self._options.forget()
             provisional = self._provisional

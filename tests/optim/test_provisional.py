@@ -72,18 +72,21 @@ CLIPPING = {
 }
 
 
-def closed(pairs):
+@contextlib.contextmanager
+def closing(pairs):
     with contextlib.ExitStack() as stack:
         for _, optimizer in pairs:
             stack.callback(optimizer.close)
-
-
-@contextlib.contextmanager
-def closing(pairs):
-    try:
         yield pairs
-    finally:
-        closed(pairs)
+
+
+def step_of(net, optimizer, step, change=None):
+    """A step, whose gradients *change* may change."""
+    optimizer.zero_grad()
+    loss_of(net, step).backward()
+    if change is not None:
+        change(net, step)
+    optimizer.step()
 
 
 def assert_same(pairs):
@@ -106,10 +109,7 @@ def test_the_same_bits(tmp_path, dtype, state_format, clipping):
     ) as pairs:
         for step in range(STEPS):
             for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                CLIPPING[clipping](net, step)
-                optimizer.step()
+                step_of(net, optimizer, step, CLIPPING[clipping])
             assert differing(*(list(net.parameters()) for net, _ in pairs)) == []
             stats = pairs[1][1].stats()
             counts.append((stats.updated_in_backward, stats.rolled_back))
@@ -138,10 +138,7 @@ def test_other_optimizers(tmp_path, name):
         made = 0
         for step in range(6):
             for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                sometimes(net, step)
-                optimizer.step()
+                step_of(net, optimizer, step, sometimes)
             made += pairs[1][1].stats().updated_in_backward
         assert_same(pairs)
     # what is smaller than the memory stays there
@@ -169,10 +166,7 @@ def test_an_optimizer_that_computes_in_gradients(tmp_path):
         made = undone = 0
         for step in range(8):
             for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                sometimes(net, step)
-                optimizer.step()
+                step_of(net, optimizer, step, sometimes)
             made += pairs[1][1].stats().updated_in_backward
             undone += pairs[1][1].stats().rolled_back
         assert made > undone > 0
@@ -206,10 +200,7 @@ def test_an_optimizer_that_counts_elsewhere_steps_afterwards(tmp_path):
     with closing(both(tmp_path, optimizer=Fading, host_memory=100_000)) as pairs:
         for step in range(6):
             for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                sometimes(net, step)
-                optimizer.step()
+                step_of(net, optimizer, step, sometimes)
         assert pairs[1][1].stats().updated_in_backward == 0
         assert_same(pairs)
 
@@ -232,9 +223,7 @@ def test_an_optimizer_that_draws_random_numbers_steps_afterwards(tmp_path):
     for net, optimizer in both(tmp_path, optimizer=Masked, host_memory=170_000):
         torch.manual_seed(0)
         for step in range(6):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
+            step_of(net, optimizer, step)
         assert optimizer.stats().updated_in_backward == 0
         optimizer.close()
         found.append(list(net.parameters()))
@@ -334,9 +323,7 @@ def begun(path, steps=3, **options):
     [_, pair] = both(path, **options)
     net, optimizer = pair
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
+        step_of(net, optimizer, step)
     optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     loss_of(net, steps).backward()
@@ -473,10 +460,7 @@ def test_with_overlap_step(tmp_path, clipping):
         made = 0
         for step in range(STEPS):
             for net, optimizer in pairs:
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                CLIPPING[clipping](net, step)
-                optimizer.step()
+                step_of(net, optimizer, step, CLIPPING[clipping])
             made += pairs[2][1].stats().updated_in_backward
         assert made > 0
         assert_same(pairs[:2])
@@ -538,9 +522,7 @@ def test_the_room_of_a_second_version_is_given_back(tmp_path):
     [_, (net, optimizer)] = both(tmp_path)
     store = optimizer._tier.store
     for step in range(6):
-        optimizer.zero_grad()
-        loss_of(net, step).backward()
-        optimizer.step()
+        step_of(net, optimizer, step)
         store.drain()
         kept = sum(-(-bucket.nbytes // 4096) * 4096 for bucket in optimizer._buckets)
         assert store.used_bytes <= kept
