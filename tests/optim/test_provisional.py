@@ -254,11 +254,11 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
     """In steps that are like the one before. One that is undone costs its bytes again."""
     with closing(both(tmp_path)) as pairs:
         moved = []
-        for step in range(14):
+        for step in range(36):
             for net, optimizer in pairs:
                 optimizer.zero_grad()
                 loss_of(net, step).backward()
-                clip(net, 1e-3 if step == 10 else 1e9)
+                clip(net, 1e-3 if step == 35 else 1e9)
                 optimizer.step()
             moved.append(
                 [
@@ -266,9 +266,11 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
                     for _, optimizer in pairs
                 ]
             )
-        after, provisional = (sum(sum(sides[which]) for sides in moved[5:10]) for which in (0, 1))
-        assert provisional <= 1.1 * after
-        assert sum(moved[10][1]) > sum(moved[10][0]) > 0
+        # a transfer in flight at the end of a step counts in the next one: up to half a step's
+        # bytes at either end, so that it takes many steps to tell
+        after, provisional = (sum(sum(sides[which]) for sides in moved[5:35]) for which in (0, 1))
+        assert provisional <= 1.06 * after
+        assert sum(moved[35][1]) > sum(moved[35][0]) > 0
 
 
 def test_what_changes_one_gradient_undoes_one_update(tmp_path):
