@@ -147,7 +147,7 @@ def _conceded(question: Question, plan: Plan) -> str:
         said.append('states are rounded to 8 bits ("compact")')
     if plan.strategy.state_format == "compact24" and not question.state_format:
         said.append('states are rounded to 8 bits and masters to 24 ("compact24")')
-    if plan.strategy.in_backward:
+    if plan.strategy.updates == "in backward":
         said.append("gradients cannot be clipped by a norm")
     return f" Nothing fits without this: {' and '.join(said)}." if said else ""
 
@@ -187,10 +187,10 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
     yield from _faster(question, found, chosen)
     hidden = [plan for plan in found if plan.fits and plan.free_tokens]
     if hidden:
-        plan = min(hidden, key=lambda plan: plan.concession)
+        plan = min(hidden, key=lambda plan: (plan.rounding, plan.free_tokens))
         yield (
             f"From {plan.free_tokens:,.0f} tokens a rank in a micro-batch on, "
-            f"{plan.strategy.title}, hides the drive under the backward pass."
+            f"{plan.strategy.title}, hides the drive under the {plan.strategy.window} pass."
         )
     yield from _wear(machine, chosen)
 
@@ -217,8 +217,11 @@ def _price(plan: Plan) -> str:
         "compact": "states may be rounded to 8 bits",
         "compact24": "states may be rounded to 8 bits and masters to 24",
     }[plan.strategy.state_format]
-    unclipped = "gradients are not clipped by a norm" if plan.strategy.in_backward else ""
-    return f"if {' and '.join(filter(None, (rounding, unclipped)))}"
+    clipping = {
+        "provisional": "gradients are clipped in few steps",
+        "in backward": "gradients are not clipped by a norm",
+    }.get(plan.strategy.updates, "")
+    return f"if {' and '.join(filter(None, (rounding, clipping)))}"
 
 
 def _wear(machine: Machine, chosen: Plan) -> Iterator[str]:

@@ -94,8 +94,12 @@ def script(plan: Plan, machine: Machine, work: Work = Work()) -> str:  # noqa: B
         lines += [f"    paths={where},", f"    host_memory={plan.budget_bytes},"]
         if strategy.state_format != "exact":
             lines.append(f'    state_format="{strategy.state_format}",')
-        if strategy.in_backward:
-            lines.append("    step_in_backward=True,")
+        lines += {
+            "after": [],
+            "in forward": ["    overlap_step=True,"],
+            "provisional": ['    step_in_backward="provisional",'],
+            "in backward": ["    step_in_backward=True,"],
+        }[strategy.updates]
         lines += ["    lr=1e-3,", ")"]
     else:
         lines.append("import deepspeed")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from . import traffic
 from .model import Model
@@ -42,6 +42,11 @@ _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 28, "compact24": 28
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
+# When `NVMeOptimizer` updates: in `step`; under the next forward pass (`overlap_step`); or during the
+# backward pass (`step_in_backward`), for good or, "provisional", with what an update replaces kept,
+# to undo it where gradients are changed afterwards.
+Updates = Literal["after", "in forward", "provisional", "in backward"]
+UPDATES: tuple[Updates, ...] = get_args(Updates)
 
 
 class Strategy(NamedTuple):
@@ -60,8 +65,9 @@ class Strategy(NamedTuple):
         `nvme_offload.NVMeOptimizer`.
     state_format : {"exact", "split", "compact", "compact24"}
         Of the states on a drive.
-    in_backward : bool
-        Whether states are updated during the backward pass, which excludes clipping by a norm.
+    updates : {"after", "in forward", "provisional", "in backward"}
+        When states are updated. "in backward" excludes clipping by a norm; with "provisional" a step
+        that is clipped takes longer.
     """
 
     name: str
@@ -71,7 +77,7 @@ class Strategy(NamedTuple):
     parameters: Place = "gpu"
     door: Door = "zero"
     state_format: str = "exact"
-    in_backward: bool = False
+    updates: Updates = "after"
 
     @property
     def ours(self) -> bool:
@@ -105,25 +111,30 @@ class Strategy(NamedTuple):
         return WIDE_BYTES if self.state_format == "exact" else 4 * WIDE_BYTES + WEIGHT_BYTES
 
     @property
+    def window(self) -> str | None:
+        """The pass that updates run under, "forward" or "backward"; None for none."""
+        return {"after": None, "in forward": "forward"}.get(self.updates, "backward")
+
+    @property
     def uses_drive(self) -> bool:
         """Whether anything is on a drive."""
         return "drive" in (self.optimizer, self.parameters)
 
 
 def _ours() -> tuple[Strategy, ...]:
-    found = []
+    found: list[Strategy] = []
     for state_format in traffic.STATE_BYTES:
         name = "" if state_format == "exact" else f"-{state_format}"
         title = "" if state_format == "exact" else f", {state_format}"
         found += [
             Strategy(
-                f"plain{name}", f"NVMeOptimizer{title}", 3, "drive", "gpu", "plain", state_format
-            ),
-            Strategy(
-                f"plain-in-backward{name}",
-                f"NVMeOptimizer{title}, in backward",
-                *(3, "drive", "gpu", "plain", state_format, True),
-            ),
+                "-".join(filter(None, ("plain", when.replace(" ", "-")))) + name,
+                f"NVMeOptimizer{title}" + (f", {when}" if when else ""),
+                *(3, "drive", "gpu", "plain", state_format, updates),
+            )
+            for updates, when in zip(UPDATES, ("", *UPDATES[1:]), strict=True)
+        ]
+        found += [
             Strategy(
                 f"nvme-optimizer{name}",
                 f"ZeRO-3, states on NVMe{title}",
@@ -246,13 +257,13 @@ def _gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
 def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     """Weights and gradients in 16 bits, and the buckets that pass through.
 
-    With `step_in_backward` a gradient goes when its bucket is updated, so that those of a layer or
+    With updates in backward a gradient goes when its bucket is updated, so that those of a layer or
     two are there at once. FSDP2 gathers a layer and the next, and holds the layer's gradients before
     they are reduced.
     """
     each = model.parameters / world.size
     block = max(model.largest_layer, model.parameters // (model.layers or 1))
-    gradients = min(2.0 * block, each) if strategy.in_backward else each
+    gradients = min(2.0 * block, each) if strategy.updates == "in backward" else each
     gathered = 3 * WEIGHT_BYTES * block if world.size > 1 else 0
     bucket = _bucket_elements(strategy, _LARGEST_BUCKET_BYTES * _PARTS)
     staged = (_PLACES * strategy.state_bytes + 2 * strategy.beside_bytes) * min(bucket, each)

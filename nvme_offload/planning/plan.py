@@ -10,8 +10,8 @@ the GPU its parameters, and of the drive, which the processors slow down while t
     pass = max(compute, copies, drive)
     update = max(processors, drive + 0.4 processors)
 
-`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive), and with
-`step_in_backward` beside the last backward pass.
+`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive); beside the
+last backward pass with `step_in_backward`, and beside the first forward pass with `overlap_step`.
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
 what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
@@ -96,6 +96,7 @@ AS_FAST = 1.1  # predictions cannot tell less from each other
 UTILISATION = 0.43
 
 _OTHER_GPU_BYTES_PER_SECOND = 0.5e12
+_NOTHING = Streamed(0.0, 0.0, 0.0, 0.0)
 
 DESCRIBED_PATH = "/local_nvme"  # of a drive that is described by its speeds
 UNLIMITED_BYTES = 1 << 62
@@ -257,8 +258,8 @@ class Plan:
     tokens_per_second : float or None
         Of all ranks; None where tokens or a GPU's speed are not known.
     free_tokens : float or None
-        Tokens of a rank in the last micro-batch from which its backward pass hides the drive; None
-        but with `step_in_backward`.
+        Tokens of a rank in a micro-batch from which the pass that updates run under hides the
+        drive; None where they run under none.
     """
 
     strategy: Strategy
@@ -301,10 +302,10 @@ class Plan:
     @property
     def concession(self) -> int:
         """What is given up for it: 0 nothing, then the place of the state format in `STATE_BYTES`;
-        and more than all of these where gradients cannot be clipped by a norm (`step_in_backward`).
+        more than all of these where steps are slow whose gradients are clipped by a norm
+        (`step_in_backward="provisional"`), and still more where they cannot be (`True`).
         """
-        rounding, unclipped = self._concessions
-        return rounding + len(STATE_BYTES) * unclipped
+        return self.rounding + len(STATE_BYTES) * self._clipping
 
     def concedes_all_of(self, other: Plan) -> bool:
         """Whether this gives up all that *other* gives up, and perhaps more.
@@ -317,13 +318,17 @@ class Plan:
         -------
         bool
         """
-        pairs = zip(self._concessions, other._concessions, strict=True)
-        return all(mine >= theirs for mine, theirs in pairs)
+        return self.rounding >= other.rounding and self._clipping >= other._clipping
 
     @property
-    def _concessions(self) -> tuple[int, bool]:
-        """The place of the state format in `STATE_BYTES`; whether clipping is excluded."""
-        return list(STATE_BYTES).index(self.strategy.state_format), self.strategy.in_backward
+    def rounding(self) -> int:
+        """The place of the state format in `STATE_BYTES`."""
+        return list(STATE_BYTES).index(self.strategy.state_format)
+
+    @property
+    def _clipping(self) -> int:
+        """1 where it is slow, 2 where it is excluded."""
+        return {"provisional": 1, "in backward": 2}.get(self.strategy.updates, 0)
 
 
 def plans(
@@ -372,7 +377,8 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     Notes
     -----
     Of those that fit, the ones that concede least are looked at: exact states before "split" before
-    "compact" before "compact24", and `step_in_backward`, which excludes clipping, after all others.
+    "compact" before "compact24", and `step_in_backward`, which makes clipping slow or excludes it,
+    after all others.
     Of these it is the one with the fewest seconds, or where several are as fast as can be told,
     within a tenth, the first. One whose drive's speed is not known is taken where there is no
     other.
@@ -485,7 +491,9 @@ def _plan(
     need = needs(strategy, model, world)
     saved = saved_bytes(model, work) if strategy.optimizer else 0.0
     gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
-    plain = strategy.door == "plain"
+    plain, problems = strategy.door == "plain", []
+    if strategy.updates == "in forward" and world.size > 1:
+        problems.append("one process: overlap_step does not take FSDP2's parameters")
     # not counted by DeepSpeed's estimates, so not shown as theirs
     beside = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
     beside = beside if strategy.optimizer else 0
@@ -494,7 +502,6 @@ def _plan(
     host_bytes += int(min(saved, work.activation_host_bytes))
     if machine.gpu is None:
         host_bytes, gpu_bytes = host_bytes + gpu_bytes + beside, 0
-    problems = []
     kept: int | None = None
     if strategy.ours:
         share = max(int((machine.host_bytes / world.ranks - host_bytes) * AUTO_SHARE), 0)
@@ -505,6 +512,15 @@ def _plan(
                 f"{_gb(kept)} of host memory a rank for the swapper, which needs at least {_gb(least)}"
             )
         host_bytes += kept
+    moved = _moved(strategy, model, world, kept, machine.gpu is not None)
+    drive_bytes = need.drive_bytes + int(max(saved - work.activation_host_bytes, 0))
+    if strategy.updates == "provisional":  # old states beside the new ones, and old weights
+        drive_bytes += int(moved.written)
+        replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
+        if machine.gpu is None:
+            host_bytes += replaced
+        else:
+            gpu_bytes += replaced
     if machine.gpu and gpu_bytes + beside + CONTEXT_BYTES > machine.gpu.memory_bytes:
         problems.append(
             f"{_gb(gpu_bytes + beside + CONTEXT_BYTES)} of GPU memory, and a GPU has {_gb(machine.gpu.memory_bytes)}"
@@ -513,14 +529,12 @@ def _plan(
         problems.append(
             f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available"
         )
-    drive_bytes = need.drive_bytes + int(max(saved - work.activation_host_bytes, 0))
     if drive_bytes and not machine.drives:
         problems.append("a drive: no drive given, pass --path")
     elif drive_bytes * world.ranks > machine.free_bytes:
         problems.append(
             f"{_gb(drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free"
         )
-    moved = _moved(strategy, model, world, kept, machine.gpu is not None)
     phases, known = _phases(strategy, model, machine, world, work, moved)
     seconds = sum(phase.seconds for phase in phases) if known else None
     written = moved.written + work.accumulation * (
@@ -550,7 +564,7 @@ def _moved(
     if kept is not None:
         return streamed(strategy, model, world, kept, on_gpu)
     if not strategy.uses_drive:
-        return Streamed(0.0, 0.0, 0.0, 0.0)
+        return _NOTHING
     load = PARAMETERS if strategy.parameters == "drive" else GRADIENTS
     each = model.parameters / world.size
     return Streamed(load.passes_read * each, 0.0, load.step_read * each, load.step_write * each)
@@ -560,9 +574,9 @@ def _free_tokens(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
 ) -> float | None:
     flops, _ = _gpu_speeds(machine.gpu)
-    if not (strategy.in_backward and flops and machine.speeds):
+    if not (strategy.window and flops and machine.speeds):
         return None
-    k = 6 if work.recomputes else 4
+    k = 2 if strategy.window == "forward" else 6 if work.recomputes else 4
     return free_tokens(
         moved.total * world.ranks,
         flops * UTILISATION,
@@ -582,17 +596,21 @@ def _phases(
     known = bool(machine.speeds) or not uses_drive
     if strategy.optimizer is None:
         return (Phase("forward", work.accumulation, forward),), known
-    update = _update(strategy, model, machine, world, moved)
-    if strategy.in_backward:
-        together = Phase("backward and update", 1, (*backward, *update))
-        before = Phase("backward", work.accumulation - 1, backward)
-        passes = [Phase("forward", work.accumulation, forward), before, together]
-        return tuple(phase for phase in passes if phase.times), known
-    return (
-        Phase("forward", work.accumulation, forward),
-        Phase("backward", work.accumulation, backward),
-        Phase("update", 1, update),
-    ), known
+    hidden = float(strategy.window is not None)  # share of the parameters, updated under a pass
+    if strategy.updates == "provisional":  # but for what host memory holds
+        hidden = moved.written * world.size / (strategy.state_bytes * model.parameters)
+    phases = []
+    for name, beside in (("forward", forward), ("backward", backward)):
+        together = bool(hidden) and name == strategy.window
+        phases.append(Phase(name, work.accumulation - together, beside))
+        if together:
+            update = _update(strategy, model, machine, world, moved, hidden)
+            phases.append(Phase(f"{name} and update", 1, (*beside, *update)))
+    if hidden < 1:
+        left = _NOTHING if hidden else moved
+        update = _update(strategy, model, machine, world, left, 1 - hidden)
+        phases.append(Phase("update", 1, update))
+    return tuple(phase for phase in phases if phase.times), known
 
 
 _Beside = tuple[tuple[Term, ...], ...]
@@ -633,10 +651,15 @@ def _passes(
 
 
 def _update(
-    strategy: Strategy, model: Model, machine: Machine, world: World, moved: Streamed
+    strategy: Strategy,
+    model: Model,
+    machine: Machine,
+    world: World,
+    moved: Streamed,
+    share: float,
 ) -> _Beside:
-    """What goes on at once in the update."""
-    here, each = model.parameters / world.nodes, model.parameters / world.size
+    """What goes on at once in the update of this *share* of the parameters."""
+    here, each = share * model.parameters / world.nodes, share * model.parameters / world.size
     gpu = machine.gpu
     _, gpu_memory = _gpu_speeds(gpu)
     host = machine.host_bytes_per_second * OPTIMIZER_SHARE

@@ -581,6 +581,41 @@ def test_tokens_that_hide_the_drive_are_those_of_equal_times():
     assert after.seconds == pytest.approx(after.passes_seconds + after.update_seconds)
 
 
+def test_updates_run_under_the_pass_of_their_window():
+    """And what is not updated in a window is updated in the step."""
+    work, budget = Work(2048, 32), 8_000_000_000
+    roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
+    found = by_name(plans(SEVEN, roomy, World(), work, budget))
+    after, forward, provisional, backward = (
+        found[f"plain{way}-compact"] for way in ("", "-in-forward", "-provisional", "-in-backward")
+    )
+    passes = {phase.name: phase.seconds for phase in after.phases}
+    update = passes.pop("update")
+    assert [phase.name for phase in forward.phases] == ["forward and update", "backward"]
+    assert forward.seconds == pytest.approx(max(passes["forward"], update) + passes["backward"])
+    assert [phase.name for phase in backward.phases] == ["forward", "backward and update"]
+    assert backward.seconds == pytest.approx(passes["forward"] + max(passes["backward"], update))
+    # what host memory holds is left to the step, and is not written
+    *hidden, left = provisional.phases
+    assert [phase.name for phase in hidden] == ["forward", "backward and update"]
+    assert left.name == "update"
+    assert 0 < left.seconds < 0.1 * update
+    assert provisional.seconds == pytest.approx(backward.seconds + left.seconds)
+    # twice the room on the drive for what is on it, and the weights that are replaced
+    moved = after.written_bytes
+    assert provisional.drive_bytes - after.drive_bytes == pytest.approx(moved)
+    assert provisional.gpu_bytes - after.gpu_bytes == pytest.approx(2 * moved / 4, rel=0.01)
+    assert forward.gpu_bytes == after.gpu_bytes
+    assert after.concession == forward.concession < provisional.concession < backward.concession
+    in_memory = by_name(plans(SEVEN, roomy, World(), work, 64_000_000_000))
+    assert in_memory["plain-provisional-compact"].seconds == pytest.approx(
+        in_memory["plain-compact"].seconds or 0.0
+    )
+    several = by_name(plans(SEVEN, roomy, World(2), work, budget))
+    assert "FSDP2" in several["plain-in-forward"].problems[0]
+    assert several["plain-provisional"].fits
+
+
 def test_micro_batches_are_passed_one_after_the_other_and_hide_the_drive_once():
     once, thrice = (
         by_name(plans(SEVEN, machine(), World(), Work(2048, 1, times), budget=8_000_000_000))

@@ -269,16 +269,21 @@ def of_big_models() -> Iterator[Case]:
             host_gb * 10**9,
             work=Work(2048, batch),
         )
-    (cells,) = rows("big-models-h100.md", "after backward", "")
-    yield Case(
-        "big-models-h100.md: 7B, updates after backward",
-        "plain-compact",
-        LLAMA,
-        on(Machine(H100, 134 << 30, H200_COPIES), {"read": 2.0e9, "write": 3.0e9, "mixed": 2.5e9}),
-        32 * 2048 / float(cells[2].replace(",", "")),
-        8_000_000_000,
-        work=Work(2048, 32),
-    )
+    speeds = {"read": 2.0e9, "write": 3.0e9, "mixed": 2.5e9}
+    for updates, way in (
+        ("after backward", "plain-compact"),
+        ("`overlap_step=True`", "plain-in-forward-compact"),
+    ):
+        (cells,) = rows("big-models-h100.md", updates, "")
+        yield Case(
+            f"big-models-h100.md: 7B, {updates}",
+            way,
+            LLAMA,
+            on(Machine(H100, 134 << 30, H200_COPIES), speeds),
+            32 * 2048 / float(cells[2].replace(",", "")),
+            8_000_000_000,
+            work=Work(2048, 32),
+        )
 
 
 # activations-*.json: forward and backward pass alone.
