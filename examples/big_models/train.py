@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -221,7 +222,7 @@ def main() -> None:
     tell(f"the optimizer was made in {made:.1f} s")
     tokens = torch.Generator().manual_seed(1 + rank)
     words = model.model.config.vocab_size
-    losses, passes, seconds, used = [], [], [], []
+    losses, norms, passes, seconds, used = [], [], [], [], []
     with contextlib.nullcontext() if options.reference else optimizer:
         for step in range(options.steps):
             began = time.monotonic()
@@ -231,13 +232,15 @@ def main() -> None:
             losses.append(loss.item())  # which waits for the GPU
             passes.append(time.monotonic() - began)
             if options.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+                norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.monotonic() - began)
             tell(
-                f"step {step + 1}: loss {losses[-1]:.6f}, {seconds[-1]:.2f} s, of which forward and "
-                f"backward {passes[-1]:.2f} s; at most "
+                f"step {step + 1}: loss {losses[-1]:.6f}, "
+                + (f"norm of gradients {norms[-1].item():.3g}, " if norms else "")
+                + f"{seconds[-1]:.2f} s, of which forward and backward {passes[-1]:.2f} s; at most "
                 f"{peak_host_bytes() / 1e9:.1f} GB of host memory, {peak_gpu_bytes() / 1e9:.1f} GB of GPU"
             )
             # with updates that are still being made: of the step before
@@ -263,6 +266,7 @@ def main() -> None:
         "host_gb_per_billion": host * 1e9 / elements,
         "peak_gpu_gb": over_ranks(peak_gpu_bytes() / 1e9, dist.ReduceOp.MAX),
         "losses": [loss.hex() for loss in losses],
+        "steps_clipped": sum(norm.item() > options.clip for norm in norms),
     }
     tell(json.dumps(result))
     if ranks > 1:

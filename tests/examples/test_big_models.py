@@ -63,15 +63,20 @@ def in_memory(tmp_path_factory):
 def test_exact_has_the_losses_of_states_in_memory(tmp_path, in_memory, update, clip):
     found = trained(tmp_path, "--format", "exact", "--update", update, "--clip", clip)
     assert found["losses"] == in_memory[clip]["losses"]
+    assert found["steps_clipped"] == in_memory[clip]["steps_clipped"]
+    assert (found["steps_clipped"] > 0) == (clip == "0.5")
 
 
 def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(tmp_path):
     drives = [tmp_path / "one", tmp_path / "other"]
     for drive in drives:
         drive.mkdir()
-    on = trained(tmp_path, "--drive", *map(str, drives), "--format", "exact", ranks=2, left=drives)
-    off = trained(tmp_path, "--reference", "--update", "after", ranks=2, left=drives)
+    both = {"ranks": 2, "left": drives}
+    clip = ("--clip", "0.5")
+    on = trained(tmp_path, "--drive", *map(str, drives), "--format", "exact", *clip, **both)
+    off = trained(tmp_path, "--reference", "--update", "after", *clip, **both)
     assert on["losses"] == off["losses"]
+    assert on["steps_clipped"] == off["steps_clipped"] > 0
     assert on["gpus"] == 2
 
 
