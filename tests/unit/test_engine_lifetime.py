@@ -29,7 +29,6 @@ import nvme_offload
 from nvme_offload.errors import (
     OffloadError,
     TruncatedError,
-    UnsupportedError,
     UsageError,
     WaitTimeout,
 )
@@ -43,7 +42,6 @@ Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 SECONDS = 60
 AIO_NR = Path("/proc/sys/fs/aio-nr")
-AIO_MAX_NR = Path("/proc/sys/fs/aio-max-nr")
 
 
 def on_disk(path: Path) -> Bytes:
@@ -949,36 +947,6 @@ def test_engines_leave_nothing_behind(
     assert eventually(lambda: tasks_and_descriptors() == before)
     # Of the whole machine, so others may have added some; 300 engines would have added 300 * 9.
     assert eventually(lambda: int(AIO_NR.read_text()) < events_before + 1000)
-
-
-def test_engines_that_were_refused_leave_nothing_behind(directory: Path) -> None:
-    with _aio_limit(0):
-        before = tasks_and_descriptors()
-        for _ in range(10):
-            with pytest.raises(UnsupportedError):
-                Engine(AioConfig(backend="libaio", thread_count=4))
-        assert eventually(lambda: tasks_and_descriptors() == before)
-
-
-def test_a_kernel_out_of_aio_events_is_named(random_bytes: RandomBytes) -> None:
-    with Engine(AioConfig(backend="libaio", queue_depth=8)) as before, _aio_limit(0):
-        with pytest.raises(UnsupportedError, match=r"fs\.aio-max-nr"):
-            Engine(AioConfig(backend="libaio", queue_depth=1024))
-        assert before.stats().read.requests == 0
-    Engine(AioConfig(backend="libaio", queue_depth=8)).close()
-
-
-@contextlib.contextmanager
-def _aio_limit(most: int) -> Iterator[None]:
-    before = AIO_MAX_NR.read_text()
-    try:
-        AIO_MAX_NR.write_text(str(most))
-    except OSError as error:
-        pytest.skip(f"fs.aio-max-nr cannot be changed here: {error}")
-    try:
-        yield
-    finally:
-        AIO_MAX_NR.write_text(before)
 
 
 def test_an_engine_that_cannot_be_made_is_a_typed_error(
