@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from ..errors import UsageError
 from ..swap.tier import Tier, engine_config, memory_size
 from ..units import parse_bytes
@@ -84,8 +86,6 @@ class save_on_nvme:
         *,
         aio: AioConfig | None = None,
     ) -> None:
-        import torch
-
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not given:
             raise UsageError("save_on_nvme needs at least one path")
@@ -106,11 +106,14 @@ class save_on_nvme:
         # reference cycle keeps the memory.
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._cache.pack, self._cache.unpack)
 
+    # Of the compiler's graph these are no part: it would look into them, and warn or refuse.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> save_on_nvme:
         self._cache.begin()
         self._hooks.__enter__()
         return self
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -631,6 +631,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", LOOKS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 @pytest.mark.usefixtures("only_when_awaited")
 def test_whoever_looks_sees_what_is_new(tmp_path, name):
     plain, ours = pair_of(tmp_path)

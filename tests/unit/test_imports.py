@@ -54,7 +54,7 @@ PURE_MODULES = {
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
 LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
-# the first use of `NVMeOptimizer`.
+# the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
     "agreement",
     "archive",
@@ -76,6 +76,7 @@ ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
 }
 ON_FIRST_USE |= {"optimizer_states/traits.py", "optimizer_states/tree.py"}
+ON_FIRST_USE |= {"activations/context.py"}
 
 
 @dataclasses.dataclass(frozen=True)
