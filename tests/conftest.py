@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+sys.path.append(str(Path(__file__).parent))  # for `ports`
+
 from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import BACKENDS, AioConfig
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -114,14 +113,6 @@ def moved(said: str) -> tuple[float, float]:
     found = re.search(r"read (\S+) GB and wrote (\S+) GB", said)
     assert found is not None, said[-3000:]
     return float(found[1]), float(found[2])
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

@@ -11,13 +11,13 @@ from doors import (
     DEEPSPEED,
     TORCHRUN,
     configuration,
-    free_port,
     moved,
     needs,
     place_with_drives,
     run,
     run_well,
 )
+from ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed")]
 

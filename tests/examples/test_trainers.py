@@ -15,11 +15,11 @@ from doors import (
     DEEPSPEED,
     EXAMPLES,
     configuration,
-    free_port,
     needs,
     place_with_drives,
     run_well,
 )
+from ports import free_port
 
 SMALL = 5_000_000  # bytes of host memory: less than half of what the model has
 RUN = ["-m", "nvme_offload.commands", "run", "--"]

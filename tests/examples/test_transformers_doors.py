@@ -15,12 +15,12 @@ from doors import (
     EXAMPLES,
     TORCHRUN,
     configuration,
-    free_port,
     moved,
     needs,
     place_with_drives,
     run_well,
 )
+from ports import free_port
 
 pytestmark = [pytest.mark.deepspeed, needs("deepspeed", "transformers", "accelerate")]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.profile import Profile
@@ -113,8 +114,7 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
     """
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     drives = [mounted("ext4"), mounted("ext4-4k")]
     started = []
     for rank, drive in enumerate(drives):

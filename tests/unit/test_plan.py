@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_port
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware import machine as machines
@@ -886,9 +886,7 @@ def test_the_code_and_the_config_of_a_plan_train(strategy, tmp_path):
     config["optimizer"]["params"]["torch_adam"] = True
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "pasted.py").write_text(script(found, small))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     told = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRAIN, "pasted.py"],

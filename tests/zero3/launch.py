@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,9 @@ from typing import IO, Any, NamedTuple
 import forked
 
 import nvme_offload
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ports import free_port
 
 PATIENCE = float(os.environ.get("PATIENCE", "500"))  # seconds that a run may take
 SCRIPT = Path(__file__).with_name("training.py")
@@ -196,7 +198,7 @@ def start(
         "DS_ACCELERATOR": accelerator,
         "OMP_NUM_THREADS": "1",  # how a sum is cut over threads is part of its result
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
@@ -278,13 +280,6 @@ def _unlike(mine: Any, theirs: Any) -> list[Any]:
         for index, (one, other) in enumerate(zip(mine, theirs, strict=True))
         if one != other
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _anew(arguments: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
