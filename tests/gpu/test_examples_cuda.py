@@ -16,12 +16,12 @@ from doors import (
     DEEPSPEED,
     TORCHRUN,
     configuration,
-    free_port,
     moved,
     needs,
     place_with_drives,
     run_well,
 )
+from ports import free_port
 from test_deepspeed_doors import assert_same_losses
 from test_lightning_doors import assert_trained, assert_weights_predict
 from test_transformers_doors import (
