@@ -16,6 +16,7 @@ import torch
 
 from ..errors import UsageError
 from ..optimizer_states import compiling
+from ..swap.waits import wait_for
 from .awaited import Awaited, use_module
 from .buckets import Bucket, Weight
 
@@ -185,7 +186,7 @@ class UpdateQueue:
         if self._is_worker():
             return False
         with self.lock:
-            self.lock.wait_for(lambda: self._current is None and (not self._jobs or self._failed))
+            wait_for(self.lock, lambda: self._current is None and (not self._jobs or self._failed))
             return not self._jobs
 
     def stop(self, *, finish: bool) -> None:
@@ -226,7 +227,7 @@ class UpdateQueue:
             try:
                 while not is_done():
                     self._try_again()
-                    self.lock.wait_for(lambda: is_done() or self._failed)
+                    wait_for(self.lock, lambda: is_done() or self._failed)
                     if not is_done():
                         self._tell()
             finally:

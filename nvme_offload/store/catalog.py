@@ -41,7 +41,8 @@ class ReadHold:
 
     def finish(self) -> None:
         """Wait until the reader is done."""
-        self.over.wait()
+        while not self.over.wait(0.5):  # a signal just before the wait does not end it
+            pass
 
 
 class StoreTicket:
@@ -216,6 +217,18 @@ class Catalog:
         return self._lock_if_open
 
     @contextlib.contextmanager
+    def settled(self, name: str) -> Iterator[None]:
+        """The lock of an open store, with no put of *name* in flight: waits for one that is."""
+        while True:
+            with self.locked():
+                blockers = self.conflicts(name)
+                if not blockers:
+                    yield
+                    return
+            for one in blockers:
+                one.finish()
+
+    @contextlib.contextmanager
     def held(self, names: Sequence[str]) -> Iterator[dict[str, StoredTensor]]:
         """The values of *names*, neither overwritten nor freed within the block. Waits for puts in
         flight. Raises: as `current`.
@@ -224,16 +237,10 @@ class Catalog:
         values: dict[str, StoredTensor] = {}
         try:
             for name in names:
-                while True:
-                    with self.locked():
-                        blockers = self.conflicts(name)
-                        if not blockers:
-                            values[name] = self.current(name)
-                            values[name].users += 1
-                            values[name].readers.append(hold)
-                            break
-                    for one in blockers:
-                        one.finish()
+                with self.settled(name):
+                    values[name] = self.current(name)
+                    values[name].users += 1
+                    values[name].readers.append(hold)
             yield values
         finally:
             with self.lock:

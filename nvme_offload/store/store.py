@@ -10,7 +10,7 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,7 +214,7 @@ class TensorStore(Closing):
         Source: io_submit(2).
         """
         nbytes = _checked_nbytes(out, writable=True)
-        while True:
+        while True:  # not `settled`, which would cost each get a generator
             with self._catalog.locked():
                 blockers = self._catalog.conflicts(name, after=after)
                 if not blockers:
@@ -262,7 +262,8 @@ class TensorStore(Closing):
         IOFailure, NoSpaceError
             The put that lost the value failed with it.
         """
-        self._settled(name, self._catalog.retain)
+        with self._catalog.settled(name):
+            self._catalog.retain(name)
 
     def commit(self, name: str) -> None:
         """Let go of the value that `retain` kept. Its space is freed where there is a later value.
@@ -294,18 +295,8 @@ class TensorStore(Closing):
         UsageError
             No value of that name is retained.
         """
-        self._settled(name, self._catalog.roll_back)
-
-    def _settled(self, name: str, act: Callable[[str], None]) -> None:
-        """Do what *act* does once no put of *name* is in flight."""
-        while True:
-            with self._catalog.locked():
-                blockers = self._catalog.conflicts(name)
-                if not blockers:
-                    act(name)
-                    return
-            for one in blockers:
-                one.finish()
+        with self._catalog.settled(name):
+            self._catalog.roll_back(name)
 
     def nbytes(self, name: str) -> int:
         """Size of a tensor as of the last put.

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import OffloadError
 from ..swap.tier import Tier
+from ..swap.waits import wait_for
 from . import awaited
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()
@@ -167,7 +168,7 @@ class Updates:
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         began = time.perf_counter()
         try:
-            self._lock.wait_for(is_true)
+            wait_for(self._lock, is_true)
         finally:
             self.waited_seconds += time.perf_counter() - began
 

@@ -41,6 +41,7 @@ from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer, update_queue
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
 from nvme_offload.optim.update_queue import UpdateQueue
+from nvme_offload.swap.waits import wait_for
 
 STEPS = 5
 
@@ -1128,6 +1129,16 @@ def test_a_wait_can_be_interrupted(tmp_path, monkeypatch):
     gate.opened.set()
     optimizer.close()
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
+def test_a_wait_looks_up_without_being_woken():
+    """As for a signal that came just before it."""
+    condition, true = threading.Condition(), []
+    timer = threading.Timer(0.05, true.append, [True])
+    timer.start()
+    with condition:
+        wait_for(condition, lambda: bool(true))
+    timer.join()
 
 
 class Rows(torch.utils.data.Dataset):
