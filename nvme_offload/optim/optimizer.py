@@ -483,6 +483,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
             self._forget_step()
+            if self._provisional is not None:
+                self._provisional.forget(self._buckets)
             self._updater.wide = wide
             self._restore(loaded)
             self._steps = steps
@@ -857,7 +859,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 self._undo(self._provisional.roll_back_all)
 
     def _undo(self, roll_back: Callable[[], Sequence[Bucket]]) -> None:
-        """Let *roll_back* undo updates, whose buckets it returns."""
+        """Let *roll_back* undo updates, whose buckets it returns. Where that was cut short once, only
+        a load makes parameters and states whole.
+        """
+        if self._broken:
+            return
         self._drain()
         self._broken = "updates were being undone"  # should anything, such as Ctrl-C, end that
         for bucket in roll_back():

@@ -211,6 +211,7 @@ class ProvisionalUpdates:
         self._made.pop(before.bucket, None)
         self._tier.swapper.roll_back(before.bucket.name)
         _restore(before)
+        before.bucket.is_retained = False
         return [before.bucket]
 
     def roll_back_changed(self, options: StepOptions) -> list[Bucket]:
@@ -250,6 +251,16 @@ class ProvisionalUpdates:
         """Give the parameters back what they were; nobody will use the states any more."""
         for before in reversed(self._made.values()):
             _restore(before)
+        self._clear()
+
+    def forget(self, buckets: Iterable[Bucket]) -> None:
+        """Let go of the updates, also of those that were undone in part: other states are loaded
+        into all *buckets*.
+        """
+        for bucket in buckets:
+            if bucket.is_retained:
+                self._tier.swapper.commit(bucket.name)
+                bucket.is_retained = False
         self._clear()
 
     def end_step(self) -> None:
@@ -301,7 +312,6 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
 def _restore(before: _Before) -> None:
     """Give parameters and small states back what they were."""
     bucket = before.bucket
-    bucket.is_retained = False
     with torch.no_grad():
         for part, old in zip(bucket.weights(), before.elements, strict=True):
             part.copy_(old)

@@ -390,8 +390,8 @@ class TensorSwapper(Closing):
             self._schedule.roll_back(name)
             self._write_errors.pop(name, None)
             self._read_errors.pop(name, None)
-            self._retained.remove(name)
             self._store.roll_back(name)
+            self._retained.remove(name)
             self._pump()
 
     @property
@@ -723,8 +723,8 @@ class TensorSwapper(Closing):
 
     def _commit(self, name: str) -> None:
         if name in self._retained:
-            self._retained.remove(name)
             self._store.commit(name)
+            self._retained.remove(name)
 
     def _delete(self, name: str) -> None:
         self._retained.discard(name)

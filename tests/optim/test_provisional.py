@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import sys
 
@@ -21,7 +22,7 @@ from nvme_offload import _aio
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
 from nvme_offload.io.engine import Engine
-from nvme_offload.optim import NVMeOptimizer
+from nvme_offload.optim import NVMeOptimizer, provisional
 from nvme_offload.optimizer_states.fingerprint import CHUNK, fingerprint
 
 SMALL = 200_000  # of host memory: a few buckets of `model` are on the drive
@@ -529,6 +530,53 @@ def test_the_room_of_a_second_version_is_given_back(tmp_path):
         kept = sum(-(-bucket.nbytes // 4096) * 4096 for bucket in optimizer._buckets)
         assert store.used_bytes <= kept
     optimizer.close()
+
+
+FIRST_CALLS = {
+    "zero_grad": lambda optimizer: optimizer.zero_grad(),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "a state": lambda optimizer: optimizer.state,
+    "step": lambda optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch, first, cut):
+    """By Ctrl-C; until states are loaded, whatever is called first."""
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(5):
+            for pair in pairs:
+                step_of(*pair, step)
+        _, (net, optimizer) = pairs
+        weights = copy.deepcopy(net.state_dict())
+        states = copy.deepcopy(optimizer.state_dict())
+        calls, restore = itertools.count(1), provisional._restore
+
+        def interrupted(before):
+            if next(calls) == cut:
+                raise KeyboardInterrupt
+            restore(before)
+
+        monkeypatch.setattr(provisional, "_restore", interrupted)
+        loss_of(net, 5).backward()
+        clip(net, 1e-3)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with contextlib.suppress(UsageError):
+            FIRST_CALLS[first](optimizer)
+        assert optimizer.is_broken
+        for refused in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(UsageError, match="load both from a checkpoint"):
+                refused()
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+        for step in range(6, 12):
+            for pair in pairs:
+                step_of(*pair, step, sometimes)
+        assert optimizer.stats().updated_in_backward > 0
+        assert_same(pairs)
 
 
 # What it costs.
