@@ -79,9 +79,10 @@ class BackwardUpdates:
         """The gradient of *weight* is complete: the buckets that waited for nothing else."""
         ready = []
         for bucket in dict.fromkeys(fragment.bucket for fragment in weight.fragments):
-            waiting = self._waiting.setdefault(
-                bucket, {fragment.weight for fragment in bucket.fragments}
-            )
+            waiting = self._waiting.get(bucket, set())
+            if weight not in waiting:  # the first of a backward pass, whatever became of one before
+                waiting = {fragment.weight for fragment in bucket.fragments}
+                self._waiting[bucket] = waiting
             waiting.discard(weight)
             if waiting or bucket in self._updated:
                 continue

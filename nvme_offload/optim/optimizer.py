@@ -84,7 +84,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         whose gradients were changed since, by clipping say, and makes them again: bit for bit what
         updates after `backward` give. The drive keeps old states beside new ones until then, so it
         needs up to twice the room. `zero_grad` in place of `step` undoes all updates, and so does
-        what looks at states. Between `backward` and `step` parameters are the new ones.
+        what looks at states. Between `backward` and `step` parameters are the new ones; one that is
+        written to then, such as by loading a model, keeps what was written.
     overlap_step : bool
         `step` returns at once, and a thread makes its updates under what comes next, as a rule the
         forward pass, in the order in which it uses parameters. The bits are the same: the first use

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .buckets import Bucket, Fragment, Weight, local
 from .options import StepOptions
 from .update import Options
 
+_log = logging.getLogger(__name__)
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
@@ -198,19 +200,19 @@ class ProvisionalUpdates:
 
     def check(self) -> None:
         """See that the updates are the only changes of their parameters. Raises: UsageError."""
-        for bucket in self._made:
-            for fragment in bucket.fragments:
-                if fragment.weight.was_changed:
-                    raise UsageError(
-                        'a parameter was changed between backward() and step(), where step_in_backward="provisional" has updated it already: change it after '
-                        "step(), or call optimizer.zero_grad() and begin the step anew"
-                    )
+        if self._changed_by_others():
+            raise UsageError(
+                'a parameter was changed between backward() and step(), where step_in_backward="provisional" has updated it already: change it after step(), '
+                "or call optimizer.zero_grad() and begin the step anew"
+            )
 
-    def roll_back(self, before: _Before) -> list[Bucket]:
-        """Undo an update, made or half made, whose value is not in use: its bucket."""
+    def roll_back(self, before: _Before, others: Container[Weight] = ()) -> list[Bucket]:
+        """Undo an update, made or half made, whose value is not in use: its bucket. Parameters of
+        *others*, to which somebody has written meanwhile, keep what they have.
+        """
         self._made.pop(before.bucket, None)
         self._tier.swapper.roll_back(before.bucket.name)
-        _restore(before)
+        _restore(before, others)
         before.bucket.is_retained = False
         return [before.bucket]
 
@@ -239,18 +241,28 @@ class ProvisionalUpdates:
         return [before.bucket for before in undone]
 
     def roll_back_all(self) -> list[Bucket]:
-        """Undo every update: the buckets. No value may be in use."""
-        made = [*reversed(self._made.values())]
+        """Undo every update: the buckets. No value may be in use. A parameter that somebody has
+        written to since, such as by loading a model, keeps what was written.
+        """
+        made, others = [*reversed(self._made.values())], self._changed_by_others()
+        if others:
+            _log.warning(
+                "%d parameters were changed after backward(), which had updated them provisionally: they keep their values",
+                len(others),
+            )
         for before in made:
-            self.roll_back(before)
+            self.roll_back(before, others)
         self.rolled_back_count += len(made)
         self._clear()
         return [before.bucket for before in made]
 
     def abandon(self) -> None:
-        """Give the parameters back what they were; nobody will use the states any more."""
+        """Give the parameters back what they were, but for those that somebody has written to;
+        nobody will use the states any more.
+        """
+        others = self._changed_by_others()
         for before in reversed(self._made.values()):
-            _restore(before)
+            _restore(before, others)
         self._clear()
 
     def forget(self, buckets: Iterable[Bucket]) -> None:
@@ -267,6 +279,10 @@ class ProvisionalUpdates:
         """The step is over."""
         self._sample = None
         self.made_count = self.rolled_back_count = 0
+
+    def _changed_by_others(self) -> set[Weight]:
+        weights = {changes.weight for before in self._made.values() for changes in before.changes}
+        return {weight for weight in weights if weight.was_changed}
 
     def _clear(self) -> None:
         self._made.clear()
@@ -309,21 +325,27 @@ def _changed(gradients: Sequence[_Gradient]) -> set[Fragment]:
     return changed
 
 
-def _restore(before: _Before) -> None:
-    """Give parameters and small states back what they were."""
+def _restore(before: _Before, others: Container[Weight]) -> None:
+    """Give parameters, but for *others*, and small states back what they were."""
     bucket = before.bucket
     with torch.no_grad():
-        for part, old in zip(bucket.weights(), before.elements, strict=True):
-            part.copy_(old)
-            if old.is_cuda:
-                old.record_stream(torch.cuda.current_stream(old.device))
+        for fragment, part, old in zip(
+            bucket.fragments, bucket.weights(), before.elements, strict=True
+        ):
+            if fragment.weight not in others:
+                part.copy_(old)
+                if old.is_cuda:
+                    old.record_stream(torch.cuda.current_stream(old.device))
     for fragment, old_states, taken_up in zip(
         bucket.fragments, before.states, before.taken_up, strict=True
     ):
         fragment.states.update(old_states)
         fragment.changes = taken_up
     for changes in before.changes:
-        changes.restore()
+        if changes.weight in others:
+            changes.weight.look()  # for the masters to follow
+        else:
+            changes.restore()
 
 
 def _is_plain(fragment: Fragment) -> bool:

@@ -532,6 +532,73 @@ def test_the_room_of_a_second_version_is_given_back(tmp_path):
     optimizer.close()
 
 
+AFTER_LOADING = {
+    "states": lambda net, optimizer, states: optimizer.load_state_dict(states),
+    "states first": lambda net, optimizer, states: None,
+    "zero_grad": lambda net, optimizer, states: optimizer.zero_grad(),
+    "forward": lambda net, optimizer, states: [loss_of(net, 3), optimizer.zero_grad()],
+    "a state dict": lambda net, optimizer, states: [optimizer.state_dict(), optimizer.zero_grad()],
+    "close": lambda net, optimizer, states: optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("then", AFTER_LOADING)
+def test_a_model_that_is_loaded_after_backward_stays_loaded(tmp_path, dtype, then):
+    """As after a loss that is not a number, without a step."""
+    pairs = both(tmp_path, dtype)
+    with closing(pairs):
+        kept = []
+        for step in range(6):
+            for net, optimizer in pairs:
+                if step == 4:
+                    kept.append(
+                        (copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()))
+                    )
+                step_of(net, optimizer, step)
+        for (net, optimizer), (weights, states) in zip(pairs, kept, strict=True):
+            optimizer.zero_grad()
+            loss_of(net, 6).backward()
+            if then == "states first":
+                optimizer.load_state_dict(states)
+            net.load_state_dict(weights)
+            AFTER_LOADING[then](net, optimizer, states)
+            assert differing(list(net.state_dict().values()), list(weights.values())) == []
+        if then != "close":
+            for step in range(7, 10):
+                for pair in pairs:
+                    step_of(*pair, step)
+            assert optimizer.stats().updated_in_backward > 0
+            assert_same(pairs)
+
+
+PASSES = {
+    "accumulated": lambda net, optimizer: loss_of(net, 7).backward(),
+    "none": lambda net, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("between", PASSES)
+def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between):
+    """By `zero_grad` of the model, of which the optimizer is not told."""
+    pairs = both(tmp_path)
+    with closing(pairs):
+        for step in range(6):
+            for pair in pairs:
+                step_of(*pair, step)
+        for net, optimizer in pairs:
+            optimizer.zero_grad()
+            loss_of(net, 6).backward()
+            net.zero_grad(set_to_none=to_none)
+            with optimizer.no_sync():
+                PASSES[between](net, optimizer)
+            loss_of(net, 8).backward()
+            optimizer.step()
+        assert optimizer.stats().updated_in_backward > 0
+        assert_same(pairs)
+
+
 FIRST_CALLS = {
     "zero_grad": lambda optimizer: optimizer.zero_grad(),
     "state_dict": lambda optimizer: optimizer.state_dict(),
@@ -554,10 +621,10 @@ def test_an_undo_that_is_cut_short_is_not_taken_for_whole(tmp_path, monkeypatch,
         states = copy.deepcopy(optimizer.state_dict())
         calls, restore = itertools.count(1), provisional._restore
 
-        def interrupted(before):
+        def interrupted(before, others):
             if next(calls) == cut:
                 raise KeyboardInterrupt
-            restore(before)
+            restore(before, others)
 
         monkeypatch.setattr(provisional, "_restore", interrupted)
         loss_of(net, 5).backward()
