@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import random
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from ..errors import UsageError
@@ -61,26 +63,32 @@ class _Changes:
 
 @dataclasses.dataclass(frozen=True)
 class _RandomNumbers:
-    """The generators of torch that an update on *device* may draw from."""
+    """The generators that an update on *device* may draw from: torch's, Python's and numpy's."""
 
     device: torch.device
     states: Sequence[torch.Tensor]
+    others: tuple[Any, ...]
 
     @classmethod
     def on(cls, device: torch.device) -> _RandomNumbers:
         states = [torch.get_rng_state()]
         if device.type == "cuda":
             states.append(torch.cuda.get_rng_state(device))
-        return cls(device, states)
+        mersenne: Any = numpy.random.get_state(legacy=True)
+        name, keys, *rest = mersenne
+        return cls(device, states, (random.getstate(), name, keys.tobytes(), *rest))
 
     @property
     def drawn(self) -> bool:
         """Whether numbers were drawn since."""
-        now = self.on(self.device).states
-        return not all(map(torch.equal, self.states, now))
+        now = self.on(self.device)
+        return now.others != self.others or not all(map(torch.equal, self.states, now.states))
 
     def restore(self) -> None:
         """Have the same numbers drawn again."""
+        python, name, keys, *rest = self.others
+        random.setstate(python)
+        numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
         torch.set_rng_state(self.states[0])
         for state in self.states[1:]:
             torch.cuda.set_rng_state(state, self.device)
@@ -339,13 +347,28 @@ def _restore(before: _Before, others: Container[Weight]) -> None:
     for fragment, old_states, taken_up in zip(
         bucket.fragments, before.states, before.taken_up, strict=True
     ):
-        fragment.states.update(old_states)
+        _restore_small(fragment, old_states)
         fragment.changes = taken_up
     for changes in before.changes:
         if changes.weight in others:
             changes.weight.look()  # for the masters to follow
         else:
             changes.restore()
+
+
+def _restore_small(fragment: Fragment, old_states: dict[Any, Any]) -> None:
+    """Give *fragment* back what it had in memory of its states: in the same tensors, of which
+    somebody may have kept one, and without what came since.
+    """
+    states = fragment.states
+    for key in [key for key in states if key not in fragment.leaves and key not in old_states]:
+        del states[key]
+    for key, old in old_states.items():
+        now = states.get(key)
+        if torch.is_tensor(old) and torch.is_tensor(now) and now.shape == old.shape:
+            now.copy_(old)
+        else:
+            states[key] = old
 
 
 def _is_plain(fragment: Fragment) -> bool:

@@ -9,8 +9,10 @@ import copy
 import gc
 import itertools
 import os
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
@@ -597,6 +599,102 @@ def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between)
             optimizer.step()
         assert optimizer.stats().updated_in_backward > 0
         assert_same(pairs)
+
+
+class Late(torch.optim.SGD):
+    """With a small state that comes later than the others."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state.update(buffer=torch.zeros_like(parameter), count=0)
+                    state["count"] += 1
+                    if state["count"] >= 5:
+                        state["late"] = state.get("late", 1.0) * 1.5
+                    state["buffer"].mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(state["buffer"], alpha=group["lr"] * state.get("late", 1.0))
+
+
+def test_a_small_state_that_an_undone_update_made_is_gone(tmp_path):
+    pairs = both(tmp_path, optimizer=Late, lr=1e-3, host_memory=100_000)
+    undone = 0
+    with closing(pairs):
+        for step in range(8):
+            for pair in pairs:
+                step_of(*pair, step, lambda net, step: clip(net, 1e-3 if step == 4 else 1e9))
+            undone += pairs[1][1].stats().rolled_back
+        assert undone > 0
+        assert_same(pairs)
+
+
+def test_a_small_state_that_somebody_keeps_is_the_same_tensor_after_an_undo(tmp_path):
+    pairs, kept = both(tmp_path), {}
+    with closing(pairs):
+        for step in range(8):
+            for net, optimizer in pairs:
+                if step == 6:
+                    for count in kept[id(net)]:
+                        count.zero_()
+                step_of(
+                    net, optimizer, step, lambda net, step: clip(net, 1e-3 if step == 4 else 1e9)
+                )
+            if step == 3:
+                kept = {
+                    id(net): [optimizer.state[one]["step"] for one in net.parameters()]
+                    for net, optimizer in pairs
+                }
+        assert_same(pairs)
+
+
+class Drawing(torch.optim.SGD):
+    """Draws from a generator that is not torch's."""
+
+    draw = staticmethod(random.random)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    buffer = self.state[parameter].setdefault("b", torch.zeros_like(parameter))
+                    buffer.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(buffer, alpha=group["lr"] * self.draw())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
+def test_numbers_of_other_generators_are_drawn_in_the_same_order(tmp_path, monkeypatch, draw):
+    monkeypatch.setattr(Drawing, "draw", staticmethod(draw))
+    weights = []
+    for in_backward in (False, "provisional"):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
+        with NVMeOptimizer(
+            net.parameters(),
+            Drawing,
+            lr=1e-2,
+            paths=tmp_path,
+            host_memory=300_000,
+            step_in_backward=in_backward,
+        ) as optimizer:
+            random.seed(0)
+            np.random.seed(0)
+            for step in range(6):
+                optimizer.zero_grad()
+                net(
+                    torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+                ).square().mean().backward()
+                optimizer.step()
+            assert (
+                optimizer.stats().resident_bytes < sum(one.numel() for one in net.parameters()) * 4
+            )
+        weights.append(list(net.parameters()))
+    assert differing(*weights) == []
 
 
 FIRST_CALLS = {
