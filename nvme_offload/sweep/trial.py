@@ -182,7 +182,7 @@ class Rig:
         kernel has no room for the queues.
         """
         with self.load(setting, phase) as load:
-            result = measure(lambda window: load.pump(time.monotonic(), window), phase, seconds)
+            result = measure(lambda window: load.pump(None, window), phase, seconds)
             load.finish()
         return result
 
@@ -292,19 +292,25 @@ class Load:
             self._undo = undo.pop_all()
         self._turns = itertools.cycle(self._lanes)
 
-    def pump(self, begin: float, seconds: float) -> list[Point]:
+    def pump(self, begin: float | None, seconds: float) -> list[Point]:
         """Keep requests under way until *seconds* after *begin*; returns a point at *begin* and
-        `SAMPLES` more at even distances, the last at the end.
+        `SAMPLES` more at even distances, the last at the end. It begins with the first point where
+        *begin* is None, however late a busy machine comes to that.
         """
         points: list[Point] = []
         for sample in range(SAMPLES + 1):
-            moment = begin + seconds * sample / SAMPLES
-            while (left := moment - time.monotonic()) > 0:
-                self.turn(left)
+            if begin is not None:
+                self._turn_until(begin + seconds * sample / SAMPLES)
             points.append(_counters(self._engine))
+            if begin is None:
+                begin = points[0].seconds
             for lane in self._lanes:
                 lane.watch(points[-1])
         return points
+
+    def _turn_until(self, moment: float) -> None:
+        while (left := moment - time.monotonic()) > 0:
+            self.turn(left)
 
     def turn(self, seconds: float = _POLL_SECONDS) -> None:
         """Fill the queues up and wait for one request to finish, but no longer than *seconds*, and

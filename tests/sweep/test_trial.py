@@ -45,7 +45,7 @@ def test_counts_what_moves_in_the_window(rig: Rig, setting: Setting, phase: str)
     result = rig.run(setting, phase, 0.1)
     assert (result.read_bytes > 0) == (phase != "write")
     assert (result.write_bytes > 0) == (phase != "read")
-    assert result.seconds > 0.05  # from the first point, which a busy machine comes to late
+    assert result.seconds >= 0.1
     assert result.bytes_per_second == pytest.approx(
         (result.read_bytes + result.write_bytes) / result.seconds
     )
