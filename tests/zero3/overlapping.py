@@ -187,28 +187,32 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
     from nvme_offload.zero3.overlap import Overlap
     from nvme_offload.zero3.updates import Updates
 
-    inside, go = threading.Event(), threading.Event()
+    # each wait lets one update go, so that it can be counted how many are over then
+    inside, waited, go = threading.Event(), threading.Event(), threading.Semaphore(0)
     step_optimizer, swap_in = Overlap.step_optimizer, TensorSwapper.swap_in
     start, wait_for = Updates.start, Updates._wait_for
     full = False
 
     def stepping(overlap: Any, index: int) -> None:
         inside.set()
-        go.wait()
+        go.acquire()
         step_optimizer(overlap, index)
 
     def starting(*args: Any) -> None:
-        go.clear()
+        while go.acquire(blocking=False):
+            pass
+        waited.clear()
         inside.clear()
         made.clear()
         start(*args)
 
     def waiting(updates: Any, is_true: Any) -> None:
-        go.set()
+        waited.set()
+        go.release()
         wait_for(updates, is_true)
 
     def swapping_in(swapper: Any, name: str) -> Any:
-        if full and not go.is_set() and threading.current_thread() is threading.main_thread():
+        if full and not waited.is_set() and threading.current_thread() is threading.main_thread():
             raise OutOfHostMemoryError("no room beside an update")
         return swap_in(swapper, name)
 
@@ -225,7 +229,7 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
         inside.wait()
         same = bool((param.nvme_swapper.partition(param) == before).all())
         result["full" if full else "room"] = [same, len(made)]
-        go.set()  # for those that are left
+        go.release(len(result["all"]))  # for those that are left
     return result | {"end": training._final(engine)}
 
 
