@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UsageError
+from ..io.waits import wait_for
 from ..optimizer_states import compiling
-from ..swap.waits import wait_for
 from .awaited import Awaited, use_module
 from .buckets import Bucket, Weight
 

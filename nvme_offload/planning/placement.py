@@ -126,14 +126,15 @@ def _ours() -> tuple[Strategy, ...]:
     for state_format in traffic.STATE_BYTES:
         name = "" if state_format == "exact" else f"-{state_format}"
         title = "" if state_format == "exact" else f", {state_format}"
-        found += [
-            Strategy(
-                "-".join(filter(None, ("plain", when.replace(" ", "-")))) + name,
-                f"NVMeOptimizer{title}" + (f", {when}" if when else ""),
-                *(3, "drive", "gpu", "plain", state_format, updates),
+        for updates in UPDATES:
+            called, when = ("", "") if updates == "after" else (f"-{updates}", f", {updates}")
+            found.append(
+                Strategy(
+                    f"plain{called.replace(' ', '-')}{name}",
+                    f"NVMeOptimizer{title}{when}",
+                    *(3, "drive", "gpu", "plain", state_format, updates),
+                )
             )
-            for updates, when in zip(UPDATES, ("", *UPDATES[1:]), strict=True)
-        ]
         found += [
             Strategy(
                 f"nvme-optimizer{name}",

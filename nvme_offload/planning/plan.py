@@ -378,10 +378,9 @@ def fastest(found: Sequence[Plan]) -> Plan | None:
     -----
     Of those that fit, the ones that concede least are looked at: exact states before "split" before
     "compact" before "compact24", and `step_in_backward`, which makes clipping slow or excludes it,
-    after all others.
-    Of these it is the one with the fewest seconds, or where several are as fast as can be told,
-    within a tenth, the first. One whose drive's speed is not known is taken where there is no
-    other.
+    after all others. Of these it is the one with the fewest seconds, or where several are as fast
+    as can be told, within a tenth, the first. One whose drive's speed is not known is taken where
+    there is no other.
     """
     every = [plan for plan in found if plan.fits]
     least = min((plan.concession for plan in every), default=0)

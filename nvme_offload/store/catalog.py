@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
 from ..io.engine import Ticket, cancel_all
+from ..io.waits import wait
 from .slabs import Extent, Stripes
 from .snapshot import WINDOW_BYTES, Segment, name_tensor
 
@@ -41,8 +42,7 @@ class ReadHold:
 
     def finish(self) -> None:
         """Wait until the reader is done."""
-        while not self.over.wait(0.5):  # a signal just before the wait does not end it
-            pass
+        wait(self.over)
 
 
 class StoreTicket:

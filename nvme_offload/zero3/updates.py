@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import OffloadError
+from ..io.waits import wait_for
 from ..swap.tier import Tier
-from ..swap.waits import wait_for
 from . import awaited
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()

@@ -38,10 +38,10 @@ import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.io.engine import Engine
+from nvme_offload.io.waits import wait_for
 from nvme_offload.optim import NVMeOptimizer, update_queue
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
 from nvme_offload.optim.update_queue import UpdateQueue
-from nvme_offload.swap.waits import wait_for
 
 STEPS = 5
 

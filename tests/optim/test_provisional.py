@@ -601,8 +601,8 @@ def test_a_step_that_the_model_gives_up_is_forgotten(tmp_path, to_none, between)
         assert_same(pairs)
 
 
-class Late(torch.optim.SGD):
-    """With a small state that comes later than the others."""
+class Scaled(torch.optim.SGD):
+    """Scales each step of a parameter by what `factor` makes of its state."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -611,13 +611,31 @@ class Late(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
-                    if not state:
-                        state.update(buffer=torch.zeros_like(parameter), count=0)
-                    state["count"] += 1
-                    if state["count"] >= 5:
-                        state["late"] = state.get("late", 1.0) * 1.5
-                    state["buffer"].mul_(0.9).add_(parameter.grad)
-                    parameter.sub_(state["buffer"], alpha=group["lr"] * state.get("late", 1.0))
+                    buffer = state.setdefault("buffer", torch.zeros_like(parameter))
+                    buffer.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(buffer, alpha=group["lr"] * self.factor(state))
+
+
+class Late(Scaled):
+    """With a small state that comes later than the others."""
+
+    @staticmethod
+    def factor(state):
+        """One, and from the fifth step on more each time."""
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] >= 5:
+            state["late"] = state.get("late", 1.0) * 1.5
+        return state.get("late", 1.0)
+
+
+class Drawing(Scaled):
+    """Draws from a generator that is not torch's."""
+
+    draw = staticmethod(random.random)
+
+    def factor(self, _):
+        """A number at random."""
+        return self.draw()
 
 
 def test_a_small_state_that_an_undone_update_made_is_gone(tmp_path):
@@ -649,22 +667,6 @@ def test_a_small_state_that_somebody_keeps_is_the_same_tensor_after_an_undo(tmp_
                     for net, optimizer in pairs
                 }
         assert_same(pairs)
-
-
-class Drawing(torch.optim.SGD):
-    """Draws from a generator that is not torch's."""
-
-    draw = staticmethod(random.random)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    buffer = self.state[parameter].setdefault("b", torch.zeros_like(parameter))
-                    buffer.mul_(0.9).add_(parameter.grad)
-                    parameter.sub_(buffer, alpha=group["lr"] * self.draw())
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
@@ -784,7 +786,7 @@ def test_the_cost_of_a_step_grows_with_the_buckets_and_no_faster(tmp_path, expec
                 assert optimizer.stats().rolled_back >= (0 if expected else layers // 3)
         optimizer.close()
         counts.append(min(of_steps))  # waits for the drive take lines, too
-    assert counts[2] - counts[1] <= 2.4 * (counts[1] - counts[0]), counts
+    assert counts[2] - counts[1] <= 2.3 * (counts[1] - counts[0]), counts
 
 
 @pytest.fixture(params=["XXH3", "sums"])
