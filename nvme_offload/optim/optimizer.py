@@ -815,6 +815,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         assert provisional is not None
         if not (provisional.may_begin(bucket) and self._updater.keeps_layout(bucket, self._steps)):
             return
+        self._tier.swapper.write_back(bucket.name)  # what an undo returns to
         memory = self._updater.open(bucket)
         before = None
         try:
@@ -822,8 +823,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
         finally:
             if before is None:
                 self._updater.close(bucket)
-        if before is None:
-            return
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()
@@ -1060,6 +1059,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     for fragment in bucket.fragments:
                         _check_gradient(fragment.weight)
                     if self._provisional is not None:
+                        self._provisional.came_by(bucket)
                         if self._queue is None or self._queue.quiesce():
                             with self._clock.running():
                                 self._update_provisionally(bucket)

@@ -115,8 +115,8 @@ class ProvisionalUpdates:
     """The updates of a step before `step` is called: `before` and `made` around each;
     `roll_back_changed` when the gradients are final.
 
-    Of a bucket's value the drive keeps the old version. So only what the drive has the newest
-    version of is updated provisionally; the rest is in host memory, and needs no drive in `step`.
+    Of a bucket's value the drive keeps the old version. Nothing that is to stay in host memory is
+    updated provisionally: `step` needs no drive for that.
     The old parameters are kept beside the new ones. Gradients that were changed after backward(),
     such as by clipping, are expected to be changed in the next step, too: nothing is provisional
     then. A forward pass of a module whose parameters are updated has *owner*, which this does not
@@ -132,17 +132,30 @@ class ProvisionalUpdates:
         self._made: dict[Bucket, _Before] = {}
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
-        self._expects_changes = self._draws = False
+        self._expects_changes = self._draws = self._has_made = False
         self.made_count = self.rolled_back_count = 0
 
     def __len__(self) -> int:
         return len(self._made)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """*buckets* as backward() comes by them, and then the others: so they are used in the same
-        order whether or not they are updated provisionally.
+        """*buckets* as backward() comes by them, and then those that stay in memory: so the order of
+        use is the same whether or not they are updated provisionally, and residents that were
+        chosen by it are chosen again. As they are, where no update was made provisionally, or one
+        drew random numbers.
         """
-        return sorted(buckets, key=lambda bucket: self._order.get(bucket, len(self._order)))
+        if self._draws or not self._has_made:
+            return [*buckets]
+
+        def place(bucket: Bucket) -> int:
+            stays = self._tier.swapper.stays(bucket.name)
+            return len(self._order) if stays else self._order.get(bucket, len(self._order))
+
+        return sorted(buckets, key=place)
+
+    def came_by(self, bucket: Bucket) -> None:
+        """backward() has made the last gradient of *bucket*."""
+        self._order.setdefault(bucket, len(self._order))
 
     def complete(self, weight: Weight) -> None:
         """The gradient of *weight* is what backward() has made of it. Raises: UsageError where that
@@ -164,13 +177,12 @@ class ProvisionalUpdates:
             and bucket.inner is not None
             and bucket.nbytes > 0
             and all(map(_is_plain, bucket.fragments))
-            and self._tier.swapper.is_stored(bucket.name)
+            and not self._tier.swapper.stays(bucket.name)
         )
 
-    def before(self, bucket: Bucket) -> _Before | None:
-        """Keep what an update of *bucket*, whose value is in use, will replace. None where its
-        newest version is in memory alone. Raises: where there is no memory for copies; nothing is
-        kept then.
+    def before(self, bucket: Bucket) -> _Before:
+        """Keep what an update of *bucket*, whose value is in use and on the drive, will replace.
+        Raises: where there is no memory for copies; nothing is kept then.
         """
         weights = dict.fromkeys(fragment.weight for fragment in bucket.fragments)
         before = _Before(
@@ -182,8 +194,9 @@ class ProvisionalUpdates:
             [_small_states(fragment) for fragment in bucket.fragments],
             [fragment.changes for fragment in bucket.fragments],
         )
-        bucket.is_retained = self._tier.swapper.retain(bucket.name)
-        return before if bucket.is_retained else None
+        self._tier.swapper.retain(bucket.name)
+        bucket.is_retained = True
+        return before
 
     def draws(self, before: _Before) -> bool:
         """Whether the update of *before* drew random numbers: then bits depend on the order of
@@ -199,8 +212,8 @@ class ProvisionalUpdates:
         """The update of the bucket of *before* is made, and has *left* these options of groups."""
         before.left = left
         self._made[before.bucket] = before
-        self._order.setdefault(before.bucket, len(self._order))
         self.made_count += 1
+        self._has_made = True
         if self._forward_hook is None:
             self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
                 self._before_forward

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from ..errors import OutOfHostMemoryError, UsageError
@@ -26,11 +26,11 @@ _POSITIONS_PER_CALL = 256  # positions that one call of `plan` looks ahead
 _MAX_VICTIMS = 16  # victims to try for one allocation
 # residents that save this share of the best choice are kept, since a new choice moves them all
 _GOOD_ENOUGH = 0.95
+_TRIES_TO_KEEP = 4  # without some residents, the others may need more memory
 # a hint is redundant if the learned order has its use within this plus twice the number of hints
 _HINT_SLACK = 8
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
-_STORED = frozenset({State.OFFLOADED, State.RESERVED, State.READING, State.CLEAN})
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
 
 
@@ -324,16 +324,15 @@ class Schedule:
         del self._entries[name]
         self.order.dropped(name)
 
-    def retain(self, name: str) -> bool:
-        """Whether the drive has the newest version of *name*, which is in use: only then can
-        `roll_back` return to it. Raises: UsageError.
+    def retain(self, name: str) -> None:
+        """Have `roll_back` return to the version of *name*, which is in use, that the drive has.
+        Raises: UsageError where that is not the newest.
         """
         entry = self._entry(name)
         self._check_used(entry)
         if entry.state != State.USED or entry.value_bytes == 0:
-            return False
+            raise UsageError(f"memory alone has the newest version of {name!r}: write it back before its use")
         entry.retained_bytes = entry.value_bytes
-        return True
 
     def roll_back(self, name: str) -> None:
         """The version of *name* that was retained is the newest again. No transfer of it may be in
@@ -353,10 +352,9 @@ class Schedule:
         entry.value_bytes, entry.retained_bytes = entry.retained_bytes, None
         self.order.repeat(name)
 
-    def is_stored(self, name: str) -> bool:
-        """Whether the drive has the newest version of *name*. Raises: UsageError."""
-        entry = self._entry(name)
-        return entry.write is None and entry.state in _STORED
+    def stays(self, name: str) -> bool:
+        """Whether *name* is chosen to be resident."""
+        return self._all_resident or name in self._homes
 
     def hint(self, names: Iterable[str]) -> None:
         """*names* are used next, in this order. Unknown names are ignored, and hints that the
@@ -429,10 +427,23 @@ class Schedule:
         *but*.
         """
         for entry in self._entries.values():
-            if entry.state in (State.DIRTY, State.DIRTY_FAILED) and entry.name not in but:
-                self._start_write(entry)
-                self._add_candidate(entry)  # evictable again if its last write had failed
+            if entry.name not in but:
+                self._write_back(entry)
         return self.take_pending()
+
+    def write(self, name: str) -> list[Transfer]:
+        """Start a write of *name*, which is not in use, if it is dirty and not being written. Raises:
+        UsageError.
+        """
+        entry = self._entry(name)
+        self._check_free(entry)
+        self._write_back(entry)
+        return self.take_pending()
+
+    def _write_back(self, entry: _Entry) -> None:
+        if entry.state in (State.DIRTY, State.DIRTY_FAILED):
+            self._start_write(entry)
+            self._add_candidate(entry)  # evictable again if its last write had failed
 
     def grow(self, nbytes: int) -> None:
         """Extend the memory to *nbytes* in all. Blocks stay where they are."""
@@ -722,12 +733,7 @@ class Schedule:
         else:
             names, transient, saved = chooser.choose(available)
         self._all_resident = False
-        transient_now = chooser.transient(self._homes).nbytes
-        fit = self._arena.boundary <= self.nbytes - transient_now and all(
-            sizes.get(name, size) == size for name, (_, size) in self._homes.items()
-        )
-        if fit and not packed and chooser.saved(self._homes) >= _GOOD_ENOUGH * saved:
-            self._transient_bytes = transient_now
+        if not packed and self._keep_residents(chooser, sizes, saved):
             return
         self._transient_bytes = transient
         homes: dict[str, tuple[int, int]] = {}
@@ -735,6 +741,31 @@ class Schedule:
             homes[name] = (lowest, sizes[name])
             lowest += sizes[name]
         self._set_homes(homes, lowest)
+
+    def _keep_residents(self, chooser: Chooser, sizes: Mapping[str, int], saved: int) -> bool:
+        """Keep the residents where they are, without the last of them where the others need that
+        memory now, if that saves about as much as the best choice, of *saved* bytes.
+        """
+        homes = self._homes
+        if any(sizes.get(name, size) != size for name, (_, size) in homes.items()):
+            return False
+        boundary = self._arena.boundary
+        for _ in range(_TRIES_TO_KEEP):
+            transient = chooser.transient(homes).nbytes
+            if chooser.saved(homes) < _GOOD_ENOUGH * saved:
+                return False
+            if boundary <= self.nbytes - transient:
+                self._transient_bytes = transient
+                if len(homes) < len(self._homes):
+                    self._set_homes(homes, boundary)
+                return True
+            homes = {
+                name: (start, size)
+                for name, (start, size) in homes.items()
+                if start + size <= self.nbytes - transient
+            }
+            boundary = max((start + size for start, size in homes.values()), default=0)
+        return False
 
     def _set_homes(self, homes: dict[str, tuple[int, int]], boundary: int) -> None:
         self._homes = homes

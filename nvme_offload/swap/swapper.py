@@ -306,28 +306,23 @@ class TensorSwapper(Closing):
             self._delete(name)
             self._pump()
 
-    def is_stored(self, name: str) -> bool:
-        """Whether the drive has the newest version of a value that is not in use, so that
-        `retain` would keep it.
+    def stays(self, name: str) -> bool:
+        """Whether the plan is to keep a value in memory from one use to the next.
 
         Parameters
         ----------
         name : str
-            The name.
+            The name, of a value or of one to come.
 
         Returns
         -------
         bool
-
-        Raises
-        ------
-        UsageError
-            There is no such value.
+            False until an order of use has been learned.
         """
         with self._lock:
-            return self._schedule.is_stored(name)
+            return self._schedule.stays(name)
 
-    def retain(self, name: str) -> bool:
+    def retain(self, name: str) -> None:
         """Keep what the drive has of a value in use, until `commit` or `roll_back`: what is written
         later gets space of its own.
 
@@ -336,25 +331,18 @@ class TensorSwapper(Closing):
         name : str
             The name, of a value whose contents have not changed since `swap_in`.
 
-        Returns
-        -------
-        bool
-            False where memory alone has the newest version, so that there is nothing to keep.
-
         Raises
         ------
         UsageError
-            The value is not in use.
+            The value is not in use, or memory alone has its newest version: `write_back` comes
+            before `swap_in`.
         """
         with self._lock:
             self._live()
-            if name in self._retained:
-                return True
-            if not self._schedule.retain(name):
-                return False
-            self._store.retain(name)
-            self._retained.add(name)
-            return True
+            if name not in self._retained:
+                self._schedule.retain(name)
+                self._store.retain(name)
+                self._retained.add(name)
 
     def commit(self, name: str) -> None:
         """Let go of what `retain` kept.
@@ -429,6 +417,34 @@ class TensorSwapper(Closing):
                     self._finish(self._in_flight[True][0])
             self._raise_write_errors()
             self._pump()
+
+    def write_back(self, name: str) -> None:
+        """Have the drive have the newest version of a value that is not in use, and wait. The value
+        stays where it is.
+
+        Parameters
+        ----------
+        name : str
+            The name.
+
+        Raises
+        ------
+        UsageError
+            There is no such value, or it is in use.
+        OffloadError
+            The error of the write. The value stays in memory.
+        """
+        with self._lock:
+            self._live()
+            self._start_all()
+            while True:
+                self._start_all(self._schedule.write(name))
+                writing = self._schedule.blocking_transfer(name)
+                if writing is None or not writing.writes:
+                    return
+                self._finish(writing)
+                if name in self._write_errors:
+                    raise self._write_errors.pop(name)
 
     def lacks_writes(self) -> bool:
         """Wait for writes in flight; whether one failed that no call has raised. Its value is in

@@ -298,12 +298,11 @@ class SwapperMachine(RuleBasedStateMachine):
         for name in names:
             if name in self.model and name not in self.held:
                 self.make_way(name)
-                stored = self.swapper.is_stored(name) and self.model[name] != b""
+                stored = self.attempt(lambda name=name: self.swapper.write_back(name))
                 self.swap_in(name)
                 if name in self.held:
-                    retained = self.swapper.retain(name)
-                    assert retained or not stored
-                    if retained:
+                    if stored and self.model[name] != b"":
+                        self.swapper.retain(name)
                         self.retained.setdefault(name, self.model[name])
                     self.release(name=name, changed=True, share=None)
 
