@@ -413,7 +413,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         for weight in self._weights:
             if weight.fragments:
-                _check_unchanged(weight)
+                # Lightning saves after it has moved the model from the GPU
+                _check_unchanged(weight, anywhere=True)
         with self._lock:
             self._drain()
             small = self._state
@@ -1295,9 +1296,12 @@ def _check_gradient(weight: Weight) -> None:
     _check_unchanged(weight)
 
 
-def _check_unchanged(weight: Weight) -> None:
+def _check_unchanged(weight: Weight, *, anywhere: bool = False) -> None:
+    """Check that *weight* is as the optimizer was made with it, but for its device if it may be
+    *anywhere*. Raises: UsageError.
+    """
     part, bucket = local(weight.parameter), weight.fragments[0].bucket
-    if (part.dtype, part.device, part.numel()) != (
+    if (part.dtype, bucket.device if anywhere else part.device, part.numel()) != (
         bucket.dtype,
         bucket.device,
         weight.fragments[-1].stop,

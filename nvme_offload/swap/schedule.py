@@ -331,7 +331,9 @@ class Schedule:
         entry = self._entry(name)
         self._check_used(entry)
         if entry.state != State.USED or entry.value_bytes == 0:
-            raise UsageError(f"memory alone has the newest version of {name!r}: write it back before its use")
+            raise UsageError(
+                f"memory alone has the newest version of {name!r}: write it back before its use"
+            )
         entry.retained_bytes = entry.value_bytes
 
     def roll_back(self, name: str) -> None:

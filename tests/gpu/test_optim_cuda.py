@@ -4,6 +4,7 @@ sharded, on two.
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -132,6 +133,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, state_format):
         optimizer.load_state_dict(saved["optimizer"])
         train(second, optimizer, steps=2, first=2)
     assert differing(second, whole) == []
+
+
+def test_states_are_saved_after_all_was_moved_to_the_cpu(tmp_path):
+    """Lightning's `save_checkpoint` after `fit`."""
+    params = parameters(torch.bfloat16, "cuda")
+    with NVMeOptimizer(params, paths=tmp_path) as optimizer:
+        train(params, optimizer)
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if key != "step":
+                    state[key] = value.cpu()
+        for parameter in params:
+            parameter.data = parameter.data.cpu()
+        assert unlike(optimizer.state_dict()["state"], expected) == []
 
 
 def test_there_and_back_between_this_and_the_plain_optimizer(tmp_path):

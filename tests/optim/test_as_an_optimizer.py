@@ -23,6 +23,7 @@ from reference import (
     set_gradients,
     smallest,
     train,
+    unlike,
 )
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -483,6 +484,30 @@ def test_options_that_come_to_be_wrong_are_refused_when_they_do(tmp_path):
         set_gradients(params, 0)
         with pytest.raises(UnsupportedError, match="capturable"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_saved_after_all_was_moved_to_another_device(tmp_path, dtype, state_format):
+    """Lightning's `save_checkpoint` after `fit`: it has moved states and model to the CPU by then."""
+    params = parameters(dtype)
+    with NVMeOptimizer(params, paths=tmp_path, state_format=state_format) as optimizer:
+        train(params, optimizer, steps=3)
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        for bucket in optimizer._buckets:
+            bucket.device = torch.device("cuda", 0)  # as if they had been there
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if key != "step":
+                    state[key] = value.to("cpu", copy=True)
+        for parameter in params:
+            parameter.data = parameter.data.clone()
+        assert unlike(optimizer.state_dict()["state"], expected) == []
+        set_gradients(params, 3)
+        with pytest.raises(UsageError, match=r"on cuda:0, has become one of \d+, \S+ on cpu"):
+            optimizer.step()
+        for bucket in optimizer._buckets:
+            bucket.device = torch.device("cpu")
 
 
 def test_parameters_that_are_no_longer_what_they_were_are_refused_and_nothing_is_changed(tmp_path):

@@ -26,6 +26,7 @@ from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer, provisional
 from nvme_offload.optimizer_states.fingerprint import CHUNK, fingerprint
+from nvme_offload.swap.access_order import AccessOrder
 
 SMALL = 200_000  # of host memory: a few buckets of `model` are on the drive
 STEPS = 10
@@ -274,6 +275,43 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
         after, provisional = (sum(sum(sides[which]) for sides in moved[5:35]) for which in (0, 1))
         assert provisional <= 1.06 * after
         assert sum(moved[35][1]) > sum(moved[35][0]) > 0
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format):
+    """Also where a step is not provisional: the format looks at the states in steps 4, 8 and 16, and
+    a norm is clipped in step 12. A new order costs reads that are not used, and may move residents.
+    """
+    adopted = []
+    step = AccessOrder.step
+
+    def counted(order):
+        adopted.append(step(order))
+        return adopted[-1]
+
+    monkeypatch.setattr(AccessOrder, "step", counted)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(48)))
+    with NVMeOptimizer(
+        net.to(torch.bfloat16).parameters(),
+        paths=tmp_path,
+        host_memory=600_000,
+        state_format=state_format,
+        step_in_backward="provisional",
+    ) as optimizer:
+        counts = []
+        for number in range(20):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+            net(inputs.to(torch.bfloat16)).float().square().mean().backward()
+            clip(net, 1e-9 if number == 11 else 1e9)
+            optimizer.step()
+            counts.append(optimizer.stats().updated_in_backward)
+    settled = counts[5:7]
+    assert 0 < settled[0] == settled[1] < optimizer.stats().buckets
+    assert counts[14] == settled[0]
+    assert len(adopted) == 20
+    assert not any(adopted[5:])
 
 
 def test_what_changes_one_gradient_undoes_one_update(tmp_path):
