@@ -326,6 +326,12 @@ def _check_directory(path: str) -> None:
             f"{path} {what}, and is not created: mount the drive, or create the directory on it with mkdir -p, or correct the path"
         )
     _check_profile(path)
+    _check_place(path)
+
+
+@functools.cache
+def _check_place(path: str) -> None:
+    """Warn, once, where *path* is in memory or on the root filesystem."""
     drive = describe(path)
     if drive.is_memory:
         _log.warning(

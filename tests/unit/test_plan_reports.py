@@ -284,6 +284,20 @@ def of_big_models() -> Iterator[Case]:
             8_000_000_000,
             work=Work(2048, 32),
         )
+    (cells,) = rows("big-models-h100.md", "7", "")
+    yield Case(
+        "big-models-h100.md: 7B, provisional",
+        "plain-provisional-compact",
+        LLAMA,
+        # both ways at once as in the updates of that step
+        on(
+            Machine(H100, 134 << 30, H200_COPIES),
+            {"read": 2.0e9, "write": 3.0e9, "mixed": float(cells[4]) * 1e9},
+        ),
+        float(cells[1]),
+        8_000_000_000,
+        work=Work(2048, 32),
+    )
 
 
 # activations-*.json: forward and backward pass alone.
