@@ -6,6 +6,7 @@ import pytest
 
 from nvme_offload.swap.access_order import AccessOrder, Period
 from nvme_offload.swap.residents import Chooser
+from nvme_offload.swap.schedule import Schedule
 
 
 def period(told: str) -> Period:
@@ -69,3 +70,48 @@ def test_who_stays_and_who_passes_have_room_beside_each_other(nbytes: int) -> No
         not choice.names
         or sum(sizes[name] for name in choice.names) + choice.transient_bytes <= nbytes
     )
+
+
+def run_period(schedule, order, sizes):
+    """Use the values once in this *order*, on a drive that is done at once. A gradient is discarded
+    after its use, so that it has no reason to stay.
+    """
+
+    def transfer():
+        while transfers := schedule.plan():
+            for one in transfers:
+                schedule.finished(one, succeeded=True)
+
+    for name in order:
+        if name in schedule:
+            schedule.need(name)
+        else:
+            schedule.create(name, sizes[name])
+        transfer()
+        schedule.take(name)
+        if name.endswith("gradient"):
+            schedule.discard(name)
+        else:
+            schedule.release(name, changed=True, nbytes=None)
+        transfer()
+    schedule.step()
+    transfer()
+
+
+def test_residents_stay_where_they_are_when_the_others_need_a_little_more_memory():
+    states = [f"state {number}" for number in range(40)]
+    sizes = {**dict.fromkeys(states, 2), "gradient": 4, "larger gradient": 5}
+    schedule = Schedule(60, granule=1)
+    apart = ["gradient", *states[:20], "larger gradient", *states[20:]]
+    for _ in range(3):
+        run_period(schedule, apart, sizes)
+    before = dict(schedule._homes)
+    # one is read ahead while the other is in use
+    together = ["gradient", "larger gradient", *states]
+    for _ in range(3):
+        run_period(schedule, together, sizes)
+    kept = dict(schedule._homes)
+    assert 0 < len(before) - len(kept) <= 2
+    assert kept.items() < before.items()
+    run_period(schedule, together, sizes)
+    assert schedule._homes == kept
