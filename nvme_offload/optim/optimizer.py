@@ -394,6 +394,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
         States of 16-bit parameters have a "master" in addition. "nvme_offload" beside "state" and
         "param_groups" says how states are kept; loading does not depend on it.
+        The parameters may be on another device by now: Lightning saves after it has moved them.
 
         Returns
         -------
@@ -413,7 +414,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._check_parameters()
         for weight in self._weights:
             if weight.fragments:
-                # Lightning saves after it has moved the model from the GPU
                 _check_unchanged(weight, anywhere=True)
         with self._lock:
             self._drain()
@@ -818,12 +818,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
             return
         self._tier.swapper.write_back(bucket.name)  # what an undo returns to
         memory = self._updater.open(bucket)
-        before = None
         try:
             before = provisional.before(bucket)
-        finally:
-            if before is None:
-                self._updater.close(bucket)
+        except BaseException:
+            self._updater.close(bucket)
+            raise
         try:
             for fragment in bucket.fragments:
                 fragment.weight.look()

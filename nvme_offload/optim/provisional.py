@@ -139,9 +139,9 @@ class ProvisionalUpdates:
         return len(self._made)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """*buckets* as backward() comes by them, and then those that stay in memory: so the order of
-        use is the same whether or not they are updated provisionally, and residents that were
-        chosen by it are chosen again. As they are, where no update was made provisionally, or one
+        """*buckets* as backward() comes by them, and then those that stay in memory: the order of use
+        is the same whether or not they are updated provisionally, so that the planner need not learn
+        a new one and move its residents. As they are, where no update was made provisionally, or one
         drew random numbers.
         """
         if self._draws or not self._has_made:
