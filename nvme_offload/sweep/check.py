@@ -17,19 +17,21 @@ from .progress import describe
 from .verdict import ALIKE, STEP_BYTES
 
 LEAST_ROUNDS = 3
+# an unsteady drive is measured so many times as long as asked for, before nothing can be said
+MOST_PATIENCE = 4
 # of a step's time on the drive, beyond noise: more, and the settings no longer hold
 MOST_LOSS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What was found. *loss*: by how much a step takes longer on the drive with the config's
-    setting than with the best of the others, with the middle 90 % of where it may be; *better*:
-    that other setting, None when the config's is as good. speeds: bytes per second by setting and
-    phase.
+    """What was found. *holds*: None where the drive is too unsteady to tell. *loss*: by how much a
+    step takes longer on the drive with the config's setting than with the best of the others, with
+    the middle 90 % of where it may be; *better*: that other setting, None unless the config's no
+    longer holds. speeds: bytes per second by setting and phase.
     """
 
-    holds: bool
+    holds: bool | None
     loss: float
     loss_low: float
     loss_high: float
@@ -43,13 +45,23 @@ def rounds(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[tuple[Setting, str], float]]:
-    """Run *settings*, interleaved, under every phase for about *seconds*, every other round the
-    other way about; returns bytes per second of each round.
+    """Run *settings*, the config's first, interleaved, under every phase for about *seconds*, or
+    until it can be told whether they hold, but at most `MOST_PATIENCE` times as long; every other
+    round the other way about. Returns bytes per second of each round.
     """
     window = min(1.0, max(0.1, seconds / (len(settings) * len(PHASES) * 2 * LEAST_ROUNDS)))
     began = clock()
     found: list[dict[tuple[Setting, str], float]] = []
-    while len(found) < LEAST_ROUNDS or (clock() - began) * (len(found) + 1) / len(found) < seconds:
+
+    def enough() -> bool:
+        if len(found) < LEAST_ROUNDS:
+            return False
+        after_another = (clock() - began) * (len(found) + 1) / len(found)
+        if judged(settings[0], found).holds is None:
+            return after_another >= MOST_PATIENCE * seconds
+        return after_another >= seconds
+
+    while not enough():
         order = list(settings) if len(found) % 2 == 0 else list(reversed(settings))
         found.append(
             {(setting, phase): run(setting, phase, window) for phase in PHASES for setting in order}
@@ -62,15 +74,16 @@ def judged(config: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
     drive. Pure.
     """
     settings = list(dict.fromkeys(setting for setting, _ in measured[0]))
-    logs = {setting: [_step_log(each, setting) for each in measured] for setting in settings}
-    best = min(settings, key=lambda setting: statistics.fmean(logs[setting]))
-    gaps = [one - other for one, other in zip(logs[config], logs[best], strict=True)]
-    gap = statistics.fmean(gaps)
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-    reach = quantile(len(gaps) - 1) * error
+    # the config alone where it is all that was measured: it cannot lose
+    others = [setting for setting in settings if setting != config] or [config]
+    gaps = {other: _gap(config, other, measured) for other in others}
+    best = max(others, key=lambda other: gaps[other][0])
+    gap, reach = gaps[best]
     worse = gap > math.log1p(MOST_LOSS) and gap - reach > math.log1p(ALIKE)
+    # a loss that may be twice the limit is not called none
+    unclear = any(sum(each) > math.log1p(2 * MOST_LOSS) for each in gaps.values())
     return Checked(
-        holds=not worse,
+        holds=False if worse else None if unclear else True,
         loss=math.expm1(gap),
         loss_low=math.expm1(gap - reach),
         loss_high=math.expm1(gap + reach),
@@ -107,17 +120,32 @@ def lines(checked: Checked, config: Setting, profile: Profile) -> list[str]:
             "",
             f"The drive itself, beside the sweep of {profile.created[:10]}, at the setting chosen then: {moved}.",
         ]
-    percent = [100 * value for value in (checked.loss, checked.loss_low, checked.loss_high)]
-    if checked.better is None:
+    loss, low, high = (100 * value for value in (checked.loss, checked.loss_low, checked.loss_high))
+    takes = f"a step takes {loss:+.1f} % ({low:+.1f} to {high:+.1f} %) beside"
+    if checked.better is not None:
         said.append(
-            f"The settings hold: a step takes {percent[0]:+.1f} % ({percent[1]:+.1f} to {percent[2]:+.1f} %) beside the best of these."
-        )
-    else:
-        said.append(
-            f"The settings no longer hold: a step takes {percent[0]:+.1f} % ({percent[1]:+.1f} to {percent[2]:+.1f} %) beside {describe(checked.better)}. "
+            f"The settings no longer hold: {takes} {describe(checked.better)}. "
             "Run nvme-sweep again with --config."
         )
+    elif checked.holds:
+        said.append(f"The settings hold: {takes} the best of the others.")
+    else:
+        said.append(
+            f"The drive is too unsteady to tell: {takes} the best of the others. "
+            "Check again while nothing else uses it, or with more --seconds."
+        )
     return said
+
+
+def _gap(
+    config: Setting, other: Setting, measured: Sequence[dict[tuple[Setting, str], float]]
+) -> tuple[float, float]:
+    """The mean over the rounds of log(a step's time with *config* / with *other*), and the half
+    width of the middle 90 % of where it may be.
+    """
+    gaps = [_step_log(each, config) - _step_log(each, other) for each in measured]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+    return statistics.fmean(gaps), quantile(len(gaps) - 1) * error
 
 
 def _step_log(each: dict[tuple[Setting, str], float], setting: Setting) -> float:

@@ -489,7 +489,8 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
     """Measure briefly whether the settings in FILE still hold on the drive of PATH, beside those
     that the sweep chose and DeepSpeed's defaults.
 
-    Exit status: 0 they hold, 3 they do not, 1 failed, 2 wrong usage.
+    Exit status: 0 they hold, or the drive is too unsteady to tell; 3 they do not; 1 failed, 2 wrong
+    usage.
     """
     from nvme_offload.hardware import profile_shelf
 
@@ -530,7 +531,7 @@ def check(path: str, config: Path, seconds: float, ranks: int | None, force: boo
         checked = checking.judged(setting, checking.rounds(settings, run, 0.8 * seconds))
     _progress.clear()
     results.print_out("\n".join(checking.lines(checked, setting, profile)) + "\n")
-    return 0 if checked.holds else NOT_SO
+    return NOT_SO if checked.better else 0
 
 
 _OTHERS = {"show": show, "compare": compare, "check": check}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import subprocess
@@ -277,7 +278,7 @@ def rounds(
         speeds = {CHOSEN: 2e9, DEEPSPEED_DEFAULTS: 1.5e9, Setting(1 << 20, 2, 1): 2e9 * factor}
         found.append(
             {
-                (setting, phase): drift * speed * chance.gauss(1, scatter)
+                (setting, phase): drift * speed * math.exp(chance.gauss(0, scatter))
                 for setting, speed in speeds.items()
                 for phase in PHASES
             }
@@ -294,17 +295,49 @@ def test_settings_hold_until_a_step_takes_longer(factor: float, holds: bool) -> 
     assert checked.holds == holds
     assert checked.better == (None if holds else CHOSEN)
     assert checked.loss_low <= checked.loss <= checked.loss_high
-    assert checked.loss == pytest.approx(max(0, 1 / factor - 1), abs=0.05)
+    assert checked.loss == pytest.approx(1 / factor - 1, abs=0.05)
     said = check.lines(checked, config, made_up())
     assert said[-1].startswith("The settings hold" if holds else "The settings no longer hold")
 
 
 def test_noise_is_seldom_a_reason() -> None:
-    alarms = [
-        not check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds
+    found = [
+        check.judged(Setting(1 << 20, 2, 1), rounds(1.0, scatter=0.2, count=4, seed=seed)).holds
         for seed in range(100)
     ]
-    assert sum(alarms) <= 10
+    assert found.count(False) <= 10
+
+
+def test_a_drive_that_is_too_unsteady_is_not_said_to_hold() -> None:
+    """A config that is three times slower, on a drive whose noise hides even that."""
+    config = Setting(1 << 20, 2, 1)
+    found = [
+        check.judged(config, rounds(1 / 3, scatter=0.3, count=3, seed=seed)) for seed in range(100)
+    ]
+    assert sum(checked.holds is True for checked in found) <= 1
+    unclear = next(checked for checked in found if checked.holds is None)
+    assert unclear.loss_low < 0.05 < unclear.loss_high
+    assert unclear.better is None
+    assert check.lines(unclear, config, made_up())[-1].startswith(
+        "The drive is too unsteady to tell: a step takes +"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scatter", "least", "most"), [(0.0, 12, 15), (0.2, 14, 61), (3.0, 55, 61)]
+)
+def test_an_unsteady_drive_is_measured_for_longer(scatter: float, least: int, most: int) -> None:
+    """15 s are asked for; more are taken until it can be told, and at most four times as many."""
+    chance = random.Random(8)
+    now = [0.0]
+
+    def run(setting: Setting, phase: str, window: float) -> float:
+        now[0] += window
+        return math.exp(chance.gauss(0, scatter)) * (1e9 if setting == CHOSEN else 2e9)
+
+    found = check.rounds([CHOSEN, DEEPSPEED_DEFAULTS], run, 15, clock=lambda: now[0])
+    assert least <= now[0] <= most
+    assert (check.judged(CHOSEN, found).holds is None) == (scatter == 3.0)
 
 
 def test_check_measures_and_its_status_is_for_scripts(
@@ -328,10 +361,13 @@ def test_check_measures_and_its_status_is_for_scripts(
     )
     held = run("check", disk, "--config", tmp_path / "good.json", "--seconds", "1")
     assert held.returncode in (0, 3), held.stderr
-    assert ("The settings hold" in held.stdout) == (held.returncode == 0)
+    assert ("The settings no longer hold" in held.stdout) == (held.returncode == 3)
     assert "in the config, and chosen by the sweep" in held.stdout or chosen == DEEPSPEED_DEFAULTS
     lost = run("check", disk, "--config", tmp_path / "accelerate.yaml", "--seconds", "1")
-    assert lost.returncode == 3, lost.stdout
     assert "4 KiB x 1: in the config" in lost.stdout
-    assert lost.stdout.splitlines()[-1].startswith("The settings no longer hold: a step takes +")
+    # what else uses the disk of a test decides how much can be told, but never that they hold
+    assert (lost.returncode, lost.stdout.splitlines()[-1].split(":")[0]) in (
+        (3, "The settings no longer hold"),
+        (0, "The drive is too unsteady to tell"),
+    ), lost.stdout
     assert list(disk.iterdir()) == []
