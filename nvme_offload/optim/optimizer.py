@@ -749,10 +749,23 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.cap_bytes = self._budget.values_bytes
         self._updater.slack_bytes = self._budget.cap_bytes - self._budget.values_bytes
         self._tier.require_memory(nbytes)
-        self._tier.require_space(
-            nbytes if self._provisional is None else nbytes + max(nbytes - self._tier.cap_bytes, 0)
+        twice = 0 if self._provisional is None else max(nbytes - self._tier.cap_bytes, 0)
+        # where nothing else is kept, and all sizes are known
+        foretold = (
+            not self._buckets
+            and self._sums is None
+            and not any(bucket.traits.rest for bucket in trained)
         )
+        sizes = {
+            bucket.name: bucket.room_bytes
+            for bucket in (trained if self._backward is None else reversed(trained))
+            if bucket.room_bytes
+        }
+        largest = max(sizes.values(), default=0)
+        self._tier.require_space(nbytes, largest=largest if foretold else None, twice=twice)
         self._tier.require(nbytes)
+        if foretold:
+            self._tier.foretell(sizes, at_once=self._updater.at_once(trained), twice=twice)
         self._drain()
         with torch.no_grad():
             for bucket in trained:
@@ -954,6 +967,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if not self._updated:
             for weight in self._weights:
                 for fragment in weight.fragments[1:]:
+                    if fragment.bucket.layout is None:
+                        continue  # a first step was given up before it came to this one
                     there = set(map(top, fragment.leaves))
                     fragment.states.update(
                         copy.deepcopy(

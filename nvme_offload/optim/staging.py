@@ -13,7 +13,7 @@ from ..errors import OutOfHostMemoryError
 from ..swap.device_copies import CopyStreams
 from ..swap.tier import Tier
 
-_PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
+PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 
 
 class Stager(Protocol):
@@ -94,14 +94,14 @@ class DeviceStager:
         self._tier = tier
         self._device = device
         self._copies = CopyStreams()
-        self._places = deque(_Place() for _ in range(_PLACES))
+        self._places = deque(_Place() for _ in range(PLACES))
         self._returns: deque[_Return] = deque()
         # what the caller has: its name, its memory on the host, and the end of the copy from there
         self._held: tuple[str, torch.Tensor, Any] | None = None
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
-        self._release(at_most=_PLACES - 1)
+        self._release(at_most=PLACES - 1)
         host = self._obtain(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
         filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
@@ -117,7 +117,7 @@ class DeviceStager:
                 filled.synchronize()  # the copy reads what is discarded
             self._held = None
         self._tier.forget([name])
-        self._release(at_most=_PLACES - 1)
+        self._release(at_most=PLACES - 1)
         host = self._obtain(lambda: self._tier.swapper.create(name, nbytes))
         memory = self._place(nbytes)
         if self._places[0].free is not None:
@@ -136,7 +136,7 @@ class DeviceStager:
             place.free = self._copies.start(host, place.memory[: host.numel()], after=place.free)
         self._returns.append(_Return(name, changed, place.free))
         self._places.rotate(-1)
-        self._release(at_most=_PLACES)
+        self._release(at_most=PLACES)
 
     def drain(self) -> None:
         """See `Stager`."""

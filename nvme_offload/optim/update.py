@@ -32,7 +32,7 @@ from ..optimizer_states.tree import Key, drop_memory, travelling
 from ..swap.tier import Tier
 from ..units import format_bytes
 from .buckets import Bucket, Fragment
-from .staging import DeviceStager, HostStager, Stager
+from .staging import PLACES, DeviceStager, HostStager, Stager
 
 _LOADING = -1  # in the place of a step
 MASTER = "master"  # the key that the fp32 weights have in a state dict
@@ -83,6 +83,11 @@ class Updater:
         """Return when no bucket is in use."""
         for stager in self._stagers.values():
             stager.drain()
+
+    @staticmethod
+    def at_once(buckets: Iterable[Bucket]) -> int:
+        """How many of *buckets* are in use together, if they are updated in turn."""
+        return 1 if all(bucket.device.type == "cpu" for bucket in buckets) else PLACES
 
     def open(self, bucket: Bucket) -> torch.Tensor:
         """Have the bucket's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _LONGEST_PERIOD = 1 << 20  # uses; bounds the record where no period ever ends
@@ -73,13 +73,14 @@ class AccessOrder:
         self._repeated: set[str] = set()  # whose next use is no part of the order
         self._misses = 0  # a bit for each of the last uses: 1 if it was unexpected
         self._had_extras = False
+        self._foretold = False  # the period was, and none was seen yet
         self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
         self._hint_number = 0
         self._periods = 0
 
     @property
     def learned(self) -> bool:
-        """Whether a whole period has been seen."""
+        """Whether a whole period has been seen or foretold."""
         return bool(self.period.uses)
 
     @property
@@ -91,6 +92,18 @@ class AccessOrder:
     def full(self) -> bool:
         """Whether the record has reached its limit, so that the period must end."""
         return len(self._record) >= _LONGEST_PERIOD
+
+    def foretell(self, sizes: Mapping[str, int], at_once: int) -> bool:
+        """Expect that periods use and change the values of *sizes*, in this order, *at_once* of them
+        in use together; whether that is news: something may have been used before.
+        """
+        if self._record or self.period.uses or not sizes:
+            return False
+        uses = [Use(name, nbytes, False, True, False) for name, nbytes in sizes.items()]
+        ends = [min(place + at_once, len(uses)) for place in range(len(uses))]
+        self.period = Period(uses, ends)
+        self._foretold = True
+        return True
 
     def use(self, name: str, nbytes: int, created: bool) -> None:
         """*name* is used now."""
@@ -156,10 +169,12 @@ class AccessOrder:
         ends, self._ends = self._ends, []
         if not record:
             return False
-        known = self.period.uses
+        known, foretold, self._foretold = self.period.uses, self._foretold, False
+        if foretold:  # what was created in this first period is there in the next
+            record = [use._replace(created=use.created and use.dropped) for use in record]
         if record == known:
             self._had_extras = False
-            adopt = False
+            adopt = foretold  # for when uses end
         else:
             extras = len(record) > len(known) > 0 and _holds(record, known)
             adopt = not extras or self._had_extras

@@ -13,6 +13,11 @@ from .access_order import NEVER, Period
 # the fixed cost of a transfer in bytes: all else equal, small values stay
 REQUEST_BYTES = 256 << 10
 
+# Of memory, what residents take at the least, without the room of a few values for the others; a
+# choice that saves a little more is not worth a move.
+_HELD_SHARE = 0.95
+_PASSING = 6
+
 _LARGEST_COUNTS = (1, 2, 4, 8, 16)  # counts of the largest values to try as fixed residents
 _TRIES = 4
 
@@ -135,6 +140,13 @@ class Chooser:
 
     def _bytes(self, names: Collection[str]) -> int:
         return sum(self._sizes[name] for name in names)
+
+
+def overflow(nbytes: int, memory_bytes: int, largest: int) -> int:
+    """The room on the drive that is enough for values of *nbytes* together, each of at most
+    *largest*, beside *memory_bytes* of memory.
+    """
+    return max(min(nbytes, nbytes - int(_HELD_SHARE * memory_bytes) + _PASSING * largest), 0)
 
 
 def transfers(period: Period, sizes: Mapping[str, int], near_bytes: int) -> dict[str, int]:

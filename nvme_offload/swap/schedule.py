@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TypeAlias
 
 from ..errors import OutOfHostMemoryError, UsageError
@@ -32,6 +32,8 @@ _HINT_SLACK = 8
 
 _IDLE = frozenset({State.CLEAN, State.DIRTY, State.DIRTY_FAILED, State.WRITING, State.REDIRTY})
 _EVICTABLE = frozenset({State.CLEAN, State.DIRTY, State.WRITING})
+_STALE = frozenset({State.DIRTY, State.DIRTY_FAILED, State.USED_DIRTY})  # the drive's copy is void
+_SPARABLE = _STALE | {State.CLEAN, State.USED}
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -74,6 +76,7 @@ class _Entry:
     evict_after_write: bool = False  # when the write of its older version has ended
     read_failed: bool = False
     retained_bytes: int | None = None  # of the version on the drive that `roll_back` returns to
+    keeps_copy: bool = False  # on the drive, until its next use ends
     last_use: int = 0
     stamp: int = 0  # of its valid entry in a heap
 
@@ -101,6 +104,9 @@ class Schedule:
 
     A reclaimable block keeps its contents until it is reused. Where a write fails whose block was
     given away, the value gets the block back: the new owner has no contents yet.
+
+    Where the drive is full, `spare` gives up the drive's copies of values that are in memory, so that
+    memory and drive together hold little more than one copy of each value.
 
     Blocks are whole granules. A use costs O(log n).
 
@@ -150,6 +156,7 @@ class Schedule:
         self._all_resident = False
         self._transient_bytes = 0  # budget of values that are not resident, used or prefetched
         self._forced = False  # a resident had to be evicted
+        self._stay = False  # residents, whatever would save more: a full drive has no room to move
         self._cursor = 0
         self._prefetched: deque[_Entry] = deque()  # read or reserved, in order of use
         self._prefetched_bytes = 0
@@ -157,6 +164,8 @@ class Schedule:
         # Eviction candidates, the last to be used first: transient values, and residents.
         self._heaps: tuple[list[tuple[int, int, _Entry]], list[tuple[int, int, _Entry]]] = ([], [])
         self._stamps = 0
+        # Values in memory of which the drive may have a copy, or a void one, the first of them first.
+        self._copies: dict[str, _Entry] = {}
 
     def _set_lookahead(self) -> None:
         self.lookahead_bytes = (
@@ -268,6 +277,7 @@ class Schedule:
         self._to(entry, Event.CREATE if self._creates else Event.USE)
         if self._creates:
             entry.value_bytes = entry.nbytes
+            self._copies.setdefault(name, entry)  # of what it replaces
         was_read = entry.prefetched_unused and not self._creates
         entry.prefetched_unused = entry.evict_after_write = False
         entry.stamp = 0
@@ -304,6 +314,7 @@ class Schedule:
             entry.value_bytes = entry.nbytes if nbytes is None else nbytes
             self.order.changed(name)
         self._end_use(entry)
+        entry.keeps_copy = False
         self._to(entry, Event.RELEASE_DIRTY if changed else Event.RELEASE_CLEAN)
         entry.last_use = self._uses
         if entry.size > self._largest:
@@ -357,6 +368,14 @@ class Schedule:
     def stays(self, name: str) -> bool:
         """Whether *name* is chosen to be resident."""
         return self._all_resident or name in self._homes
+
+    def foretell(self, sizes: Mapping[str, int], at_once: int, stay: bool) -> None:
+        """Plan for the order of use that is expected, before any is learned: see
+        `AccessOrder.foretell`. The residents *stay*, if so, where another order would have others.
+        """
+        if self.order.foretell(sizes, at_once):
+            self._choose_residents(packed=False)
+            self._stay |= stay
 
     def hint(self, names: Iterable[str]) -> None:
         """*names* are used next, in this order. Unknown names are ignored, and hints that the
@@ -434,13 +453,35 @@ class Schedule:
         return self.take_pending()
 
     def write(self, name: str) -> list[Transfer]:
-        """Start a write of *name*, which is not in use, if it is dirty and not being written. Raises:
-        UsageError.
+        """Start a write of *name*, which is not in use, if it is dirty and not being written. The
+        drive keeps its copy until the next use of *name* ends. Raises: UsageError.
         """
         entry = self._entry(name)
         self._check_free(entry)
+        entry.keeps_copy = True
         self._write_back(entry)
         return self.take_pending()
+
+    def spare(self, nbytes: int, *, but: Container[str], stale: bool) -> list[str]:
+        """Values in memory whose copies on the drive are void from here on: *nbytes* together, or all
+        that there are. Not those of values among *but*; only what was void before if *stale*.
+        """
+        self._stay = True
+        states = _STALE if stale else _SPARABLE
+        spared: list[_Entry] = []
+        for entry in self._copies.values():
+            if nbytes <= 0:
+                break
+            self.operations += 1
+            # what is reclaimable is about to be lost from memory
+            lost = entry.block is None or entry.block.reclaimable
+            if entry.state in states and not (lost or entry.keeps_copy or entry.name in but):
+                spared.append(entry)
+                nbytes -= entry.value_bytes
+        for entry in spared:
+            del self._copies[entry.name]
+            self._to(entry, Event.SPARE)
+        return [entry.name for entry in spared]
 
     def _write_back(self, entry: _Entry) -> None:
         if entry.state in (State.DIRTY, State.DIRTY_FAILED):
@@ -472,6 +513,7 @@ class Schedule:
             entry.read = None
             self._to(entry, Event.READ_DONE if succeeded else Event.DROP)
             if succeeded:
+                self._copies[entry.name] = entry
                 self._on_read(entry)
             else:
                 entry.prefetched_unused = False
@@ -479,6 +521,8 @@ class Schedule:
                 self._free_block(entry)
             return
         entry.write = None
+        if entry.state >= State.CLEAN:
+            self._copies[entry.name] = entry
         if succeeded:
             self._to(entry, Event.WRITE_DONE)
             if entry.state == State.DIRTY:
@@ -554,6 +598,7 @@ class Schedule:
 
     def _detach_block(self, entry: _Entry) -> None:
         entry.block = None
+        self._copies.pop(entry.name, None)
         entry.stamp = 0
         entry.evict_after_write = False
         if entry.exists:
@@ -735,6 +780,8 @@ class Schedule:
         else:
             names, transient, saved = chooser.choose(available)
         self._all_resident = False
+        if self._homes and self._stay:
+            packed, saved = False, 0
         if not packed and self._keep_residents(chooser, sizes, saved):
             return
         self._transient_bytes = transient

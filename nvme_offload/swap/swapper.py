@@ -9,10 +9,10 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import OffloadError, UsageError, WaitTimeout
+from ..errors import NoSpaceError, OffloadError, UsageError, WaitTimeout
 from ..io.closing import Closing
 from ..units import format_bytes
 from .schedule import Schedule, Transfer
@@ -130,6 +130,7 @@ class TensorSwapper(Closing):
         self._interrupted = False  # an exception ended the call that was starting them
         self._on_drive: set[str] = set()  # names in the store
         self._retained: set[str] = set()
+        self._flushing = False  # the drive is to have a copy of everything
         self._write_errors: dict[str, OffloadError] = {}  # not raised yet
         self._read_errors: dict[str, OffloadError] = {}
         self._bytes = {False: 0, True: 0}
@@ -382,9 +383,28 @@ class TensorSwapper(Closing):
             self._retained.remove(name)
             self._pump()
 
+    def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
+        """Announce the order of use before one can be learned: values that stay in memory are chosen
+        at once, and need not move later. Ignored where something was used before.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            Bytes of the values that each period uses and changes, by name, in order of use. They may
+            not exist yet.
+        at_once : int
+            How many of them are in use together.
+        stay : bool
+            Never have other values stay in memory instead, even if they are used in another way: the
+            drive has little more room than for those that do not.
+        """
+        with self._lock:
+            self._live()
+            self._schedule.foretell(sizes, at_once, stay)
+
     @property
     def learned(self) -> bool:
-        """Whether an order of use has been learned: a whole period was seen."""
+        """Whether an order of use has been learned, by a whole period that was seen, or foretold."""
         with self._lock:
             return self._schedule.order.learned
 
@@ -408,13 +428,17 @@ class TensorSwapper(Closing):
             self._live()
             self._start_all()
             tried: set[str] = set()
-            while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
-                for transfer in transfers:
-                    if transfer not in self._tickets and not transfer.ended:
-                        tried.add(transfer.name)
-                        self._start_all([transfer])
-                while self._in_flight[True]:
-                    self._finish(self._in_flight[True][0])
+            self._flushing = True
+            try:
+                while transfers := [*self._schedule.write_all(but=tried), *self._in_flight[True]]:
+                    for transfer in transfers:
+                        if transfer not in self._tickets and not transfer.ended:
+                            tried.add(transfer.name)
+                            self._start_all([transfer])
+                    while self._in_flight[True]:
+                        self._finish(self._in_flight[True][0])
+            finally:
+                self._flushing = False
             self._raise_write_errors()
             self._pump()
 
@@ -440,11 +464,12 @@ class TensorSwapper(Closing):
             while True:
                 self._start_all(self._schedule.write(name))
                 writing = self._schedule.blocking_transfer(name)
-                if writing is None or not writing.writes:
-                    return
-                self._finish(writing)
+                if writing is not None and writing.writes:
+                    self._finish(writing)
                 if name in self._write_errors:
                     raise self._write_errors.pop(name)
+                if writing is None or not writing.writes:
+                    return
 
     def lacks_writes(self) -> bool:
         """Wait for writes in flight; whether one failed that no call has raised. Its value is in
@@ -644,7 +669,7 @@ class TensorSwapper(Closing):
         memory = self._live()[transfer.offset : transfer.offset + transfer.nbytes]
         try:
             if transfer.writes:
-                ticket = self._store.put(transfer.name, memory)
+                ticket = self._put(transfer.name, memory)
                 self._on_drive.add(transfer.name)
             elif transfer.after:
                 after = [self._tickets[blocker] for blocker in transfer.after if not blocker.ended]
@@ -659,6 +684,27 @@ class TensorSwapper(Closing):
         else:
             self._tickets[transfer] = ticket
             self._in_flight[transfer.writes].append(transfer)
+
+    def _put(self, name: str, memory: torch.Tensor) -> StoreTicket:
+        while True:
+            try:
+                return self._store.put(name, memory)
+            except NoSpaceError:
+                if not self._make_room(memory.numel()):
+                    raise
+
+    def _make_room(self, nbytes: int) -> bool:
+        """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
+        where there is nothing, wait for a read, whose value is in memory then. Whether any of these
+        could be done.
+        """
+        spared = self._schedule.spare(nbytes, but=self._retained, stale=self._flushing)
+        for name in spared:
+            self._delete(name)
+        if not spared and self._in_flight[False]:
+            self._finish(self._in_flight[False][0])
+            return True
+        return bool(spared)
 
     def _finish(self, transfer: Transfer) -> None:
         """Wait for *transfer* and all that it waits for, and note those that have ended."""

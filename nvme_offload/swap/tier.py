@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
 from ..store.store import TensorStore
 from ..units import format_bytes, parse_bytes
+from .residents import overflow
 from .swapper import SwapperStats, TensorSwapper
 
 if TYPE_CHECKING:
@@ -231,35 +232,62 @@ class Tier:
                 'lower "host_memory", or use fewer ranks or a smaller model'
             )
 
-    def require_space(self, nbytes: int) -> None:
+    def require_space(self, nbytes: int, *, largest: int | None = None, twice: int = 0) -> None:
         """Check that *nbytes* more per rank fit on the drives.
 
         Parameters
         ----------
         nbytes : int
             Bytes of this rank; the other ranks of this machine are assumed to need as many.
+        largest : int, optional
+            Bytes of the largest value, of values that `foretell` will name. Host memory holds as
+            many as it can, and the drives have room for the others alone.
+        twice : int
+            Bytes of values of which the drives have two versions at a time.
 
         Raises
         ------
         NoSpaceError
             They do not fit; with the numbers.
         """
-        ranks = local_ranks()
-        free = sum(
-            os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
-            for path in _one_of_each_filesystem(self.paths)
-        )
+        if largest is not None:
+            nbytes = overflow(nbytes, self.cap_bytes, largest)
+        nbytes += twice
+        ranks, free = local_ranks(), self._free_bytes()
         if nbytes * ranks > free:
             raise NoSpaceError(
                 28,
                 f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
-                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"',
+                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"'
+                f"{', or allow more host_memory' if largest is not None else ''}",
                 operation="reservation",
                 path=", ".join(self.paths),
                 offset=0,
                 nbytes=0,
                 done=0,
             )
+
+    def foretell(self, sizes: Mapping[str, int], *, at_once: int, twice: int = 0) -> None:
+        """Announce the first values of the tier, so that the right ones stay in memory from the
+        start. Comes after `require`.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            Bytes of the values by name, in the order in which every step uses and changes them.
+        at_once : int
+            How many of them are in use together.
+        twice : int
+            As in `require_space`.
+        """
+        whole = (sum(sizes.values()) + twice) * local_ranks()
+        self.swapper.foretell(sizes, at_once=at_once, stay=whole > self._free_bytes())
+
+    def _free_bytes(self) -> int:
+        return sum(
+            os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+            for path in _one_of_each_filesystem(self.paths)
+        )
 
 
 def local_ranks() -> int:

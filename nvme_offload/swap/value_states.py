@@ -40,6 +40,7 @@ class Event(IntEnum):
     WRITE_FAILED = 10
     REATTACH = 11  # it gets back the block from which it is still being written
     ROLL_BACK = 12  # what memory has of it is void, for the drive has an older version again
+    SPARE = 13  # what the drive has of it is void, for others need the space
 
 
 _ROWS: dict[State, dict[Event, State]] = {
@@ -67,18 +68,21 @@ _ROWS: dict[State, dict[Event, State]] = {
         Event.CREATE: State.USED_DIRTY,
         Event.DROP: State.OFFLOADED,
         Event.ROLL_BACK: State.OFFLOADED,
+        Event.SPARE: State.DIRTY,
     },
     State.DIRTY: {
         Event.USE: State.USED_DIRTY,
         Event.CREATE: State.USED_DIRTY,
         Event.START_WRITE: State.WRITING,
         Event.ROLL_BACK: State.OFFLOADED,
+        Event.SPARE: State.DIRTY,
     },
     State.DIRTY_FAILED: {
         Event.USE: State.USED_DIRTY,
         Event.CREATE: State.USED_DIRTY,
         Event.START_WRITE: State.WRITING,
         Event.ROLL_BACK: State.OFFLOADED,
+        Event.SPARE: State.DIRTY_FAILED,
     },
     State.WRITING: {
         Event.USE: State.USED_WRITING,
@@ -93,8 +97,16 @@ _ROWS: dict[State, dict[Event, State]] = {
         Event.WRITE_DONE: State.DIRTY,
         Event.WRITE_FAILED: State.DIRTY,
     },
-    State.USED: {Event.RELEASE_CLEAN: State.CLEAN, Event.RELEASE_DIRTY: State.DIRTY},
-    State.USED_DIRTY: {Event.RELEASE_CLEAN: State.DIRTY, Event.RELEASE_DIRTY: State.DIRTY},
+    State.USED: {
+        Event.RELEASE_CLEAN: State.CLEAN,
+        Event.RELEASE_DIRTY: State.DIRTY,
+        Event.SPARE: State.USED_DIRTY,
+    },
+    State.USED_DIRTY: {
+        Event.RELEASE_CLEAN: State.DIRTY,
+        Event.RELEASE_DIRTY: State.DIRTY,
+        Event.SPARE: State.USED_DIRTY,
+    },
     State.USED_WRITING: {
         Event.RELEASE_CLEAN: State.WRITING,
         Event.RELEASE_DIRTY: State.REDIRTY,

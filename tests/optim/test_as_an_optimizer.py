@@ -463,8 +463,13 @@ def test_a_parameter_twice_is_refused(tmp_path):
 
 
 def test_a_drive_without_room_is_refused(mounted):
-    with pytest.raises(NoSpaceError, match="training needs"):
-        NVMeOptimizer(parameters(shapes=[(3000, 1000)]), paths=mounted("ext4-full"))
+    params = parameters(shapes=[(300, 1000)] * 10)
+    with pytest.raises(NoSpaceError, match=r"training needs .*, or allow more host_memory"):
+        NVMeOptimizer(params, paths=mounted("ext4-full"), host_memory="16MB")
+    with NVMeOptimizer(params, paths=mounted("ext4-full")) as optimizer:  # all fit in memory
+        set_gradients(params, 0)
+        optimizer.step()
+        assert optimizer.stats().bytes_written == 0
 
 
 def test_a_sparse_gradient_is_refused(tmp_path):

@@ -83,23 +83,24 @@ def test_a_drive_that_stays_broken_is_an_error_each_time(faulty):
 
 
 def test_a_step_that_failed_can_be_given_up(faulty, caplog):
-    for first in range(10, 60):
+    """The first one too, in which states are made."""
+    given_up = set()
+    for first in range(2, 60):
         params = parameters(torch.bfloat16)
-        with faulty([(first, 2, FaultKind.FAIL, EIO)], params) as optimizer:
-            steps, updated = 0, 0
+        with faulty([(first, 1, FaultKind.FAIL, EIO)], params) as optimizer:
+            failed = []
             for step in range(4):
                 optimizer.zero_grad()
                 set_gradients(params, step)
                 try:
                     optimizer.step()
-                    steps += 1
                 except IOFailure:
-                    updated = len(optimizer._updated)
+                    failed.append((step, len(optimizer._updated)))
             counts = {float(optimizer.state[parameter]["step"]) for parameter in params}
-        if updated and steps == 3:
-            break
-    assert steps == 3
-    assert counts == {3.0, 4.0}
+        if len(failed) == 1 and failed[0][1] > 0 and failed[0][0] < 3:
+            assert counts == {3.0, 4.0}
+            given_up.add(failed[0][0])
+    assert {0, 1} <= given_up
     assert "is given up" in caplog.text
 
 

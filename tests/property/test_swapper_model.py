@@ -135,6 +135,7 @@ class SwapperMachine(RuleBasedStateMachine):
     """A swapper, and what each value must be: its bytes, and how many of them count."""
 
     faulty = False
+    small = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,13 +151,17 @@ class SwapperMachine(RuleBasedStateMachine):
         late=st.booleans(),
         faults=FAULTS,
         most=st.integers(1, 4),
+        room=st.integers(0, 24),
     )
-    def make(self, pages, lookahead, late, faults, most):
+    def make(self, pages, lookahead, late, faults, most, room):
         config = AioConfig(block_size=2 * PAGE, queue_depth=3, backend="posix", direct="auto")
         script = [(first, count, *fault) for first, count, fault in faults] if self.faulty else []
         self.directory = tempfile.TemporaryDirectory()
         self.engine = Engine(config, _faults=script)
         self.store = TensorStore(self.directory.name, engine=self.engine)
+        if self.small:
+            self.store.reserve(room * PAGE)
+            self.resize_drive(full)
         self.pool = PinnedPool(pages * PAGE, pin=False, reserve=24 * PAGE)
         self.swapper = TensorSwapper(
             LateStore(self.store) if late else self.store, self.pool, lookahead_bytes=lookahead
@@ -164,6 +169,14 @@ class SwapperMachine(RuleBasedStateMachine):
         self.most = most
         for name in "abcdefgh":  # more than fits, to begin with
             self.swap_out(name, 2 * PAGE)
+
+    def resize_drive(self, grow: Callable[[int], None] | None) -> None:
+        """Have the store's drive *grow* so; as drives do, where None."""
+        for slabs in self.store._space.drives:
+            if grow is None:
+                del slabs.grow
+            else:
+                slabs.grow = grow
 
     def bytes_of(self, count: int) -> bytes:
         return self.generator.integers(0, 256, count, dtype=np.uint8).tobytes()
@@ -191,7 +204,7 @@ class SwapperMachine(RuleBasedStateMachine):
             assert "are in use by" in str(failure)
             event("no room beside what is in use")
         elif failure is not None:
-            assert self.faulty
+            assert self.faulty or (self.small and isinstance(failure, NoSpaceError))
             assert isinstance(failure, IOFailure)
             assert isinstance(failure, NoSpaceError) == (failure.errno == errno.ENOSPC)
             event("the drive failed")
@@ -368,6 +381,8 @@ class SwapperMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "swapper"):
             return
+        if self.small:
+            self.resize_drive(None)
         for name in list(self.held):
             self.let_go(name)
         for name, expected in self.model.items():
@@ -382,7 +397,7 @@ class SwapperMachine(RuleBasedStateMachine):
             try:
                 resource.close()
             except OffloadError:
-                assert self.faulty
+                assert self.faulty or self.small
         self.pool.close()
         self.directory.cleanup()
 
@@ -396,8 +411,22 @@ class FaultySwapperMachine(SwapperMachine):
     faulty = True
 
 
+class SmallDriveMachine(SwapperMachine):
+    """The same on a drive without room for all of them."""
+
+    small = True
+
+
+def full(nbytes: int) -> None:
+    raise NoSpaceError(
+        errno.ENOSPC, "full", operation="reservation", path="", offset=0, nbytes=nbytes, done=0
+    )
+
+
 @pytest.mark.parametrize(
-    "machine", [SwapperMachine, FaultySwapperMachine], ids=["sound", "failing"]
+    "machine",
+    [SwapperMachine, FaultySwapperMachine, SmallDriveMachine],
+    ids=["sound", "failing", "small"],
 )
 def test_the_swapper_is_a_dict_of_bytes(machine: type[SwapperMachine]) -> None:
     run_state_machine_as_test(

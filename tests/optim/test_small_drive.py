@@ -1,0 +1,67 @@
+"""States on a drive that has no room for all of them: it holds what host memory does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import differing, parameters, set_gradients
+
+from nvme_offload.errors import NoSpaceError
+from nvme_offload.optim import NVMeOptimizer
+
+SHAPES = [(100, 100 + 10 * (number % 7)) for number in range(240)]
+STATES = 2 * 4 * sum(rows * columns for rows, columns in SHAPES)  # 25 MB; the drive has 11
+
+
+def made(place, host_memory=1.05, **options):
+    params = parameters(shapes=SHAPES)
+    return params, NVMeOptimizer(
+        params, paths=place, host_memory=int(host_memory * STATES), **options
+    )
+
+
+def in_memory(steps):
+    params = parameters(shapes=SHAPES)
+    optimizer = torch.optim.AdamW(params)
+    for step in range(steps):
+        set_gradients(params, step)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
+    mounted, caplog, backwards
+):
+    place = mounted("ext4-full")
+    params, optimizer = made(place)
+    with optimizer:
+        store = optimizer._tier.store
+        assert store.free_bytes < STATES
+        for step in range(6):
+            set_gradients(params, step)
+            if backwards:  # another order of use than the expected one
+                optimizer._buckets.reverse()
+            optimizer.step()
+            backwards = False
+            if step == 3:
+                optimizer.load_state_dict(in_memory(4)[1].state_dict())
+        plain, same = in_memory(6)
+        assert differing(params, plain) == []
+        for ours, theirs in zip(params, plain, strict=True):
+            assert torch.equal(optimizer.state[ours]["exp_avg"], same.state[theirs]["exp_avg"])
+        assert store.used_bytes < STATES / 2
+        moved = optimizer.stats().bytes_read + optimizer.stats().bytes_written
+    assert caplog.text == ""
+    params, optimizer = made(place.parent)
+    with optimizer:
+        for step in range(6):
+            set_gradients(params, step)
+            optimizer.step()
+        free = optimizer.stats()
+    assert moved <= 1.1 * (free.bytes_read + free.bytes_written)
+
+
+def test_what_memory_and_drive_together_cannot_hold_is_refused(mounted):
+    with pytest.raises(NoSpaceError, match=r"training needs .*, or allow more host_memory"):
+        made(mounted("ext4-full"), host_memory=0.5)
