@@ -67,7 +67,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         Existing directories on the drives, over which states are striped.
     host_memory : int or str
         Pinned memory in bytes, or as text such as "8GB"; "auto" takes a share of what is available.
-        States that fit in it never touch the drive. The bits do not depend on it.
+        States that fit in it never touch the drive, and need no room there. The bits do not depend
+        on it.
     state_format : {"exact", "split", "compact", "compact24"}
         "exact" gives bit for bit what *optimizer_class* gives in memory, over fp32 copies of 16-bit
         parameters, and moves 12 bytes for each Adam parameter and direction. "split" moves 10 where
@@ -114,7 +115,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     UnsupportedError
         The optimizer or a parameter is of a kind that cannot be offloaded; the message says which.
     NoSpaceError
-        The drives have no room for the states.
+        The drives have no room for the states that *host_memory* does not hold.
 
     Notes
     -----
@@ -183,6 +184,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._late: list[tuple[int, str, Any, Any]] = []  # options that a queued step has changed
         self._told_alone = False  # that steps are not run under anything
         self._changes_groups = False
+        self._leaves = False  # updates of this step to `step`, since they failed during backward()
+        self._left = False  # likewise of the step before, or of this one
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
         self._source = weakref.ref(self)
@@ -913,6 +916,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         if self._sums is not None:
             self._sums.spend(list(self._updated))
         self._updated.clear()
+        self._left, self._leaves = self._leaves, False
         self._has_begun = False
         self._options.forget()
         self._open_step = None
@@ -1087,9 +1091,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     else:
                         continue  # an update before it has failed, which is for `step` to tell
                 except Exception as error:
-                    _log.warning(
-                        "an update during backward() failed, and is left to step(): %s", error
-                    )
+                    if not self._left:
+                        _log.warning(
+                            "an update during backward() failed, and is left to step(), as are others that do: %s",
+                            error,
+                        )
+                    self._left = self._leaves = True
                 else:
                     self._backward.spend(bucket)
 

@@ -184,7 +184,7 @@ def _least_drive(before: Question, question: Question) -> tuple[Question, str]:
     """With the least room on the drive that does, to a whole GB."""
     fitting = [plan for plan in question.answers() if plan.fits]
     least = min(plan.drive_bytes for plan in fitting) * question.world.ranks
-    size = -(-least // 10**9)
+    size = max(-(-least // 10**9), 1)
     count = len({drive.identity or drive.path for drive in question.machine.drives})
     drives = tuple(
         dataclasses.replace(drive, free_bytes=-(-size * 10**9 // count))

@@ -36,6 +36,7 @@ _LARGEST_BUCKET_BYTES = 128 << 20
 _PLACES = 3
 _BESIDE_SHARE = 8
 _LEAST_BYTES = 64 << 20
+_HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for what stays; buckets that pass through the rest
 # Beside the states of an element in use: its widened gradient, and new states. Source:
 # `optim.budget.beside_bytes` for AdamW and bfloat16.
 _BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 28, "compact24": 28}
@@ -359,6 +360,43 @@ def fewest_bytes(strategy: Strategy, model: Model, world: World) -> int:
     # parameters that are on the drive are to either side of the states
     kept = strategy.state_bytes + strategy.beside_bytes + 2 * strategy.parameter_bytes
     return math.ceil(-(-model.largest_parameter // world.size) * kept) + (1 << 17)
+
+
+def beside_budget(
+    strategy: Strategy, model: Model, world: World, budget: int, on_gpu: bool = True
+) -> int:
+    """What the drives need room for beside a budget of host memory.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The way to train.
+    model : Model
+        What is trained.
+    world : World
+        The processes.
+    budget : int
+        "host_memory" of a rank, in bytes.
+    on_gpu : bool
+        Whether `NVMeOptimizer` updates on a GPU.
+
+    Returns
+    -------
+    int
+        Bytes of a rank, of what `needs` has on the drives.
+
+    Notes
+    -----
+    States that `NVMeOptimizer` keeps in memory need no room on the drives, unless gradients come and
+    go beside them. Source: `swap.residents.overflow`. ZeRO-3 has room for everything.
+    """
+    whole = needs(strategy, model, world).drive_bytes
+    if strategy.door != "plain" or strategy.gradient_bytes:
+        return whole
+    values = budget if on_gpu else budget - budget // _BESIDE_SHARE
+    each = model.parameters / world.size
+    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget), each)
+    return max(min(whole, int(whole - _HELD_SHARE * values + _PASSING * largest)), 0)
 
 
 class Streamed(NamedTuple):

@@ -40,6 +40,7 @@ from .placement import (
     Strategy,
     Streamed,
     World,
+    beside_budget,
     fewest_bytes,
     needs,
     streamed,
@@ -512,7 +513,12 @@ def _plan(
             )
         host_bytes += kept
     moved = _moved(strategy, model, world, kept, machine.gpu is not None)
-    drive_bytes = need.drive_bytes + int(max(saved - work.activation_host_bytes, 0))
+    drive_bytes = (
+        need.drive_bytes
+        if kept is None
+        else beside_budget(strategy, model, world, kept, machine.gpu is not None)
+    )
+    drive_bytes += int(max(saved - work.activation_host_bytes, 0))
     if strategy.updates == "provisional":  # old states beside the new ones, and old weights
         drive_bytes += int(moved.written)
         replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
@@ -528,7 +534,7 @@ def _plan(
         problems.append(
             f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available"
         )
-    if drive_bytes and not machine.drives:
+    if need.drive_bytes and not machine.drives:
         problems.append("a drive: no drive given, pass --path")
     elif drive_bytes * world.ranks > machine.free_bytes:
         problems.append(

@@ -255,11 +255,11 @@ class Tier:
         nbytes += twice
         ranks, free = local_ranks(), self._free_bytes()
         if nbytes * ranks > free:
+            cure = "" if largest is None else ", or allow more host_memory"
             raise NoSpaceError(
                 28,
                 f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
-                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"'
-                f"{', or allow more host_memory' if largest is not None else ''}",
+                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"{cure}',
                 operation="reservation",
                 path=", ".join(self.paths),
                 offset=0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from reference import differing, parameters, set_gradients
@@ -60,6 +62,39 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
             optimizer.step()
         free = optimizer.stats()
     assert moved <= 1.1 * (free.bytes_read + free.bytes_written)
+
+
+def test_updates_in_backward_that_a_full_drive_fails_are_told_of_once(tmp_path, caplog):
+    """Others take the room for second versions; training goes on with the same bits."""
+    results, updated = [], []
+    for full in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
+        with NVMeOptimizer(
+            net.parameters(),
+            paths=tmp_path,
+            host_memory=700_000,
+            step_in_backward="provisional",
+        ) as optimizer:
+            if full:
+                store = optimizer._tier.store
+                store.reserve(1_200_000)
+                store._space.drives[0].grow = no_more
+            for step in range(8):
+                net(torch.full((3, 64), step / 8)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            updated.append(optimizer.stats().updated_in_backward)
+        results.append([parameter.detach() for parameter in net.parameters()])
+    assert differing(*results) == []
+    assert 0 < updated[1] < updated[0]
+    assert caplog.text.count("is left to step()") == 1
+
+
+def no_more(nbytes):
+    raise NoSpaceError(
+        errno.ENOSPC, "full", operation="reservation", path="", offset=0, nbytes=nbytes, done=0
+    )
 
 
 def test_what_memory_and_drive_together_cannot_hold_is_refused(mounted):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from nvme_offload.errors import OutOfHostMemoryError, UsageError
+from nvme_offload.optim import buckets
+from nvme_offload.optim.budget import most_elements
 from nvme_offload.swap.residents import overflow
 from nvme_offload.swap.schedule import Schedule, Transfer
 from nvme_offload.swap.value_states import TABLE, Event, State
@@ -831,22 +834,44 @@ ORDERS: dict[str, Callable[[int, int], Iterator[Call]]] = {
 
 
 class Drive:
-    """A drive that is done at once, under a `Schedule`."""
+    """A drive that is done at once, under a `Schedule`. It holds *room* bytes."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, room: float = math.inf) -> None:
         self.schedule = schedule
         self.bytes_moved = 0
         self.under_way: list[Transfer] = []
+        self.room = room
+        self.held: dict[str, int] = {}
+        self.taken = 0
 
     def pump(self) -> None:
         """End what is under way, as a swapper notes it at its next call, and start what
         comes next.
         """
+        self.end()
+        for transfer in self.schedule.plan():
+            if transfer.writes:
+                self.make_room(transfer.name, transfer.nbytes)
+            self.under_way.append(transfer)
+
+    def end(self) -> None:
         ended, self.under_way = self.under_way, []
         for transfer in ended:
             self.bytes_moved += transfer.nbytes
             self.schedule.finished(transfer, True)
-        self.under_way += self.schedule.plan()
+
+    def make_room(self, name: str, nbytes: int) -> None:
+        new = nbytes - self.held.get(name, 0)
+        while self.taken + new > self.room:
+            spared = self.schedule.spare(nbytes, but=(), stale=False)
+            assert spared or self.under_way, "the drive is full"
+            for each in spared:
+                self.taken -= self.held.pop(each, 0)
+            if not spared:
+                self.end()
+            new = nbytes - self.held.get(name, 0)
+        self.held[name] = nbytes
+        self.taken += new
 
     def do(self, call: Call) -> None:
         """One call of the user."""
@@ -921,6 +946,72 @@ def test_what_a_use_costs_does_not_grow_where_no_order_is_known(count):
         for action in ("need", "release"):
             drive.do(Call(action, name, PAGE, True))
     assert (schedule.operations - before) / uses < 16
+
+
+@pytest.mark.parametrize("count", [256, 4096])
+def test_what_a_copy_costs_that_is_given_up_does_not_grow(count):
+    schedule = Schedule(count * PAGE)
+    drive = Drive(schedule)
+    for number in range(count):
+        for action in ("create", "release"):
+            drive.do(Call(action, f"v{number}", PAGE, True))
+    drive.under_way += schedule.write_all(set())
+    drive.end()
+    before = schedule.operations
+    for number in range(count):
+        assert schedule.spare(PAGE, but=(), stale=False) == [f"v{number}"]
+    assert schedule.spare(PAGE, but=(), stale=False) == []
+    assert (schedule.operations - before) / count < 3
+
+
+def llama(width: int, mlp: int, layers: int, kv: float, words: int) -> list[int]:
+    """Elements of each tensor of a Llama, in order."""
+    attention = [width * width, int(kv * width * width), int(kv * width * width), width * width]
+    layer = [*attention, *[width * mlp] * 3, width, width]
+    return [words * width, *layer * layers, width, words * width]
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "each", "memory", "room"),
+    [
+        # Llama 3.1 70B, 3 bytes a parameter, two ranks that share 128 GiB of disk
+        (llama(8192, 28672, 80, 1 / 8, 128256), 2, 3, 60 * 10**9, 64 << 30),
+        # LLaMA 33B, 4 bytes a parameter, 64 GB of disk
+        (llama(6656, 17920, 60, 1, 32000), 1, 4, 90 * 10**9, 60 * 10**9),
+    ],
+    ids=["70b", "33b"],
+)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_models_fit_that_the_drive_alone_has_no_room_for(
+    model, ranks, each, memory, room, backwards
+):
+    """What `NVMeOptimizer` keeps, in its buckets: each step moves what memory does not hold, from the
+    first on.
+    """
+    elements = [numel // ranks for numel in model]
+    lists = buckets.cut(elements, most_elements(memory, each, 2), [True] * len(elements), 32)
+    sizes = {
+        str(number): each * sum(stop - start for _, start, stop in parts)
+        for number, parts in enumerate(lists)
+    }
+    total, largest = sum(sizes.values()), max(sizes.values())
+    assert total > room
+    assert overflow(total, memory, largest) <= room
+    schedule = Schedule(memory)
+    schedule.foretell(sizes, 3, stay=True)
+    drive = Drive(schedule, room)
+    names = [*reversed(sizes)] if backwards else [*sizes]  # known by the first step or not
+    for step in range(4):
+        moved = drive.bytes_moved
+        for place, name in enumerate([*names, "", ""]):
+            if name:
+                drive.do(Call("need" if step else "create", name, sizes[name], True))
+            if place >= 2:
+                drive.do(Call("release", names[place - 2], 0, True))
+        schedule.step()
+        moved = drive.bytes_moved - moved
+        assert moved <= 2.05 * (total - memory + 6 * largest)
+    assert drive.taken <= room
 
 
 def test_every_event_is_a_row_or_cannot_happen():

@@ -114,3 +114,43 @@ def test_a_record_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not order.full
     use(order, "e")
     assert order.full
+
+
+# What is foretold
+
+
+def test_what_was_foretold_is_expected_before_anything_was_used() -> None:
+    order = AccessOrder()
+    assert order.foretell({"a": 1, "b": 2, "c": 3}, at_once=2)
+    assert expected(order) == "abc"
+    assert [order.at(place).nbytes for place in range(3)] == [1, 2, 3]
+    assert [order.at(place).created for place in range(3)] == [False] * 3
+    assert order.period.ends == [2, 3, 3]
+    assert not order.foretell({"x": 1}, at_once=1)
+    assert expected(order) == "abc"
+
+
+def test_nothing_is_foretold_where_something_was_used() -> None:
+    order = AccessOrder()
+    use(order, "a")
+    assert not order.foretell({"b": 1}, at_once=1)
+    assert not order.learned
+
+
+@pytest.mark.parametrize("used", ["abc", "cab"])
+def test_what_the_first_period_creates_is_there_in_the_next(used: str) -> None:
+    """And its own order and ends count from there on."""
+    order = AccessOrder()
+    order.foretell(dict.fromkeys("abc", 1), at_once=3)
+    for name in used:
+        order.use(name, 1, created=True)
+        order.ended(name)
+    assert order.step()
+    assert [(use.name, use.created) for use in order.period.uses] == [
+        (name, False) for name in used
+    ]
+    assert order.period.ends == [1, 2, 3]
+    for name in used:
+        order.use(name, 1, created=False)
+        order.changed(name)
+    assert not order.step()

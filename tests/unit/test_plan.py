@@ -23,6 +23,7 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
+from nvme_offload.optim.budget import most_elements
 from nvme_offload.planning.advice import Question, cheapest_change
 from nvme_offload.planning.model import Model, of_count
 from nvme_offload.planning.passes import (
@@ -38,6 +39,7 @@ from nvme_offload.planning.placement import (
     INFERENCE,
     STRATEGIES,
     World,
+    beside_budget,
     fewest_bytes,
     needs,
     streamed,
@@ -55,6 +57,7 @@ from nvme_offload.planning.plan import (
     this_machine,
 )
 from nvme_offload.planning.traffic import STATE_BYTES
+from nvme_offload.swap.residents import overflow
 from nvme_offload.swap.schedule import Schedule
 from nvme_offload.zero3.settings import Settings
 
@@ -62,6 +65,7 @@ BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
 SPEEDS = {"read": 3.0, "write": 2.5, "mixed": 2.8}
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, 55e9)
 SEVEN = of_count("7B")
+SEVENTY = of_count("70B")
 
 
 def machine(**changes: object) -> Machine:
@@ -392,7 +396,7 @@ def test_what_does_not_fit_says_how_much_it_takes():
     assert found["zero3"].problems == ("128 GB of GPU memory, and a GPU has 85.9 GB",)
     assert found["zero3-cpu"].problems == ("192 GB of host memory, and 34.4 GB are available",)
     assert found["nvme-optimizer"].problems == ("98 GB on the drive, and 53.7 GB are free",)
-    smaller = machine(host_bytes=32 << 30, drives=(Drive("/d", 15 << 30, SPEEDS),))
+    smaller = machine(host_bytes=8 << 30, drives=(Drive("/d", 5 << 30, SPEEDS),))
     assert fastest(plans(SEVEN, smaller, World())) is None
     with pytest.raises(UsageError, match="does not fit: it takes 128 GB of GPU memory"):
         ds_config(found["zero3"], machine())
@@ -689,6 +693,21 @@ def test_drives_described_by_two_speeds_share_their_time():
     assert drive_described(3.0, 2.0, 4.5, 10).speeds["mixed"] == 4.5
 
 
+def test_what_is_in_memory_needs_no_room_on_the_drive():
+    """As `Tier` has it, for the buckets that `NVMeOptimizer` makes; with FSDP2 of each rank."""
+    world = World(ranks=2)
+    for budget in (8 * 10**9, 60 * 10**9, 200 * 10**9):
+        for name, each, beside in (("plain-compact24", 3, 28), ("plain", 12, 12)):
+            bucket = each * most_elements(budget, each, beside)
+            wanted = overflow(each * SEVENTY.parameters // 2, budget, bucket)
+            found = beside_budget(BY_NAME[name], SEVENTY, world, budget)
+            assert found == pytest.approx(wanted, rel=0.01)
+    zero3 = BY_NAME["nvme-optimizer-compact24"]
+    assert (
+        beside_budget(zero3, SEVENTY, world, 60 * 10**9) == needs(zero3, SEVENTY, world).drive_bytes
+    )
+
+
 # Where nothing fits.
 
 
@@ -703,7 +722,10 @@ def question(**changes: object) -> Question:
     ("changes", "words"),
     [
         (
-            {"state_format": "exact", "machine": machine(drives=(Drive("/d", 50 << 30, SPEEDS),))},
+            {
+                "state_format": "exact",
+                "machine": machine(host_bytes=24 << 30, drives=(Drive("/d", 50 << 30, SPEEDS),)),
+            },
             "another state format",
         ),
         ({"way": "zero"}, "another way to train"),
@@ -719,15 +741,15 @@ def question(**changes: object) -> Question:
         ({"machine": machine(host_bytes=1 << 30)}, "2 GB of host memory"),
         (
             {"machine": machine(host_bytes=32 << 30, drives=())},
-            "a drive with 22 GB free (--path DIR)",
+            "a drive with 1 GB free (--path DIR)",
         ),
         (
-            {"machine": machine(host_bytes=32 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))},
-            "22 GB free on the drive",
+            {"machine": machine(host_bytes=8 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))},
+            "17 GB free on the drive",
         ),
         (
             {"way": "zero", "machine": machine(host_bytes=1 << 30, drives=())},
-            "another way to train and 2 GB of host memory and a drive with 22 GB free (--path DIR)",
+            "another way to train and 2 GB of host memory and a drive with 21 GB free (--path DIR)",
         ),
     ],
 )
@@ -744,8 +766,8 @@ def test_a_change_that_is_made_is_enough():
     here = machine(host_bytes=1 << 30, drives=(Drive("/d", 9 << 30, SPEEDS),))
     found = cheapest_change(question(machine=here))
     assert found is not None
-    assert found.words == "2 GB of host memory and 22 GB free on the drive"
-    for host, room, fits in ((2, 22, True), (1, 22, False), (2, 21, False)):
+    assert found.words == "2 GB of host memory and 21 GB free on the drive"
+    for host, room, fits in ((2, 21, True), (1, 21, False), (2, 20, False)):
         changed = machine(host_bytes=host * 10**9, drives=(Drive("/d", room * 10**9, SPEEDS),))
         assert (fastest(question(machine=changed).answers()) is not None) == fits
 

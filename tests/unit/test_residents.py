@@ -115,3 +115,38 @@ def test_residents_stay_where_they_are_when_the_others_need_a_little_more_memory
     assert kept.items() < before.items()
     run_period(schedule, together, sizes)
     assert schedule._homes == kept
+
+
+def test_values_that_stay_are_chosen_before_they_are_made_and_never_move() -> None:
+    """The first step writes what does not fit, once; each later one reads and writes it."""
+    sizes = {f"n{number}": 4096 for number in range(40)}
+    schedule = Schedule(25 * 4096)
+    schedule.foretell(sizes, 1, stay=False)
+    staying = [name for name in sizes if schedule.stays(name)]
+    assert len(staying) == 25 - 3
+    places: dict[str, int] = {}
+    moved = []
+    for step in range(5):
+        transfers = 0
+        for name, nbytes in sizes.items():
+            if step:
+                schedule.need(name)
+            else:
+                schedule.create(name, nbytes)
+            while True:
+                started = schedule.plan()
+                transfers += len(started)
+                for transfer in started:
+                    schedule.finished(transfer, succeeded=True)
+                if not started:
+                    break
+            place, was_read = schedule.take(name)
+            if name in staying:
+                assert places.setdefault(name, place) == place
+                assert not was_read
+            schedule.release(name, changed=True, nbytes=None)
+        schedule.step()
+        moved.append(transfers)
+        assert [name for name in sizes if schedule.stays(name)] == staying
+    assert moved[0] <= 18
+    assert max(moved) <= 2 * (18 + 1), moved  # with what is read ahead
