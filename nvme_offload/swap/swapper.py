@@ -695,14 +695,15 @@ class TensorSwapper(Closing):
 
     def _make_room(self, nbytes: int) -> bool:
         """The drive is full: delete what it has of values that are in memory, of *nbytes* together;
-        where there is nothing, wait for a read, whose value is in memory then. Whether any of these
-        could be done.
+        where there is nothing, wait for a transfer, whose value may be in memory and on the drive
+        then. Whether any of these could be done.
         """
         spared = self._schedule.spare(nbytes, but=self._retained, stale=self._flushing)
         for name in spared:
             self._delete(name)
-        if not spared and self._in_flight[False]:
-            self._finish(self._in_flight[False][0])
+        in_flight = next(filter(None, self._in_flight), None)
+        if not spared and in_flight is not None:
+            self._finish(in_flight[0])
             return True
         return bool(spared)
 
