@@ -768,7 +768,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._tier.require_space(nbytes, largest=largest if foretold else None, twice=twice)
         self._tier.require(nbytes)
         if foretold:
-            self._tier.foretell(sizes, at_once=self._updater.at_once(trained), twice=twice)
+            self._tier.foretell(sizes, at_once=self._updater.at_once(trained))
         self._drain()
         with torch.no_grad():
             for bucket in trained:

@@ -97,6 +97,7 @@ class Tier:
         self._abandoned: deque[Collection[str]] = deque()  # names whose owners were collected
         self._needed_bytes = 0
         self._most_bytes = 0  # the reserved size of the pool
+        self._has_little_room = False  # on the drives: not for all values
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = (
@@ -240,8 +241,9 @@ class Tier:
         nbytes : int
             Bytes of this rank; the other ranks of this machine are assumed to need as many.
         largest : int, optional
-            Bytes of the largest value, of values that `foretell` will name. Host memory holds as
-            many as it can, and the drives have room for the others alone.
+            Bytes of the largest value, of values that `foretell` will name. Where the drives have no
+            room for all values, host memory holds as many as it can, and room for the others is
+            allocated here and now, so that neither another rank nor another program takes it.
         twice : int
             Bytes of values of which the drives have two versions at a time.
 
@@ -250,24 +252,30 @@ class Tier:
         NoSpaceError
             They do not fit; with the numbers.
         """
-        if largest is not None:
-            nbytes = overflow(nbytes, self.cap_bytes, largest)
         nbytes += twice
         ranks, free = local_ranks(), self._free_bytes()
-        if nbytes * ranks > free:
-            cure = "" if largest is None else ", or allow more host_memory"
-            raise NoSpaceError(
-                28,
-                f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
-                f'and {format_bytes(free)} are free; free some, or name more drives in "paths"{cure}',
-                operation="reservation",
-                path=", ".join(self.paths),
-                offset=0,
-                nbytes=0,
-                done=0,
-            )
+        if nbytes * ranks <= free:
+            return
+        cure = ""
+        if largest is not None:
+            nbytes = overflow(nbytes - twice, self.cap_bytes, largest) + twice
+            with contextlib.suppress(NoSpaceError):
+                self.store.reserve(nbytes)
+                self._has_little_room = True
+                return
+            cure = ", or allow more host_memory"
+        raise NoSpaceError(
+            28,
+            f"training needs {format_bytes(nbytes)} a rank and {format_bytes(nbytes * ranks)} for the {ranks} on this machine, "
+            f'and {format_bytes(free)} are free; free some, or name more drives in "paths"{cure}',
+            operation="reservation",
+            path=", ".join(self.paths),
+            offset=0,
+            nbytes=0,
+            done=0,
+        )
 
-    def foretell(self, sizes: Mapping[str, int], *, at_once: int, twice: int = 0) -> None:
+    def foretell(self, sizes: Mapping[str, int], *, at_once: int) -> None:
         """Announce the first values of the tier, so that the right ones stay in memory from the
         start. Comes after `require`.
 
@@ -277,11 +285,8 @@ class Tier:
             Bytes of the values by name, in the order in which every step uses and changes them.
         at_once : int
             How many of them are in use together.
-        twice : int
-            As in `require_space`.
         """
-        whole = (sum(sizes.values()) + twice) * local_ranks()
-        self.swapper.foretell(sizes, at_once=at_once, stay=whole > self._free_bytes())
+        self.swapper.foretell(sizes, at_once=at_once, stay=self._has_little_room)
 
     def _free_bytes(self) -> int:
         return sum(

@@ -97,6 +97,29 @@ def no_more(nbytes):
     )
 
 
+def test_ranks_share_a_drive_that_has_room_for_their_parts_alone(mounted, monkeypatch):
+    """Neither takes what the other will need."""
+    place = mounted("ext4-full")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = []
+    for _ in range(2):
+        params = parameters(shapes=SHAPES[::3])
+        memory = int(0.9 * STATES / 3)
+        ranks.append((params, NVMeOptimizer(params, paths=place, host_memory=memory)))
+    with pytest.raises(NoSpaceError, match="training needs"):
+        NVMeOptimizer(parameters(shapes=SHAPES[::3]), paths=place, host_memory=memory)
+    plain = parameters(shapes=SHAPES[::3])
+    reference = torch.optim.AdamW(plain)
+    for step in range(4):
+        for params, optimizer in [*ranks, (plain, reference)]:
+            set_gradients(params, step)
+            optimizer.step()
+    for params, optimizer in ranks:
+        assert optimizer.stats().bytes_written > 0
+        assert differing(params, plain) == []
+        optimizer.close()
+
+
 def test_what_memory_and_drive_together_cannot_hold_is_refused(mounted):
     with pytest.raises(NoSpaceError, match=r"training needs .*, or allow more host_memory"):
         made(mounted("ext4-full"), host_memory=0.5)
