@@ -66,6 +66,7 @@ class AccessOrder:
     def __init__(self) -> None:
         self.period = Period([], [])
         self.now = 0
+        self.foretold = False  # the period was, and none was seen yet
         self._record: list[Use] = []
         self._ends: list[int] = []  # of the uses in the record
         self._last_at: dict[str, int] = {}  # name -> its last place in the record
@@ -73,7 +74,6 @@ class AccessOrder:
         self._repeated: set[str] = set()  # whose next use is no part of the order
         self._misses = 0  # a bit for each of the last uses: 1 if it was unexpected
         self._had_extras = False
-        self._foretold = False  # the period was, and none was seen yet
         self._hints: OrderedDict[str, tuple[int, int]] = OrderedDict()  # name -> (number, period)
         self._hint_number = 0
         self._periods = 0
@@ -102,7 +102,7 @@ class AccessOrder:
         uses = [Use(name, nbytes, False, True, False) for name, nbytes in sizes.items()]
         ends = [min(place + at_once, len(uses)) for place in range(len(uses))]
         self.period = Period(uses, ends)
-        self._foretold = True
+        self.foretold = True
         return True
 
     def use(self, name: str, nbytes: int, created: bool) -> None:
@@ -169,7 +169,7 @@ class AccessOrder:
         ends, self._ends = self._ends, []
         if not record:
             return False
-        known, foretold, self._foretold = self.period.uses, self._foretold, False
+        known, foretold, self.foretold = self.period.uses, self.foretold, False
         if foretold:  # what was created in this first period is there in the next
             record = [use._replace(created=use.created and use.dropped) for use in record]
         if record == known:

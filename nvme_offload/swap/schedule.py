@@ -1136,6 +1136,8 @@ class Schedule:
             self.operations += 1
             entry = self._entries.get(use.name)
             if entry is None:
+                if order.foretold:
+                    return  # it will be created: what comes after it is far
                 if (
                     use.created
                     and use.name not in self._reservations

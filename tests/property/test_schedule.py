@@ -1010,7 +1010,8 @@ def test_models_fit_that_the_drive_alone_has_no_room_for(
                 drive.do(Call("release", names[place - 2], 0, True))
         schedule.step()
         moved = drive.bytes_moved - moved
-        assert moved <= 2.05 * (total - memory + 6 * largest)
+        # the first writes it, each later one reads and writes it
+        assert moved <= (2.05 if step else 1.05) * (total - memory + 6 * largest)
     assert drive.taken <= room
 
 

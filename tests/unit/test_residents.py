@@ -148,5 +148,5 @@ def test_values_that_stay_are_chosen_before_they_are_made_and_never_move() -> No
         schedule.step()
         moved.append(transfers)
         assert [name for name in sizes if schedule.stays(name)] == staying
-    assert moved[0] <= 18
-    assert max(moved) <= 2 * (18 + 1), moved  # with what is read ahead
+    assert moved[0] <= 18 + 3  # with what is read ahead
+    assert max(moved[1:]) <= 2 * 18, moved
