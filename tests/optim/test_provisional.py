@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import os
 import random
 import sys
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from reference import OPTIMIZERS, Lion, batch, differing, loss_of, model, unlike
+from reference import OPTIMIZERS, Lion, batch, differing, loss_of, model, parameters, unlike
 
 import nvme_offload.store.store
 from nvme_offload import _aio
@@ -557,18 +556,12 @@ def test_a_drive_that_fails_at_any_transfer_loses_nothing(tmp_path, monkeypatch,
     optimizer.close()
 
 
-def test_a_drive_without_room_for_two_versions_is_refused(tmp_path, monkeypatch):
-    states = 2 * 4 * sum(parameter.numel() for parameter in model().parameters())
-    real = os.statvfs
-
-    def full(path):
-        found = list(real(path))
-        found[4] = (states + states // 2) // found[1]  # f_bavail, in blocks of f_frsize
-        return os.statvfs_result(found)
-
-    monkeypatch.setattr(os, "statvfs", full)
+def test_a_drive_without_room_for_two_versions_is_refused(mounted):
+    params = parameters(shapes=[(100, 100)] * 110)  # 8.8 MB of states; the drive has 13
+    options = {"paths": mounted("ext4-full"), "host_memory": "2MB"}
     with pytest.raises(NoSpaceError, match="training needs"):
-        both(tmp_path, host_memory=100_000)
+        NVMeOptimizer(params, step_in_backward="provisional", **options)
+    NVMeOptimizer(params, step_in_backward=True, **options).close()
 
 
 def test_the_room_of_a_second_version_is_given_back(tmp_path):
@@ -903,7 +896,7 @@ def test_nothing_is_left(tmp_path):
     assert len(torch.nn.modules.module._global_forward_pre_hooks) == hooks
     del optimizer
     gc.collect()
-    assert os.listdir(tmp_path) == []  # noqa: PTH208
+    assert list(tmp_path.iterdir()) == []
 
 
 ACTIONS = {
