@@ -129,6 +129,10 @@ class Bucketing:
                 f"{self._name} looks at all parameters at once, so that host_memory has to hold all of its states: {error}"
             ) from None
 
+    def growth_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """Bytes by which the values of *buckets* grow, should their states show to need 16 bits."""
+        return sum(max(self._wide_bytes(bucket) - bucket.room_bytes, 0) for bucket in buckets)
+
     def _wide_bytes(self, bucket: Bucket) -> int:
         """Of the bucket's value, should its states show to need 16 bits."""
         wide = dataclasses.replace(self._format, wide=self._format.eight_bit)

@@ -765,7 +765,12 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if bucket.room_bytes
         }
         largest = max(sizes.values(), default=0)
-        self._tier.require_space(nbytes, largest=largest if foretold else None, twice=twice)
+        self._tier.require_space(
+            nbytes,
+            largest=largest if foretold else None,
+            twice=twice,
+            growth=self._bucketing.growth_bytes(trained),
+        )
         self._tier.require(nbytes)
         if foretold:
             self._tier.foretell(sizes, at_once=self._updater.at_once(trained))

@@ -577,7 +577,7 @@ class TensorSwapper(Closing):
         Raises
         ------
         OffloadError
-            The first error of a write that no call has raised.
+            The first error of a write that no call has raised, unless the drive was merely full.
         """
         with self._lock:
             if self._memory is None:
@@ -587,6 +587,10 @@ class TensorSwapper(Closing):
             self._taken.clear()
             for name in list(self._on_drive):
                 self._delete(name)
+            # what a full drive had no room for was in memory, as it is meant to be
+            for name, error in list(self._write_errors.items()):
+                if isinstance(error, NoSpaceError) and error.operation == "put":
+                    del self._write_errors[name]
             self._raise_write_errors()
 
     def __repr__(self) -> str:

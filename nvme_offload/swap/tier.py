@@ -233,7 +233,9 @@ class Tier:
                 'lower "host_memory", or use fewer ranks or a smaller model'
             )
 
-    def require_space(self, nbytes: int, *, largest: int | None = None, twice: int = 0) -> None:
+    def require_space(
+        self, nbytes: int, *, largest: int | None = None, twice: int = 0, growth: int = 0
+    ) -> None:
         """Check that *nbytes* more per rank fit on the drives.
 
         Parameters
@@ -246,23 +248,35 @@ class Tier:
             allocated here and now, so that neither another rank nor another program takes it.
         twice : int
             Bytes of values of which the drives have two versions at a time.
+        growth : int
+            Bytes by which the values may grow: with *largest*, room for them is allocated too, where
+            there is room.
 
         Raises
         ------
         NoSpaceError
             They do not fit; with the numbers.
         """
-        nbytes += twice
+        values, nbytes = nbytes, nbytes + twice
         ranks, free = local_ranks(), self._free_bytes()
         if nbytes * ranks <= free:
             return
         cure = ""
         if largest is not None:
-            nbytes = overflow(nbytes - twice, self.cap_bytes, largest) + twice
-            with contextlib.suppress(NoSpaceError):
-                self.store.reserve(nbytes)
-                self._has_little_room = True
-                return
+            for more in dict.fromkeys((growth, 0)):
+                nbytes = overflow(values + more, self.cap_bytes, largest) + twice
+                with contextlib.suppress(NoSpaceError):
+                    self.store.reserve(nbytes)
+                    self._has_little_room = True
+                    _log.warning(
+                        "the drive has no room for all of %s: %s is allocated there, and host memory holds the rest%s",
+                        format_bytes(values),
+                        format_bytes(nbytes),
+                        f"; should states grow, by up to {format_bytes(growth)}, that may not be enough"
+                        if more < growth
+                        else "",
+                    )
+                    return
             cure = ", or allow more host_memory"
         raise NoSpaceError(
             28,

@@ -54,7 +54,9 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
             assert torch.equal(optimizer.state[ours]["exp_avg"], same.state[theirs]["exp_avg"])
         assert store.used_bytes < STATES / 2
         moved = optimizer.stats().bytes_read + optimizer.stats().bytes_written
-    assert caplog.text == ""
+    (told,) = caplog.messages
+    assert told.startswith("the drive has no room for all of 23.8 MiB: ")
+    assert told.endswith(" is allocated there, and host memory holds the rest")
     params, optimizer = made(place.parent)
     with optimizer:
         for step in range(6):
@@ -89,12 +91,26 @@ def test_updates_in_backward_that_a_full_drive_fails_are_told_of_once(tmp_path, 
     assert differing(*results) == []
     assert 0 < updated[1] < updated[0]
     assert caplog.text.count("is left to step()") == 1
+    assert "closing the offload engine" not in caplog.text  # nothing was lost
 
 
 def no_more(nbytes):
     raise NoSpaceError(
         errno.ENOSPC, "full", operation="reservation", path="", offset=0, nbytes=nbytes, done=0
     )
+
+
+def test_states_that_may_need_16_bits_have_room_for_them_or_a_warning(mounted, caplog):
+    params = parameters(torch.bfloat16, shapes=SHAPES + SHAPES[:60])
+    options = {"paths": mounted("ext4-full"), "state_format": "compact"}
+    sizes = []
+    for host_memory in ("24MB", "12MB"):
+        with NVMeOptimizer(params, host_memory=host_memory, **options) as optimizer:
+            sizes.append(optimizer._tier.store._space.nbytes)
+    roomy, little = caplog.messages
+    assert roomy.endswith("holds the rest")
+    assert "; should states grow, by up to 7." in little
+    assert sizes[0] < sizes[1]
 
 
 def test_ranks_share_a_drive_that_has_room_for_their_parts_alone(mounted, monkeypatch):
