@@ -250,7 +250,7 @@ class Tier:
             Bytes of values of which the drives have two versions at a time.
         growth : int
             Bytes by which the values may grow: with *largest*, room for them is allocated too, where
-            there is room.
+            there is room for all ranks.
 
         Raises
         ------
@@ -265,6 +265,8 @@ class Tier:
         if largest is not None:
             for more in dict.fromkeys((growth, 0)):
                 nbytes = overflow(values + more, self.cap_bytes, largest) + twice
+                if more and nbytes * ranks > free:
+                    continue  # it would be the room of another rank
                 with contextlib.suppress(NoSpaceError):
                     self.store.reserve(nbytes)
                     self._has_little_room = True
