@@ -393,10 +393,15 @@ def beside_budget(
     whole = needs(strategy, model, world).drive_bytes
     if strategy.door != "plain" or strategy.gradient_bytes:
         return whole
-    values = budget if on_gpu else budget - budget // _BESIDE_SHARE
     each = model.parameters / world.size
     largest = strategy.state_bytes * min(_bucket_elements(strategy, budget), each)
-    return max(min(whole, int(whole - _HELD_SHARE * values + _PASSING * largest)), 0)
+    held = _HELD_SHARE * _values_budget(budget, on_gpu)
+    return max(min(whole, int(whole - held + _PASSING * largest)), 0)
+
+
+def _values_budget(budget: int, on_gpu: bool) -> float:
+    """What of a budget `NVMeOptimizer` has for states. Source: `optim.budget.Budget`."""
+    return budget if on_gpu else budget - budget / _BESIDE_SHARE
 
 
 class Streamed(NamedTuple):
@@ -466,8 +471,7 @@ def streamed(
         return Streamed(WEIGHT_BYTES * each * lacking, 0.0, 0.0, 0.0)
     if strategy.door == "plain":
         bucket = _bucket_elements(strategy, budget)
-        beside_buckets = 0 if on_gpu else budget / _BESIDE_SHARE
-        stays = budget - beside_buckets - _PLACES * states * bucket
+        stays = _values_budget(budget, on_gpu) - _PLACES * states * bucket
         moved = max(states * each - max(stays, 0.0), 0.0)
         return Streamed(0.0, 0.0, moved, moved)
     wanted = budget / (_PARTS * (states + WEIGHT_BYTES) + beside)
