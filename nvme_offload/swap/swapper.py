@@ -463,12 +463,12 @@ class TensorSwapper(Closing):
             self._start_all()
             while True:
                 self._start_all(self._schedule.write(name))
-                writing = self._schedule.blocking_transfer(name)
-                if writing is not None and writing.writes:
-                    self._finish(writing)
+                blocking = self._schedule.blocking_transfer(name)
+                if blocking is not None:  # a read, too, which may wait for the write
+                    self._finish(blocking)
                 if name in self._write_errors:
                     raise self._write_errors.pop(name)
-                if writing is None or not writing.writes:
+                if blocking is None:
                     return
 
     def lacks_writes(self) -> bool:
