@@ -127,6 +127,29 @@ def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
     return model
 
 
+def save(directory: Path, rank: int, step: int, model: WithLoss, optimizer: NVMeOptimizer) -> None:
+    """Write what this rank has of weights and states to *directory*, which is new."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = [local(weight) for weight in model.parameters()]
+    torch.save({"step": step, "weights": weights}, directory / f"weights-{rank}.pt")
+    optimizer.save(directory / f"states-{rank}.pt")
+
+
+def resume(directory: Path, rank: int, model: WithLoss, optimizer: NVMeOptimizer) -> int:
+    """Load what `save` has written by as many ranks; the steps that were made by then."""
+    saved = torch.load(directory / f"weights-{rank}.pt", mmap=True)
+    with torch.no_grad():
+        for weight, value in zip(model.parameters(), saved["weights"], strict=True):
+            local(weight).copy_(value)
+    optimizer.load_state_dict(torch.load(directory / f"states-{rank}.pt", mmap=True))
+    return saved["step"]
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of *weight*."""
+    return weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()
+
+
 def peak_host_bytes() -> int:
     """The most memory that this process ever had resident, pinned memory included."""
     status = Path("/proc/self/status").read_text()
@@ -173,6 +196,8 @@ def main() -> None:
         help="of two runs all kernels give the same bits; needed to compare losses",
     )
     parser.add_argument("--reference", action="store_true", help="states in the GPU's memory")
+    parser.add_argument("--save", type=Path, help="a directory for weights and states, at the end")
+    parser.add_argument("--resume", type=Path, help="a directory of --save, by as many processes")
     options = parser.parse_args()
 
     if options.deterministic:
@@ -223,10 +248,17 @@ def main() -> None:
     tokens = torch.Generator().manual_seed(1 + rank)
     words = model.model.config.vocab_size
     losses, norms, passes, seconds, used = [], [], [], [], []
+    shape = (options.batch, options.sequence)
     with contextlib.nullcontext() if options.reference else optimizer:
-        for step in range(options.steps):
+        first = 0
+        if options.resume:
             began = time.monotonic()
-            shape = (options.batch, options.sequence)
+            first = resume(options.resume, rank, model, optimizer)
+            tell(f"resumed after step {first} in {time.monotonic() - began:.1f} s")
+            for _ in range(first):
+                torch.randint(words, shape, generator=tokens)
+        for step in range(first, first + options.steps):
+            began = time.monotonic()
             loss = model(torch.randint(words, shape, generator=tokens).to(device))
             loss.backward()
             losses.append(loss.item())  # which waits for the GPU
@@ -248,6 +280,10 @@ def main() -> None:
             if stats is not None and (not used or stats.step > used[-1].step):
                 used.append(stats)
                 tell(f"  {stats}")
+        if options.save:
+            began = time.monotonic()
+            save(options.save, rank, first + options.steps, model, optimizer)
+            tell(f"saved in {time.monotonic() - began:.1f} s")
     typical = over_ranks(statistics.median(seconds[SETTLED:] or seconds), dist.ReduceOp.MAX)
     moved = [one.bytes_read + one.bytes_written for one in used[SETTLED:] or used]
     host = over_ranks(peak_host_bytes() / 1e9)

@@ -61,6 +61,19 @@ def write_file(
     sync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Context that replaces the file *path* atomically by the one that it yields, which the caller
+    fills and syncs. After an exception *path* is as it was.
+
+    Permissions are those of any new file of this process (umask). Raises: OSError.
+    """
+    with _partial_path(path, 0o666) as (partial, _):
+        yield partial
+        partial.replace(path)
+    sync_directory(path.parent)
+
+
 def overwrite_file(path: Path, data: bytes) -> None:
     """Replace the contents of a file in place, keeping its inode: ACL, hard links and bind mounts
     stay.

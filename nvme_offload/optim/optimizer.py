@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -412,6 +413,44 @@ class NVMeOptimizer(torch.optim.Optimizer):
         NoSpaceError
             The first drive has no room for the file.
         """
+        with self._with_states(
+            lambda: saved.collect(self._updater, self._buckets, self._weights, self._tier.paths[0])
+        ) as tree:
+            return tree
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write states and options to the file *path*, as they are kept: states of 8 bits take 8
+        bits, and of masters only what their weights lack is written.
+
+        Nothing else is written for it, and a few buckets are in memory at a time. The file is one of
+        `torch.save`. It appears whole, in place of one that is there, or not at all. To load it,
+        load the model's weights first, then call
+        ``optimizer.load_state_dict(torch.load(path, mmap=True))``; *state_format* may be another one
+        by then. Where ranks have parts of parameters, each writes a file of its own, and loads it
+        with the parameters cut in the same way.
+
+        Parameters
+        ----------
+        path : path
+            The file, in an existing directory on any filesystem.
+
+        Raises
+        ------
+        UsageError
+            The optimizer is closed, or in the middle of a step.
+        NoSpaceError
+            The filesystem of *path* has no room for the file.
+        IOFailure
+            The directory does not exist, or a drive failed.
+        """
+        with self._with_states(
+            lambda: saved.as_kept(self._updater, self._buckets, self._weights)
+        ) as tree:
+            saved.write(tree, Path(path), self._tier.store.engine)
+
+    @contextlib.contextmanager
+    def _with_states(self, collect: Callable[[], list[dict[Any, Any]]]) -> Iterator[dict[str, Any]]:
+        """A state dict with the states that *collect* makes, which nobody changes in the context."""
         self._settle()
         self._check_usable()
         self._check_parameters()
@@ -424,14 +463,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
-                found = saved.collect(
-                    self._updater, self._buckets, self._weights, self._tier.paths[0]
-                )
                 self.state = type(small)(
                     dict,
                     {
                         weight.parameter: state
-                        for weight, state in zip(self._weights, found, strict=True)
+                        for weight, state in zip(self._weights, collect(), strict=True)
                         if state
                     },
                 )
@@ -443,7 +479,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 handle.remove()
                 self.state = small
             wide = {"wide": True} if self._updater.wide else {}
-            return {
+            yield {
                 **packed,
                 "nvme_offload": {"state_format": self._format.name, **wide, "steps": self._steps},
             }

@@ -1,24 +1,34 @@
-"""Checkpoints of buckets: as the plain optimizer's `state_dict` has the states, and back, one
-bucket in memory at a time.
+"""Checkpoints of buckets, one bucket in memory at a time: as the plain optimizer's `state_dict` has
+the states (`collect`), or as they are kept (`as_kept`); and back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import IOFailure, UsageError
+from ..files import commit
+from ..io import archive
+from ..io.archive import Part, Provider, offloaded
+from ..io.engine import Engine
+from ..optimizer_states import Layout
+from ..optimizer_states.kept import Field, fields, is_kept, joined, state_of, unpacked, whole_of
 from ..optimizer_states.tree import Key, replaced, tensors, travels
 from .buckets import Bucket, Fragment, Weight, dense_strides, like, local
 from .placeholders import StateOnDrive, is_on_drive
 from .update import MASTER, Find, Updater
 
 _ALIGNMENT = 64
+_AHEAD = 3  # buckets that are read while one is written
 
 State = dict[Any, Any]
 
@@ -65,7 +75,8 @@ def collect(
             file.flush()
         except OSError as error:
             reason = (
-                f"{error.strerror}; a state dict takes {end} bytes on the drive, beside the states"
+                f"{error.strerror}; a state dict takes {end} bytes on the drive, beside the states; "
+                "save(path) writes them to a file without that"
             )
             raise IOFailure(
                 error.errno or errno.EIO,
@@ -99,6 +110,94 @@ def collect(
         in_place_of_leaves(weight, there, lambda small: small.clone())
         for weight, there in collected.items()
     ]
+
+
+def as_kept(updater: Updater, buckets: Sequence[Bucket], weights: Sequence[Weight]) -> list[State]:
+    """The state of each of *weights* as `optimizer_states.kept` has it, in tensors without memory
+    that `archive.write` brings from the buckets.
+    """
+    made = [bucket for bucket in buckets if bucket.layout is not None]
+    names = [bucket.name for bucket in made]
+    forms_of: dict[tuple[Weight, Key], torch.Tensor] = {}
+    parts: dict[tuple[Weight, Key], dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
+    for number, bucket in enumerate(made):
+        lender = _lender(updater, bucket, names[number + 1 :][:_AHEAD])
+        for fragment in bucket.fragments:
+            for key, form in forms(fragment).items():
+                forms_of.setdefault((fragment.weight, key), form)
+                if key not in fragment.rest:
+                    for name, field in _fields(fragment, key).items():
+                        parts[fragment.weight, key][name].append(
+                            Part(lender, (fragment, key, name), fragment.start // field.elements)
+                        )
+                elif fragment is fragment.weight.fragments[0]:  # the same for all
+                    parts[fragment.weight, key][""].append(Part(lender, (fragment, key, ""), 0))
+    there: dict[Weight, dict[Key, Any]] = {weight: {} for weight in weights}
+    for (weight, key), by_name in parts.items():
+        form, fragment = forms_of[weight, key], weight.fragments[0]
+        if key in fragment.rest:
+            there[weight][key] = offloaded(form.shape, form.dtype, by_name[""], form.stride())
+            continue
+        tensors_of = {}
+        for name, field in _fields(fragment, key).items():
+            shape, strides = form.shape, form.stride()
+            if field.elements > 1:
+                shape, strides = torch.Size([-(-form.numel() // field.elements)]), (1,)
+            tensors_of[name] = offloaded(shape, field.dtype, by_name[name], strides)
+        there[weight][key] = state_of(_layout(fragment), _of_layout(key), tensors_of)
+    return [
+        in_place_of_leaves(weight, found, lambda small: small.clone())
+        for weight, found in there.items()
+    ]
+
+
+def write(tree: Mapping[str, Any], path: Path, engine: Engine) -> None:
+    """Write *tree*, with what `as_kept` has made, to the file *path*: all of it or nothing. Raises:
+    IOFailure, and what goes wrong with the buckets.
+    """
+    try:
+        with commit.new_file(path) as partial:
+            archive.write(str(partial), tree, engine)
+    except (RuntimeError, OSError) as error:
+        raise archive.as_failure(error, path) from error
+
+
+def _lender(updater: Updater, bucket: Bucket, ahead: Sequence[str]) -> Provider:
+    """What has the fields of all states of *bucket* in memory, by fragment, key and name, while the
+    values *ahead* are read.
+    """
+
+    @contextlib.contextmanager
+    def lend() -> Iterator[Mapping[Any, torch.Tensor]]:
+        with updater.kept(bucket, ahead) as memory:
+            found = {}
+            for fragment in bucket.fragments:
+                for key in forms(fragment):
+                    if key in fragment.rest:
+                        rest = memory[_layout(fragment).nbytes :]
+                        found[fragment, key, ""] = in_a_row(fragment.rest[key].within(rest))
+                        continue
+                    for name, field in _fields(fragment, key).items():
+                        found[fragment, key, name] = field.of(
+                            memory, fragment.place, fragment.numel
+                        )
+            yield found
+
+    return lend
+
+
+def _fields(fragment: Fragment, key: Key) -> Mapping[str, Field]:
+    return fields(_layout(fragment), _of_layout(key))
+
+
+def _of_layout(key: Key) -> Key | None:
+    return None if key == MASTER else key
+
+
+def _layout(fragment: Fragment) -> Layout:
+    layout = fragment.bucket.layout
+    assert layout is not None
+    return layout
 
 
 def in_place_of_leaves(
@@ -184,9 +283,17 @@ def _given(
     others: dict[int, torch.Tensor] = {}
     fragment.leaves = {}
     own = local(fragment.weight.parameter).shape
+    saved = {key: value for key, value in state.items() if is_kept(value)}
+    state = {**state, **{key: torch.empty(0) for key in saved}}
     for key, value in tensors(state).items():
         part = local(value)
-        if key == MASTER or is_on_drive(value) or travels(key, part, own):
+        if key in saved:
+            values[key] = _unpacked(saved[key], fragment)
+            if key != MASTER:
+                fragment.leaves[key] = others[id(value)] = torch.empty(
+                    0, dtype=torch.float32, device=fragment.shadow.device
+                )
+        elif key == MASTER or is_on_drive(value) or travels(key, part, own):
             values[key] = (
                 kept[_placeholder(value).key]
                 if is_on_drive(value)
@@ -207,6 +314,21 @@ def _given(
     return values
 
 
+def _unpacked(value: Mapping[str, Any], fragment: Fragment) -> torch.Tensor:
+    """The part of *fragment* of a state, or master, that is kept as *value*."""
+    whole = whole_of(value)
+    if "low" in value:
+        flat = joined(
+            fragment.in_memory_order(fragment.of(whole)),
+            fragment.in_memory_order(fragment.of_weight()).cpu(),
+        )
+        return flat.as_strided(fragment.shape, fragment.strides)
+    if fragment.is_whole or not whole.is_contiguous():
+        flat = unpacked(value, 0, whole.numel())
+        return fragment.of(flat.as_strided(whole.shape, whole.stride()))
+    return unpacked(value, fragment.start, fragment.stop)
+
+
 def _kept_dtype(key: Key, value: torch.Tensor, fragment: Fragment) -> torch.dtype:
     """That a loaded state is kept in: the optimizer's own, and that of masters where the plain
     optimizer has 16 bits.
@@ -221,7 +343,14 @@ def check(state: Any, weight: Weight) -> None:
         raise UsageError(
             f"the state of a parameter must be a dictionary, not {type(state).__name__}"
         )
-    own = local(weight.parameter).shape
+    own, dtype = local(weight.parameter).shape, weight.parameter.dtype
+    saved = {key: value for key, value in state.items() if is_kept(value)}
+    if "low" in saved.get(MASTER, {}) and dtype != torch.bfloat16:
+        raise UsageError(
+            f"the masters were saved as what bfloat16 weights lack of them, and a parameter is in {dtype}: load the states with bfloat16 weights, "
+            "and have state_dict() make whole masters of them"
+        )
+    state = {**state, **{key: whole_of(value) for key, value in saved.items()}}
     found = tensors(state)
     for value in filter(is_on_drive, found.values()):
         placeholder = _placeholder(value)

@@ -172,24 +172,36 @@ class Updater:
     # Whole values, for checkpoints; on the CPU, wherever the parameters are.
 
     @contextlib.contextmanager
-    def reading(self, bucket: Bucket) -> Iterator[Find]:
-        """The states of the fragments of a bucket that has a layout, and their masters, by key: on
-        the CPU, for the time of the context.
+    def kept(self, bucket: Bucket, ahead: Sequence[str] = ()) -> Iterator[torch.Tensor]:
+        """The bytes of a bucket's value, for the time of the context; *ahead* are the names of those
+        that come next.
         """
-        layout = bucket.layout
-        assert layout is not None
+        if ahead:
+            self._tier.swapper.prefetch(ahead)
         memory = (
             self._host.fetch(bucket.name, bucket.nbytes)
             if bucket.nbytes
             else torch.empty(0, dtype=torch.uint8)
         )
         try:
-            scratch = self._scratch_of(self._format.unpacked_elements(layout))
-            working = [] if self._format.in_place else bucket.with_gaps(_host_copies(bucket))
-            master, states = self._format.unpack(layout, memory, working, scratch)
-            yield _finder(master, states, memory[layout.nbytes :])
+            yield memory
         finally:
             self._host.give_back(changed=False)
+
+    @contextlib.contextmanager
+    def reading(self, bucket: Bucket) -> Iterator[Find]:
+        """The states of the fragments of a bucket that has a layout, and their masters, by key: on
+        the CPU, for the time of the context.
+        """
+        layout = bucket.layout
+        assert layout is not None
+        try:
+            with self.kept(bucket) as memory:
+                scratch = self._scratch_of(self._format.unpacked_elements(layout))
+                working = [] if self._format.in_place else bucket.with_gaps(_host_copies(bucket))
+                master, states = self._format.unpack(layout, memory, working, scratch)
+                yield _finder(master, states, memory[layout.nbytes :])
+        finally:
             self._trim(at_most=self.slack_bytes)
 
     def store(

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STATE_DICT
 
-from ..errors import IOFailure, OffloadError, UnsupportedError, UsageError
+from ..errors import OffloadError, UnsupportedError, UsageError
 from ..files import commit
+from ..io import archive
 from ..io import engine as io
-from . import archive, compat, manifest, states
-from .manifest import Entry, Manifest, Piece, corrupt, entry_of, has_checksums
+from . import compat, manifest, states
+from .manifest import Entry, Manifest, corrupt, entry_of, has_checksums
 from .param_swapper import is_offloaded
 from .settings import refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
@@ -59,8 +60,6 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     struct.error,
 )
-# Below this a drive counts as full: DeepSpeed and torch do not always say why a write failed.
-_FULL_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +156,9 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
             return partition
         param.nvme_swapper.swap_in([param], async_op=True)
         return archive.offloaded(
-            param.ds_tensor.ds_numel, param.ds_tensor.dtype, [archive.Part(_provider(param), "", 0)]
+            [param.ds_tensor.ds_numel],
+            param.ds_tensor.dtype,
+            [archive.Part(_provider(param), "", 0)],
         )
 
     def load_module_state_dict(
@@ -239,7 +240,7 @@ class _Generation:
         final = Path(path).resolve()
         name = str(final.relative_to(self.place))
         aside = self._aside / name
-        known: list[Piece] = []
+        known: list[archive.Piece] = []
         try:
             if OPTIMIZER_STATE_DICT in state_dict:
                 states.require_complete(self._stage3, state_dict)
@@ -253,7 +254,7 @@ class _Generation:
                     file.sync()
             self._entries.append(entry_of(aside, name, self._rank, known, self._io, self._checksum))
         except (RuntimeError, OSError) as error:
-            raise _typed(error, final) from error
+            raise archive.as_failure(error, final) from error
 
     def commit(self, info: Any) -> bool:
         """Publish the checkpoint if every rank has written all of its files. Raises: what went
@@ -288,7 +289,7 @@ class _Generation:
             if self._renames:
                 action()
         except Exception as error:
-            failure = _typed(error, self.place)
+            failure = archive.as_failure(error, self.place)
         _agree(failure, self._tag)
 
 
@@ -384,7 +385,7 @@ def _save(
                 # DeepSpeed truncates it first, so a crash would leave no name.
                 commit.write_file(latest, tag, mode=None)
             except OSError as error:
-                failure = _typed(error, latest)
+                failure = archive.as_failure(error, latest)
         _agree(failure, tag)
     return True
 
@@ -517,7 +518,7 @@ def _attempt(engine: Any, save: Callable[[], None]) -> None:
         try:
             save()
         except Exception as error:
-            generation.failure = _typed(error, generation.place)
+            generation.failure = archive.as_failure(error, generation.place)
 
 
 @contextlib.contextmanager
@@ -597,18 +598,3 @@ def _engine_of(engine: Any) -> io.Engine:
     """The I/O engine of the tier of *engine*."""
     found: io.Engine = engine.optimizer.tier.store.engine
     return found
-
-
-def _typed(error: Exception, path: Path) -> Exception:
-    """*error* as one of `nvme_offload.errors`, if it is about a file."""
-    if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
-        return error
-    folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
-    status = os.statvfs(folder)
-    code = (error.errno or errno.EIO) if isinstance(error, OSError) else None
-    if status.f_bavail * status.f_frsize < _FULL_BYTES:
-        code = errno.ENOSPC
-    if code is None:
-        return error
-    reason = f"{os.strerror(code)}; the previous checkpoint is unchanged"
-    return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)

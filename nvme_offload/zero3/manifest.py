@@ -14,25 +14,17 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError
 from ..files import commit, sealed
 from ..hardware.config import AioConfig
+from ..io.archive import PIECE_BYTES, Piece
 from ..io.engine import Engine, File, Ticket, allocate
 
 NAME = "nvme_offload.json"
-PIECE_BYTES = 4 << 20  # the most that one checksum covers
 _FORMAT = "nvme_offload checkpoint"
 _VERSION = 1
-
-
-class Piece(NamedTuple):
-    """*nbytes* of a file from *offset*, and their checksum."""
-
-    offset: int
-    nbytes: int
-    checksum: int
 
 
 @dataclasses.dataclass(frozen=True)

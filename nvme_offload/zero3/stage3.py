@@ -22,10 +22,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import UsageError
+from ..io import archive
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
-from . import archive, awaited, compat, states, working_weights
+from . import awaited, compat, states, working_weights
 from .agreement import all_or_none, least
 from .gradients import Gradients
 from .last_gradients import LastGradients

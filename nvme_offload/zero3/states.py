@@ -21,9 +21,9 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
 from ..errors import OffloadError, UsageError
+from ..io.archive import Part, Provider, fetch, offloaded, wait_all, whole
 from ..io.engine import Ticket
 from ..optimizer_states.tree import is_for_each
-from .archive import Part, Provider, fetch, offloaded, wait_all, whole
 from .compat import lists_by_sub_group
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def save(stage3: Stage3, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             starts: list[int] = starts,
         ) -> torch.Tensor:
             return offloaded(
-                starts[-1],
+                [starts[-1]],
                 dtype,
                 [
                     Part(provider, key, start)

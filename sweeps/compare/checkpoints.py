@@ -57,7 +57,7 @@ class Ours:
     format = "ours"
 
     def __init__(self) -> None:
-        from nvme_offload.zero3 import archive
+        from nvme_offload.io import archive
 
         self._archive = archive
         self.version = f"nvme-offload {__version__}"
@@ -71,7 +71,7 @@ class Ours:
 
         part = self._archive.Part
         tree = {
-            name: self._archive.offloaded(tensor.numel(), tensor.dtype, [part(lend, name, 0)])
+            name: self._archive.offloaded([tensor.numel()], tensor.dtype, [part(lend, name, 0)])
             for name, tensor in state.items()
         }
         with self._engine(setting) as engine:

@@ -80,6 +80,17 @@ def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(tmp
     assert on["gpus"] == 2
 
 
+@pytest.mark.parametrize(("state_format", "ranks"), [("exact", 1), ("compact24", 2)])
+def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path, state_format, ranks):
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    how = ("--drive", str(drive), "--format", state_format)
+    straight = trained(drive, *how, ranks=ranks)
+    trained(drive, *how, "--steps", "4", "--save", str(saved), ranks=ranks)
+    resumed = trained(drive, *how, "--steps", "2", "--resume", str(saved), ranks=ranks)
+    assert resumed["losses"] == straight["losses"][4:]
+
+
 @pytest.mark.parametrize("state_format", ["split", "compact", "compact24"])
 def test_other_formats_train_alike(tmp_path, in_memory, state_format):
     found = trained(tmp_path, "--format", state_format)

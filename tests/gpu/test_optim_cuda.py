@@ -97,6 +97,22 @@ def test_many_buckets_in_flight(tmp_path, state_format, fused):
             assert differing(ours, plain) == []
 
 
+@pytest.mark.parametrize("state_format", ["exact", "split", "compact", "compact24"])
+def test_states_saved_as_they_are_kept(tmp_path, state_format):
+    params = parameters(torch.bfloat16, "cuda", LARGE)
+    options = {"paths": tmp_path, "host_memory": "30MB", "state_format": state_format}
+    with NVMeOptimizer(params, **options) as optimizer:
+        train(params, optimizer)
+        optimizer.save(tmp_path / "saved")
+        resumed = [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
+        train(params, optimizer, first=3)
+        with NVMeOptimizer(resumed, **options) as again:
+            again.load_state_dict(torch.load(tmp_path / "saved", mmap=True))
+            train(resumed, again, first=3)
+            assert differing(resumed, params) == []
+            assert unlike(again.state_dict(), optimizer.state_dict()) == []
+
+
 def test_compact_states_come_near(tmp_path):
     plain, ours = (
         parameters(torch.bfloat16, "cuda", LARGE),

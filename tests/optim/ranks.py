@@ -223,6 +223,31 @@ def distributed_checkpoint() -> list[Any]:
 
 
 @case
+def saved_by_each_rank() -> list[Any]:
+    found = []
+    for dtype, state_format in (
+        (torch.float32, "exact"),
+        (torch.bfloat16, "exact"),
+        (torch.bfloat16, "compact24"),
+    ):
+        nets = [fully_shard(model(dtype)) for _ in range(2)]
+        one, again = (ours(net.parameters(), state_format=state_format) for net in nets)
+        train(nets[0], one)
+        path = f"{DIRECTORY}/rank{RANK}.pt"
+        one.save(path)
+        nets[1].load_state_dict(nets[0].state_dict())
+        again.load_state_dict(torch.load(path, mmap=True))
+        for net, optimizer in zip(nets, (one, again), strict=True):
+            train(net, optimizer, first=3)
+        found += [
+            f"{state_format}: {place}" for place in differing(*(whole(net) for net in nets))
+        ] + (streamed(again) if state_format == "exact" else [])
+        one.close()
+        again.close()
+    return found
+
+
+@case
 def tensor_parallel() -> list[Any]:
     nets = []
     mesh = init_device_mesh(DEVICE, (2,))

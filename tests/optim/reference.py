@@ -204,6 +204,7 @@ with NVMeOptimizer(params, kind, paths=path, host_memory=host_memory, **options)
         if step % 20 == 10:
             torch.save(optimizer.state_dict(), path + "/saved")
             optimizer.state_dict()
+            optimizer.save(path + "/kept")
             most = max(most, now())
     print(most - before, sum(bucket.nbytes for bucket in optimizer._buckets))
 """

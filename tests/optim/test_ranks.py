@@ -23,6 +23,7 @@ CASES = (
     "fsdp2_sgd",
     "fsdp2_with_parameters_on_the_cpu",
     "distributed_checkpoint",
+    "saved_by_each_rank",
     "tensor_parallel",
     "what_looks_at_whole_parameters_is_refused",
 )

@@ -41,6 +41,8 @@ def ours(params: Any, optimizer_class: Any = torch.optim.AdamW, **kwargs: Any) -
         ("cuda", True): 60_000,
     }
     cap = caps[local(params[0]).device.type, params[0].dtype == torch.bfloat16]
+    if kwargs.get("state_format", "exact") != "exact":
+        cap = cap * 3 // 2
     return NVMeOptimizer(
         params, optimizer_class, paths=DIRECTORY, host_memory=cap, lr=0.01, **kwargs
     )

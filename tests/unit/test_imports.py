@@ -57,7 +57,6 @@ LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
     "agreement",
-    "archive",
     "checkpoint",
     "gradients",
     "last_gradients",
@@ -76,7 +75,7 @@ ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
 }
 ON_FIRST_USE |= {"optimizer_states/traits.py", "optimizer_states/tree.py"}
-ON_FIRST_USE |= {"activations/context.py"}
+ON_FIRST_USE |= {"activations/context.py", "io/archive.py"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def save_with_failing_rank(engine: Any, place: Path) -> dict[str, Any]:
     from deepspeed import comm
 
     from nvme_offload.errors import IOFailure
-    from nvme_offload.zero3 import archive
+    from nvme_offload.io import archive
 
     def fail(*_: Any) -> None:
         raise IOFailure(
@@ -267,7 +267,8 @@ def end_in_the_middle(where: str) -> None:
     """Have this process killed by the next save, while it writes ("writing") or when everything is
     written ("written").
     """
-    from nvme_offload.zero3 import archive, checkpoint
+    from nvme_offload.io import archive
+    from nvme_offload.zero3 import checkpoint
 
     def end(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,8 +14,9 @@ import torch
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import CorruptionError, IOFailure, TruncatedError
 from nvme_offload.hardware.config import AioConfig
+from nvme_offload.io import archive
 from nvme_offload.io.engine import Engine
-from nvme_offload.zero3 import archive, manifest
+from nvme_offload.zero3 import manifest
 
 CONFIG = AioConfig(direct="auto")
 
@@ -61,7 +62,7 @@ def test_a_loan_that_lacks_a_tensor_leaves_no_write_in_flight(tmp_path):
         with pytest.raises(KeyError, match="second"):
             archive.write(
                 str(tmp_path / "file.pt"),
-                {"value": archive.offloaded(10_000, torch.int64, parts)},
+                {"value": archive.offloaded([10_000], torch.int64, parts)},
                 engine,
             )
         assert engine.stats().write.in_flight == 0

@@ -11,6 +11,9 @@ Source: torch.serialization.skip_data, torch.utils.serialization.config for the 
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import pickle
 import types
 import zipfile
@@ -24,29 +27,58 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.serialization import config as serialization
 
-from ..io.engine import Engine, File, Ticket
-from .manifest import PIECE_BYTES, Piece
+from ..errors import IOFailure, NoSpaceError, OffloadError
+from ..units import format_bytes
+from .engine import Engine, File, Ticket
 
 _ALIGNMENT_BYTES = 4096  # of each tensor in the file, for O_DIRECT
+# Below this a drive counts as full: DeepSpeed and torch do not always say why a write failed.
+_FULL_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20  # the most that one checksum covers
 
 # Context that has some tensors in memory, by key.
-Provider = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]
+Provider = Callable[[], AbstractContextManager[Mapping[Any, torch.Tensor]]]
+
+
+class Piece(NamedTuple):
+    """*nbytes* of a file from *offset*, and their checksum."""
+
+    offset: int
+    nbytes: int
+    checksum: int
 
 
 class Part(NamedTuple):
-    """The tensor that *provider* has under *key*: the elements from *start* of a larger one."""
+    """The tensor that *provider* has under *key*: the elements from *start* of a larger one, in the
+    order of memory.
+    """
 
     provider: Provider
-    key: str
+    key: Any
     start: int
 
 
-def offloaded(numel: int, dtype: torch.dtype, parts: Sequence[Part]) -> torch.Tensor:
-    """A tensor of one dimension without memory, which consists of *parts*."""
-    with FakeTensorMode():
-        tensor = torch.empty(numel, dtype=dtype)
+def offloaded(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    parts: Sequence[Part],
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """A tensor without memory, which consists of *parts*. Its *strides* leave no gaps."""
+    with _fake_mode():
+        tensor = (
+            torch.empty(shape, dtype=dtype)
+            if strides is None
+            else torch.empty_strided(shape, strides, dtype=dtype)
+        )
     tensor.parts = tuple(parts)  # type: ignore[attr-defined]
     return tensor
+
+
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    """One for all: to make it takes ten times as long as a tensor."""
+    return FakeTensorMode()
 
 
 def has_offloaded(tree: Any) -> bool:
@@ -57,14 +89,16 @@ def has_offloaded(tree: Any) -> bool:
 def gather(tree: Any) -> Any:
     """*tree* with every tensor in memory."""
     gathered = {
-        id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in _offloaded(tree)
+        id(tensor): torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        for tensor in _offloaded(tree)
     }
     for provider, wanted in _by_provider(
         (gathered[id(tensor)], tensor.parts) for tensor in _offloaded(tree)
     ).items():
         with provider() as values:
             for key, tensor, start in wanted:
-                tensor[start : start + values[key].numel()].copy_(values[key])
+                part = values[key].flatten()
+                tensor.as_strided((part.numel(),), (1,), start).copy_(part)
     return _replaced(tree, gathered)
 
 
@@ -99,10 +133,8 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
     The file is on the drive, synced, when this returns. After an exception, also one from a
     provider, it is unusable, and the caller deletes it.
     """
-    storages = _lay_out(path, tree)
-    parts = {
-        tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in _offloaded(tree)
-    }
+    storages, tensors = _lay_out(path, tree)
+    parts = {tensor.untyped_storage()._cdata: (tensor.dtype, tensor.parts) for tensor in tensors}
     reader: Any = torch._C.PyTorchFileReader(path)
     places: list[tuple[Any, tuple[Part, ...]]] = []
     resident: list[tuple[torch.UntypedStorage, int]] = []
@@ -115,7 +147,7 @@ def write(path: str, tree: Any, engine: Engine, summed: bool = False) -> list[Pi
             resident.append((storage, offset))
     del reader
     written: list[Piece] = []
-    with engine.open(path, "rw", size=Path(path).stat().st_size) as file:
+    with _opened(path, engine) as file:
 
         def put(pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
             started: list[tuple[int, Ticket]] = []
@@ -262,11 +294,41 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
         raise failure
 
 
-def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
+def as_failure(error: Exception, path: Path) -> Exception:
+    """*error*, of a file that was to be written to *path*, as one of `nvme_offload.errors` if it is
+    about the file.
+    """
+    if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
+        return error
+    folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
+    status = os.statvfs(folder)
+    code = (error.errno or errno.EIO) if isinstance(error, OSError) else None
+    if status.f_bavail * status.f_frsize < _FULL_BYTES:
+        code = errno.ENOSPC
+    if code is None:
+        return error
+    reason = f"{os.strerror(code)}; the previous checkpoint is unchanged"
+    return IOFailure(code, reason, operation="write", path=str(path), offset=0, nbytes=0, done=0)
+
+
+def _opened(path: str, engine: Engine) -> File:
+    """The file *path*, with all of its blocks. Raises: NoSpaceError with the bytes that it takes."""
+    nbytes = Path(path).stat().st_size
+    try:
+        return engine.open(path, "rw", size=nbytes)
+    except NoSpaceError as error:
+        reason = f"{error.strerror}; the file takes {format_bytes(nbytes)}"
+        raise IOFailure.of(
+            OSError(error.errno, reason), operation="preallocate", path=path
+        ) from error
+
+
+def _lay_out(path: str, tree: Any) -> tuple[dict[str, torch.UntypedStorage], list[Any]]:
     """Write *path* with space for the bytes of all tensors. Returns the storages, by torch's names
-    in the file.
+    in the file, and the offloaded tensors, wherever in *tree* these are.
     """
     storages: dict[str, torch.UntypedStorage] = {}
+    tensors: list[Any] = []
 
     class Pickler(pickle.Pickler):
         # torch.save subclasses this, with the method that names storages.
@@ -274,6 +336,8 @@ def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
             name_storage = cls.persistent_id
 
             def persistent_id(self: Any, item: Any) -> Any:
+                if _is_offloaded(item):
+                    tensors.append(item)
                 name = name_storage(self, item)
                 if name is not None:
                     storages[name[2]] = (
@@ -290,14 +354,14 @@ def _lay_out(path: str, tree: Any) -> dict[str, torch.UntypedStorage]:
         torch.serialization.skip_data(materialize_fake_tensors=True),
     ):
         torch.save(tree, path, pickle_module=module)
-    return storages
+    return storages, tensors
 
 
-def _by_provider(places: Any) -> dict[Provider, list[tuple[str, Any, int]]]:
+def _by_provider(places: Any) -> dict[Provider, list[tuple[Any, Any, int]]]:
     """What to do with each provider, in the order of first use: the key, the place of the whole
     tensor, and the first element in it.
     """
-    found: dict[Provider, list[tuple[str, Any, int]]] = {}
+    found: dict[Provider, list[tuple[Any, Any, int]]] = {}
     for place, parts in places:
         for part in parts:
             found.setdefault(part.provider, []).append((part.key, place, part.start))
@@ -316,9 +380,11 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _offloaded(tree: Any) -> Iterator[Any]:
-    return (
-        leaf for leaf in _leaves(tree) if hasattr(leaf, "parts") and isinstance(leaf, FakeTensor)
-    )
+    return filter(_is_offloaded, _leaves(tree))
+
+
+def _is_offloaded(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and hasattr(value, "parts")
 
 
 def _replaced(tree: Any, by_id: Mapping[int, torch.Tensor]) -> Any:

@@ -1,0 +1,135 @@
+"""A state as a format keeps it, by itself: where it is in a bucket's buffer, and how numbers are made
+of it without one.
+
+What a format keeps whole is a tensor, as the optimizer has it. Of what it rounds, or keeps a part
+of, that is a dictionary of tensors, with `MARK`:
+
+| fields                           | of                                                          |
+| "codes", "exponents", "signed"   | a state in 8 bits: "exponents" has one for each `BLOCK`     |
+| "halves"                         | a state in 16 bits                                          |
+| "low"                            | a master: what the bfloat16 weight lacks of it              |
+
+Fields have the shape and the strides of the state, but for exponents, which are in the order of
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import UsageError
+from .eight_bit import BLOCK, decode
+from .formats import Layout, Slot
+from .split import join
+
+if TYPE_CHECKING:
+    import torch
+
+MARK = "kept_by"
+_OURS = "nvme_offload"
+_LOW_DTYPES = {1: "int8", 2: "int16"}  # by the bytes of an element
+
+
+class Field(NamedTuple):
+    """Where a part of all states of a kind is in a bucket's buffer: numbers of *dtype*, one for so
+    many *elements*.
+    """
+
+    slot: Slot
+    dtype: torch.dtype
+    elements: int = 1
+
+    def of(self, buffer: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+        """The numbers of *numel* elements from *start* on, as a view of *buffer*. *start* is a
+        multiple of *elements*.
+        """
+        first = start // self.elements
+        return self.slot.of(buffer).view(self.dtype)[first : first - (-numel // self.elements)]
+
+
+def fields(layout: Layout, key: Any) -> dict[str, Field]:
+    """Where *layout* has the state *key*, or where that is None the masters: by the names of the
+    fields, or by "" where it is whole.
+    """
+    import torch
+
+    if key is None:
+        assert layout.master is not None
+        nbytes = layout.master.nbytes // layout.numel
+        if nbytes in _LOW_DTYPES:
+            return {"low": Field(layout.master, getattr(torch, _LOW_DTYPES[nbytes]))}
+        return {"": Field(layout.master, torch.float32)}
+    slot = layout.states[key]
+    if slot.exponents is not None:
+        return {
+            "codes": Field(slot.values, torch.uint8),
+            "exponents": Field(slot.exponents, torch.uint8, BLOCK),
+        }
+    if slot.halved:
+        return {"halves": Field(slot.values, torch.bfloat16)}
+    return {"": Field(slot.values, slot.dtype)}
+
+
+def state_of(layout: Layout, key: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state *key*, or master, whose fields are *tensors*."""
+    if "" in tensors:
+        return tensors[""]
+    signed = {"signed": layout.states[key].signed} if "codes" in tensors else {}
+    return {MARK: _OURS, **tensors, **signed}
+
+
+def is_kept(value: Any) -> bool:
+    """Whether *value* is a dictionary that stands for a state or a master."""
+    return isinstance(value, Mapping) and value.get(MARK) == _OURS
+
+
+def whole_of(kept: Mapping[str, Any]) -> torch.Tensor:
+    """The field of *kept* that is like the state itself. Raises: UsageError where *kept* is nothing
+    that `state_of` makes.
+    """
+    import torch
+
+    for name, dtypes in (
+        ("codes", (torch.uint8,)),
+        ("halves", (torch.bfloat16,)),
+        ("low", (torch.int8, torch.int16)),
+    ):
+        field = kept.get(name)
+        if torch.is_tensor(field) and field.dtype in dtypes:
+            exponents = kept.get("exponents")
+            if name != "codes" or (
+                torch.is_tensor(exponents)
+                and exponents.dtype == torch.uint8
+                and exponents.shape == (-(-field.numel() // BLOCK),)
+                and isinstance(kept.get("signed"), bool)
+            ):
+                return field
+    raise UsageError(
+        f"a state has the fields {sorted(map(str, kept))}, which is none that this release has saved"
+    )
+
+
+def unpacked(kept: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
+    """The elements from *start* to *stop* of a state, in the order of memory, on the CPU."""
+    import torch
+
+    whole = whole_of(kept)
+    flat = whole.as_strided((whole.numel(),), (1,))
+    if "halves" in kept:
+        return flat[start:stop].float()
+    block = start // BLOCK
+    codes = flat[block * BLOCK : stop].contiguous()
+    values = torch.empty(codes.numel(), dtype=torch.float32)
+    exponents = kept["exponents"][block : -(-stop // BLOCK)].contiguous()
+    decode(codes, exponents, values, signed=kept["signed"])
+    return values[start - block * BLOCK :]
+
+
+def joined(low: torch.Tensor, working: torch.Tensor) -> torch.Tensor:
+    """The masters of which *working* lacks *low*. Shapes: flat, contiguous, on the CPU."""
+    import torch
+
+    master = torch.empty(working.numel(), dtype=torch.float32)
+    join(working, low, master)
+    return master
