@@ -44,6 +44,16 @@ def snapshot(fill):
             store.put(name, np.full(nbytes, fill, np.uint8)).wait()
         store.snapshot(place / "snapshot")
 
+def optimizer(fill):
+    import torch
+    from nvme_offload import NVMeOptimizer
+    weight = torch.nn.Parameter(torch.zeros(30_000))
+    weight.grad = torch.full_like(weight, fill)
+    aio = AioConfig(backend="posix", direct="auto")
+    with NVMeOptimizer([weight], torch.optim.SGD, momentum=0.9, lr=0.1, paths=sys.argv[2], aio=aio) as made:
+        made.step()
+        made.save(place / "saved")
+
 def report():
     from nvme_offload.sweep import results
     from nvme_offload.sweep.progress import Progress
@@ -93,6 +103,15 @@ def _snapshot(found: Path, scratch: Path, _: Path) -> str:
     return {1: "old", 2: "new"}[fill]
 
 
+def _optimizer(found: Path, _: Path, __: Path) -> str:
+    import torch
+
+    state = torch.load(found / "saved")["state"][0]["momentum_buffer"]
+    assert len(state) == 30_000
+    (fill,) = set(state.tolist())
+    return {1: "old", 2: "new"}[fill]
+
+
 def _report(found: Path, _: Path, final: Path) -> str:
     shown = list((found / "reports").glob("[!.]*")) if (found / "reports").exists() else []
     if not shown:
@@ -128,5 +147,6 @@ SCENES = {
         _profile,
     ),
     "snapshot": Scene("snapshot(1)", "snapshot(2)", _snapshot),
+    "optimizer": Scene("optimizer(1)", "optimizer(2)", _optimizer),
     "report": Scene("", "report()", _report),
 }

@@ -18,6 +18,12 @@ KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 OLD, NEW = b"old " * 3000, b"new " * 2000
 SCRIPTS = {
     "write_file": "commit.write_file(place / 'file', NEW)",
+    "new_file": """
+with commit.new_file(place / "file") as aside, aside.open("wb") as file:
+    file.write(NEW)
+    file.flush()
+    os.fsync(file.fileno())
+""",
     "overwrite_file": "commit.overwrite_file(place / 'file', NEW)",
     "directory": """
 with commit.partial_directory(place / "directory") as aside:
@@ -43,7 +49,7 @@ def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
     and what the script leaves.
     """
     environment, images = kill_points(place)
-    text = f"from pathlib import Path\nfrom nvme_offload.files import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
+    text = f"import os\nfrom pathlib import Path\nfrom nvme_offload.files import commit\nplace, NEW = Path({str(place)!r}), {NEW!r}\n{script}"
     subprocess.run(
         [sys.executable, "-c", text],
         env={**os.environ, **environment},
@@ -55,13 +61,14 @@ def states(script: str, place: Path, kill_points: KillPoints) -> list[Path]:
     return [*found, place]
 
 
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path, kill_points: KillPoints) -> None:
+@pytest.mark.parametrize("script", ["write_file", "new_file"])
+def test_a_file_is_the_old_one_or_the_new_one(
+    tmp_path: Path, kill_points: KillPoints, script: str
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
     (place / "file").write_bytes(OLD)
-    seen = [
-        (image / "file").read_bytes() for image in states(SCRIPTS["write_file"], place, kill_points)
-    ]
+    seen = [(image / "file").read_bytes() for image in states(SCRIPTS[script], place, kill_points)]
     turn = seen.index(NEW)
     assert seen == [OLD] * turn + [NEW] * (len(seen) - turn)
     assert turn >= 3
@@ -123,7 +130,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_commit_and_what_is_in_use_
     assert sorted(tmp_path.iterdir()) == sorted([other, tmp_path / "file"])
 
 
-@pytest.mark.parametrize("script", ["write_file", "directory"])
+@pytest.mark.parametrize("script", ["write_file", "new_file", "directory"])
 def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(
     tmp_path: Path, kill_points: KillPoints, script: str
 ) -> None:
@@ -132,14 +139,14 @@ def test_what_a_kill_at_any_call_left_goes_with_the_next_commit(
     left = 0
     for image in states(SCRIPTS[script], place, kill_points):
         left += any(entry.name.startswith(".") for entry in image.iterdir())
-        if script == "write_file":
+        if script != "directory":
             commit.write_file(image / "file", NEW)
         else:
             with commit.partial_directory(image / "directory") as aside:
                 replaced = commit.publish_directory(aside, image / "directory", over=True)
             assert replaced is None or not replaced.exists()
         assert [entry.name for entry in image.iterdir()] == [
-            "file" if script == "write_file" else "directory"
+            "directory" if script == "directory" else "file"
         ]
     assert left >= 3
 
