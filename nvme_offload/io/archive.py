@@ -11,6 +11,7 @@ Source: torch.serialization.skip_data, torch.utils.serialization.config for the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.serialization import config as serialization
 
 from ..errors import IOFailure, NoSpaceError, OffloadError
 from ..units import format_bytes
@@ -348,13 +348,27 @@ def _lay_out(path: str, tree: Any) -> tuple[dict[str, torch.UntypedStorage], lis
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
     module = types.SimpleNamespace(__name__="pickle", Pickler=Pickler)
-    patched: Any = serialization
     with (
-        patched.patch({"save.storage_alignment": _ALIGNMENT_BYTES}),
+        _alignment(),
         torch.serialization.skip_data(materialize_fake_tensors=True),
     ):
         torch.save(tree, path, pickle_module=module)
     return storages, tensors
+
+
+def _alignment() -> AbstractContextManager[Any]:
+    """Context in which torch aligns tensors in a file for O_DIRECT. Torch 2.6 has 64 bytes and no
+    choice: there the ends of tensors go through the page cache.
+    """
+    try:
+        from torch.utils.serialization import config
+    except ImportError:
+        return contextlib.nullcontext()
+    patched: Any = config
+    if not hasattr(patched.save, "storage_alignment"):
+        return contextlib.nullcontext()
+    made: AbstractContextManager[Any] = patched.patch({"save.storage_alignment": _ALIGNMENT_BYTES})
+    return made
 
 
 def _by_provider(places: Any) -> dict[Provider, list[tuple[Any, Any, int]]]:

@@ -438,6 +438,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         ------
         UsageError
             The optimizer is closed, or in the middle of a step.
+        UnsupportedError
+            *aio* asks for O_DIRECT, which the filesystem of *path* does not have.
         NoSpaceError
             The filesystem of *path* has no room for the file.
         IOFailure

@@ -201,7 +201,7 @@ def test_a_drive_without_room_for_a_state_dict(tmp_path, mounted):
         with pytest.raises(NoSpaceError, match=r"save\(path\) writes them to a file without that"):
             optimizer.state_dict()
         with pytest.raises(
-            NoSpaceError, match=r"No space left on device; the file takes 7\.44 MiB"
+            NoSpaceError, match=r"No space left on device; the file takes \d\.\d\d MiB"
         ):
             optimizer.save(place / "saved")
         assert not [left for left in place.iterdir() if "saved" in left.name]
