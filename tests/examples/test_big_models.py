@@ -15,13 +15,20 @@ from doors import needs
 
 pytestmark = needs("transformers")
 
+GLOO_RANK = str(Path(__file__).parents[1] / "gloo_rank.py")
 SCRIPT = Path(__file__).parents[2] / "examples" / "big_models" / "train.py"
 SMALL = "--model tiny --batch 2 --sequence 64 --steps 6 --deterministic"
 
 
 def trained(directory, *options, ranks=1, left=()):
     """What a run of the script tells at its end."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        GLOO_RANK,
+    ]
     command = [
         *(sys.executable, "-W", "ignore", *(launcher if ranks > 1 else ())),
         *(str(SCRIPT), *SMALL.split()),

@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+GLOO_RANK = str(Path(__file__).parents[1] / "gloo_rank.py")
 FOLDER = Path(__file__).parents[2] / "examples" / "plain_pytorch"
 RANKS = {"ddp", "fsdp2", "fsdp2_in_backward", "tensor_parallel", "zero_redundancy"}
 ARGUMENTS = {"compiled": ["aot_eager"]}  # what needs no compiler
@@ -21,7 +22,7 @@ ARGUMENTS = {"compiled": ["aot_eager"]}  # what needs no compiler
 def test_example(tmp_path, name):
     script = FOLDER / f"{name}.py"
     launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", GLOO_RANK]
         if name in RANKS
         else []
     )

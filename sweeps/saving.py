@@ -1,0 +1,191 @@
+"""`python -m sweeps.saving DIR`: what a checkpoint of the states of an `NVMeOptimizer` takes, as a
+state dict and as they are kept, by turns.
+
+A side writes a file to the drive of DIR, to stay (fsync), and another optimizer loads it, of which
+every byte is looked at. The disk counts what is read and written, whoever does so; the page cache is
+dropped before each load.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+import torch
+
+from nvme_offload.optim import NVMeOptimizer
+
+from . import command
+from .command import option
+from .machine import facts
+from .meter import Disk, Traffic
+from .report import columns, document, listed, ratios, shown, write
+from .turns import there_and_back
+
+_WIDTH, _INNER, _WORDS = 2048, 8192, 128_256  # of Llama 3.2 1B
+_EXPERT = (768, 2048)  # of Qwen3 30B-A3B
+_STEPS = 2
+
+
+def llama(count: int) -> list[tuple[int, ...]]:
+    """The shapes of Llama 3.2 1B with *count* layers."""
+    square, few, up = (_WIDTH, _WIDTH), (_WIDTH // 4, _WIDTH), (_INNER, _WIDTH)
+    layer = [square, few, few, square, up, up, up[::-1], (_WIDTH,), (_WIDTH,)]
+    return [(_WORDS, _WIDTH), *layer * count, (_WIDTH,)]
+
+
+def experts(count: int) -> list[tuple[int, ...]]:
+    """Those of *count* matrices of experts."""
+    return [_EXPERT] * count
+
+
+MODELS = {"llama": llama, "experts": experts}
+
+
+def by_state_dict(optimizer: NVMeOptimizer, path: Path) -> None:
+    """Save as any optimizer is saved."""
+    torch.save(optimizer.state_dict(), path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+SIDES: dict[str, Callable[[NVMeOptimizer, Path], None]] = {
+    "torch.save(state_dict())": by_state_dict,
+    "save()": lambda optimizer, path: optimizer.save(path),
+}
+
+
+@click.command()
+@command.directory
+@option("--model", type=click.Choice(sorted(MODELS)), default="llama", help="Whose shapes.")
+@option("--count", type=command.COUNT, default=8, help="Layers, or matrices of experts.")
+@option("--state-format", default="compact", help="Of the optimizer.")
+@option("--host-memory", default="1GB", help="Of the optimizer.")
+@option("--rounds", type=command.COUNT, default=4, help="In each of which both sides run.")
+@command.note
+@command.output("Write the report to TEXT.md.")
+def main(
+    directory: Path,
+    model: str,
+    count: int,
+    state_format: str,
+    host_memory: str,
+    rounds: int,
+    notes: tuple[str, ...],
+    output: Path | None,
+) -> None:
+    """Measure on the drive of DIRECTORY; prints Markdown."""
+    began = facts(directory, "sweeps.saving")
+    options = {"paths": directory, "host_memory": host_memory, "state_format": state_format}
+    params = [
+        torch.nn.Parameter(torch.randn(s).mul_(0.02).bfloat16()) for s in MODELS[model](count)
+    ]
+    elements = sum(parameter.numel() for parameter in params)
+    rows: list[dict[str, Any]] = []
+    with (
+        NVMeOptimizer(params, **options) as optimizer,
+        NVMeOptimizer(params, **options) as other,
+        tempfile.TemporaryDirectory(dir=directory) as place,
+    ):
+        for _ in range(_STEPS):
+            for parameter in params:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        path = Path(place, "saved")
+
+        def load() -> None:
+            other.load_state_dict(torch.load(path, mmap=True))
+
+        for number in range(rounds):
+            for side in there_and_back(list(SIDES), number):
+                path.unlink(missing_ok=True)
+                save = functools.partial(SIDES[side], optimizer, path)
+                seconds, moved = _timed(directory, save)
+                _drop_caches()
+                loading, _ = _timed(directory, load)
+                row = {
+                    "round": number,
+                    "side": side,
+                    "seconds": seconds,
+                    "loading": loading,
+                    "file": path.stat().st_size / 1e9,
+                    "read": moved.read / 1e9,
+                    "written": moved.written / 1e9,
+                }
+                rows.append(row)
+                click.echo(f"{side}: {seconds:.1f} s, loaded in {loading:.1f} s", err=True)
+    text = report(began, model, count, elements, len(params), options, pd.DataFrame(rows), notes)
+    write(output, text)
+    click.echo(text)
+
+
+def _timed(directory: Path, act: Callable[[], None]) -> tuple[float, Traffic]:
+    os.sync()
+    disk = Disk(directory)
+    before, began = disk.read(), time.monotonic()
+    act()
+    seconds, after = time.monotonic() - began, disk.read()
+    return seconds, Traffic(
+        after.read - before.read,
+        after.written - before.written,
+        after.busy_seconds - before.busy_seconds,
+    )
+
+
+def _drop_caches() -> None:
+    """Source: Documentation/admin-guide/sysctl/vm.rst of the kernel; only root may."""
+    os.sync()
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def report(
+    began: dict[str, str],
+    model: str,
+    count: int,
+    elements: int,
+    tensors: int,
+    options: dict[str, Any],
+    rows: pd.DataFrame,
+    notes: tuple[str, ...],
+) -> str:
+    """The report."""
+    by_side = dict(list(rows.set_index("round").groupby("side")))
+    theirs, ours = (by_side[side] for side in SIDES)
+    return document(
+        f'# Checkpoints of {elements / 1e9:.2f} billion parameters, "{options["state_format"]}"',
+        f"{tensors} bfloat16 parameters with the shapes of {model}, {count} of its "
+        f"{'layers' if model == 'llama' else 'matrices'}; `host_memory` {options['host_memory']}. Median of "
+        f"{len(ours)} rounds, and between which values the others are.",
+        columns(
+            SIDES,
+            {
+                "way": lambda side: f"`{side}`",
+                "seconds": lambda side: shown(by_side[side].seconds, 1),
+                "GB of the file": lambda side: shown(by_side[side].file),
+                "bytes a parameter": lambda side: (
+                    f"{by_side[side].file.iloc[0] * 1e9 / elements:.2f}"
+                ),
+                "GB read": lambda side: shown(by_side[side].read, 1),
+                "GB written": lambda side: shown(by_side[side].written, 1),
+                "seconds to load": lambda side: shown(by_side[side].loading, 1),
+            },
+        ),
+        f"`save()` took {shown(ratios(ours.seconds, theirs.seconds))} of the time of the state dict, "
+        f"and its file was loaded in {shown(ratios(ours.loading, theirs.loading))} of the time.",
+        *notes,
+        listed(began),
+    )
+
+
+if __name__ == "__main__":
+    main()
