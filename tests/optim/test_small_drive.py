@@ -74,6 +74,30 @@ def test_training_has_the_bits_of_memory_where_the_drive_is_too_small_for_all(
     assert moved <= 1.1 * with_room
 
 
+def test_states_are_saved_where_neither_the_drive_nor_memory_holds_all(mounted, tmp_path):
+    place = mounted("ext4-full")
+    params, optimizer = made(place, host_memory=0.98)
+    with optimizer:
+        assert optimizer._tier.cap_bytes < STATES
+        assert optimizer._tier.store.free_bytes < STATES
+        for step in range(6):
+            set_gradients(params, step)
+            optimizer.step()
+            if step == 2:
+                optimizer.save(tmp_path / "saved")
+                weights = [parameter.detach().clone() for parameter in params]
+    resumed, optimizer = made(tmp_path)
+    with optimizer, torch.no_grad():
+        for parameter, value in zip(resumed, weights, strict=True):
+            parameter.copy_(value)
+        optimizer.load_state_dict(torch.load(tmp_path / "saved", mmap=True))
+        for step in range(3, 6):
+            set_gradients(resumed, step)
+            optimizer.step()
+    assert differing(params, resumed) == []
+    assert differing(params, in_memory(6)[0]) == []
+
+
 def test_updates_in_backward_that_a_full_drive_fails_are_told_of_once(tmp_path, caplog):
     """Others take the room for second versions; training goes on with the same bits."""
     results, updated = [], []
