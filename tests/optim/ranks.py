@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ def saved_by_each_rank() -> list[Any]:
         nets = [fully_shard(model(dtype)) for _ in range(2)]
         one, again = (ours(net.parameters(), state_format=state_format) for net in nets)
         train(nets[0], one)
-        path = f"{DIRECTORY}/rank{RANK}.pt"
+        path = Path(DIRECTORY, f"rank{RANK}.pt")
         one.save(path)
         nets[1].load_state_dict(nets[0].state_dict())
         again.load_state_dict(torch.load(path, mmap=True))
@@ -244,6 +245,7 @@ def saved_by_each_rank() -> list[Any]:
         ] + (streamed(again) if state_format == "exact" else [])
         one.close()
         again.close()
+        path.unlink()
     return found
 
 
