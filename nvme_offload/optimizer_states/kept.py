@@ -56,7 +56,7 @@ def fields(layout: Layout, key: Any) -> dict[str, Field]:
 
     if key is None:
         assert layout.master is not None
-        nbytes = layout.master.nbytes // layout.numel
+        nbytes = layout.master.nbytes // max(layout.numel, 1)  # of no elements they are whole
         if nbytes in _LOW_DTYPES:
             return {"low": Field(layout.master, getattr(torch, _LOW_DTYPES[nbytes]))}
         return {"": Field(layout.master, torch.float32)}

@@ -111,6 +111,19 @@ def test_from_one_format_to_another(tmp_path, before, after):
     assert unlike(found[0][1], found[1][1]) == []
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (), (1,), (255,), (257,)])
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_one_parameter_alone(tmp_path, state_format, shape):
+    params = parameters(torch.bfloat16, shapes=[shape])
+    with roomy(params, tmp_path, state_format=state_format) as optimizer:
+        train(params, optimizer)
+        optimizer.save(tmp_path / "saved")
+        resumed = like(params)
+        with roomy(resumed, tmp_path, state_format=state_format) as again:
+            load(again, tmp_path / "saved")
+            assert unlike(again.state_dict(), optimizer.state_dict()) == []
+
+
 def test_states_that_need_16_bits(tmp_path):
     params, path = parameters(torch.bfloat16), tmp_path / "saved"
     options = {"state_format": "compact", "betas": (0.98, 0.99)}
