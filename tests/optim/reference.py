@@ -244,6 +244,20 @@ def smallest(make: Callable[[int], NVMeOptimizer]) -> NVMeOptimizer:
     return make(int(named[1]))
 
 
+def tight(
+    params: Any, place: Path, optimizer_class: Any = torch.optim.AdamW, **options: Any
+) -> NVMeOptimizer:
+    """One with the least host memory that is not refused."""
+    return smallest(
+        lambda cap: NVMeOptimizer(params, optimizer_class, paths=place, host_memory=cap, **options)
+    )
+
+
+def copied(params: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+    """Parameters like these, with memory of their own."""
+    return [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
+
+
 def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
     """Where the two differ, by a bit."""
     return [

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 import torch
-from reference import OPTIMIZERS, Reference, differing, parameters, smallest, train, unlike
+from reference import OPTIMIZERS, Reference, copied, differing, parameters, tight, train, unlike
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -23,18 +23,6 @@ from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
 
 KEEPING = [name for name in OPTIMIZERS if name not in ("sgd", "adafactor")]
-
-
-def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
-    return smallest(
-        lambda cap: NVMeOptimizer(
-            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
-        )
-    )
-
-
-def copied(params):
-    return [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
 
 
 @pytest.mark.parametrize("name", KEEPING)

@@ -15,8 +15,8 @@ from reference import (
     Reference,
     differing,
     parameters,
-    smallest,
     taken_by_fifty_steps,
+    tight,
     train,
     unlike,
 )
@@ -79,14 +79,6 @@ class Odd(torch.optim.Optimizer):
                     )
                 state["averages"].count += 1
                 parameter.sub_(update, alpha=group["lr"])
-
-
-def tight(params, tmp_path, optimizer_class=Odd, **kwargs):
-    return smallest(
-        lambda cap: NVMeOptimizer(
-            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
-        )
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,7 +200,7 @@ def test_one_whose_elements_have_lists_is_cut(tmp_path):
 def test_a_cap_that_shows_to_be_too_little_is_told_with_what_would_do(tmp_path):
     told_when = "which shows as it makes them, and host_memory has no room for them"
     with (
-        tight(parameters(shapes=SHAPES), tmp_path) as optimizer,
+        tight(parameters(shapes=SHAPES), tmp_path, Odd) as optimizer,
         pytest.raises(UsageError, match=told_when) as told,
     ):
         train(optimizer.param_groups[0]["params"], optimizer, steps=4)

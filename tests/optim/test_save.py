@@ -10,10 +10,11 @@ import torch
 from reference import (
     OPTIMIZERS,
     SHAPES,
+    copied,
     differing,
     parameters,
     set_gradients,
-    smallest,
+    tight,
     train,
     unlike,
 )
@@ -28,16 +29,6 @@ FORMATS = ["exact", "split", "compact", "compact24"]
 
 def roomy(params, place, optimizer_class=torch.optim.AdamW, **options):
     return NVMeOptimizer(params, optimizer_class, paths=place, host_memory="64MiB", **options)
-
-
-def tight(params, place, optimizer_class=torch.optim.AdamW, **options):
-    return smallest(
-        lambda cap: NVMeOptimizer(params, optimizer_class, paths=place, host_memory=cap, **options)
-    )
-
-
-def like(params):
-    return [torch.nn.Parameter(parameter.detach().clone()) for parameter in params]
 
 
 def load(optimizer, path):
@@ -55,7 +46,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
     with before(params, tmp_path, state_format=state_format) as optimizer:
         train(params, optimizer)
         optimizer.save(path)
-        resumed = like(params)
+        resumed = copied(params)
         train(params, optimizer, first=3)
         with after(resumed, tmp_path, state_format=state_format) as again:
             assert len(again._buckets) != len(optimizer._buckets)
@@ -74,7 +65,7 @@ def test_what_is_kept_whole_is_in_the_file_as_in_a_state_dict(tmp_path, name):
         optimizer.save(path)
         tree = torch.load(path)
         assert unlike(tree, optimizer.state_dict()) == []
-    plain = OPTIMIZERS[name](like(params))
+    plain = OPTIMIZERS[name](copied(params))
     plain.load_state_dict(tree)
     assert unlike(plain.state_dict()["state"], tree["state"]) == []
 
@@ -84,7 +75,7 @@ def test_states_in_lists_and_objects(tmp_path):
     with roomy(params, tmp_path, Odd) as optimizer:
         train(params, optimizer)
         optimizer.save(path)
-        resumed = like(params)
+        resumed = copied(params)
         train(params, optimizer, first=3)
     with roomy(resumed, tmp_path, Odd) as again:
         again.load_state_dict(torch.load(path, weights_only=False))
@@ -102,7 +93,7 @@ def test_from_one_format_to_another(tmp_path, before, after):
         optimizer.save(path)
         found = []
         for tree in (torch.load(path, mmap=True), optimizer.state_dict()):
-            resumed = like(params)
+            resumed = copied(params)
             with tight(resumed, tmp_path, state_format=after) as again:
                 again.load_state_dict(tree)
                 train(resumed, again, first=3)
@@ -118,7 +109,7 @@ def test_one_parameter_alone(tmp_path, state_format, shape):
     with roomy(params, tmp_path, state_format=state_format) as optimizer:
         train(params, optimizer)
         optimizer.save(tmp_path / "saved")
-        resumed = like(params)
+        resumed = copied(params)
         with roomy(resumed, tmp_path, state_format=state_format) as again:
             load(again, tmp_path / "saved")
             assert unlike(again.state_dict(), optimizer.state_dict()) == []
@@ -131,7 +122,7 @@ def test_states_that_need_16_bits(tmp_path):
         train(params, optimizer)
         optimizer.save(path)
         assert torch.load(path)["state"][0]["exp_avg"]["halves"].dtype == torch.bfloat16
-        resumed = like(params)
+        resumed = copied(params)
         train(params, optimizer, first=3)
         with roomy(resumed, tmp_path, **options) as again:
             load(again, path)
@@ -219,7 +210,7 @@ def test_a_drive_without_room_for_a_state_dict(tmp_path, mounted):
             optimizer.save(place / "saved")
         assert not [left for left in place.iterdir() if "saved" in left.name]
         optimizer.save(tmp_path / "saved")
-        resumed = like(params)
+        resumed = copied(params)
         train(params, optimizer, first=3)
     with roomy(resumed, tmp_path) as again:
         load(again, tmp_path / "saved")
@@ -229,7 +220,7 @@ def test_a_drive_without_room_for_a_state_dict(tmp_path, mounted):
 
 def test_a_write_that_fails_leaves_the_old_file_and_the_training(tmp_path, monkeypatch):
     params, path = parameters(torch.bfloat16), tmp_path / "saved"
-    plain = like(params)
+    plain = copied(params)
     with roomy(plain, tmp_path) as undisturbed:
         train(plain, undisturbed, steps=6)
     with tight(params, tmp_path) as optimizer:

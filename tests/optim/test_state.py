@@ -10,10 +10,9 @@ import io
 
 import pytest
 import torch
-from reference import Reference, differing, parameters, smallest, train
+from reference import Reference, differing, parameters, tight, train
 
 from nvme_offload.errors import UsageError
-from nvme_offload.optim import NVMeOptimizer
 
 SHAPES = [(40, 30), (7,), (300, 100), (64, 64)]  # one of which is cut
 
@@ -60,14 +59,6 @@ def clear(state):
 
 
 CHANGES = [zero, prune, through_a_view, replace, update, swap, count_anew, foreach, clear]
-
-
-def tight(params, tmp_path, optimizer_class=torch.optim.AdamW, **kwargs):
-    return smallest(
-        lambda cap: NVMeOptimizer(
-            params, optimizer_class, paths=tmp_path, host_memory=cap, **kwargs
-        )
-    )
 
 
 @pytest.mark.parametrize("change", CHANGES)
