@@ -1,9 +1,8 @@
 """`python -m sweeps.saving DIR`: what a checkpoint of the states of an `NVMeOptimizer` takes, as a
 state dict and as they are kept, by turns.
 
-A side writes a file to the drive of DIR, to stay (fsync), and another optimizer loads it, of which
-every byte is looked at. The disk counts what is read and written, whoever does so; the page cache is
-dropped before each load.
+A side writes a file to the drive of DIR, to stay, and another optimizer loads it, from the drive: by
+then nothing of it is in the page cache. The disk counts what is read and written, whoever does so.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from nvme_offload.optim import NVMeOptimizer
 from . import command
 from .command import option
 from .machine import facts
-from .meter import Disk, Traffic
+from .meter import Disk
+from .peers.page_cache import evict, sync
 from .report import columns, document, listed, ratios, shown, write
 from .turns import there_and_back
 
@@ -52,9 +52,7 @@ MODELS = {"llama": llama, "experts": experts}
 def by_state_dict(optimizer: NVMeOptimizer, path: Path) -> None:
     """Save as any optimizer is saved."""
     torch.save(optimizer.state_dict(), path)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync(path)
 
 
 SIDES: dict[str, Callable[[NVMeOptimizer, Path], None]] = {
@@ -100,7 +98,7 @@ def main(
                 parameter.grad = torch.full_like(parameter, 1e-3)
             optimizer.step()
             optimizer.zero_grad()
-        path = Path(place, "saved")
+        path, disk = Path(place, "saved"), Disk(directory)
 
         def load() -> None:
             other.load_state_dict(torch.load(path, mmap=True))
@@ -109,17 +107,19 @@ def main(
             for side in there_and_back(list(SIDES), number):
                 path.unlink(missing_ok=True)
                 save = functools.partial(SIDES[side], optimizer, path)
-                seconds, moved = _timed(directory, save)
-                _drop_caches()
-                loading, _ = _timed(directory, load)
+                os.sync()  # what is left of the turn before
+                before = disk.read()
+                seconds, after = _timed(save), disk.read()
+                evict(path)
+                loading = _timed(load)
                 row = {
                     "round": number,
                     "side": side,
                     "seconds": seconds,
                     "loading": loading,
                     "file": path.stat().st_size / 1e9,
-                    "read": moved.read / 1e9,
-                    "written": moved.written / 1e9,
+                    "read": (after.read - before.read) / 1e9,
+                    "written": (after.written - before.written) / 1e9,
                 }
                 rows.append(row)
                 click.echo(f"{side}: {seconds:.1f} s, loaded in {loading:.1f} s", err=True)
@@ -128,24 +128,10 @@ def main(
     click.echo(text)
 
 
-def _timed(directory: Path, act: Callable[[], None]) -> tuple[float, Traffic]:
-    os.sync()
-    disk = Disk(directory)
-    before, began = disk.read(), time.monotonic()
+def _timed(act: Callable[[], None]) -> float:
+    began = time.monotonic()
     act()
-    seconds, after = time.monotonic() - began, disk.read()
-    return seconds, Traffic(
-        after.read - before.read,
-        after.written - before.written,
-        after.busy_seconds - before.busy_seconds,
-    )
-
-
-def _drop_caches() -> None:
-    """Source: Documentation/admin-guide/sysctl/vm.rst of the kernel; only root may."""
-    os.sync()
-    if os.geteuid() == 0:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
+    return time.monotonic() - began
 
 
 def report(

@@ -94,6 +94,8 @@ class Layout:
     master
         The fp32 masters, or what the working weights lack of them; None where the working weight
         is its own master.
+    master_dtype
+        Of what *master* holds.
     states
         The optimizer states, by key.
     nbytes
@@ -103,6 +105,7 @@ class Layout:
     numel: int
     working_dtype: torch.dtype
     master: Slot | None
+    master_dtype: torch.dtype
     states: Mapping[str, StateSlot]
     nbytes: int
 
@@ -152,11 +155,11 @@ class StateFormat:
         return not self.splits_master
 
     @property
-    def _low_dtype(self) -> torch.dtype:
-        """Of the bits that a bfloat16 weight lacks of its master."""
+    def _master_dtype(self) -> torch.dtype:
+        """Of packed masters, or of the bits that a bfloat16 weight lacks of them."""
         import torch
 
-        return torch.int16 if self.master_bytes == 2 else torch.int8
+        return {4: torch.float32, 2: torch.int16, 1: torch.int8}[self.master_bytes]
 
     def layout(
         self,
@@ -215,7 +218,7 @@ class StateFormat:
                 slots[key] = StateSlot(dtype, slot(numel * 2), signed=signed, halved=True)
             else:
                 slots[key] = StateSlot(dtype, slot(numel), slot(-(-numel // BLOCK)), signed)
-        return Layout(numel, working_dtype, master, slots, end)
+        return Layout(numel, working_dtype, master, self._master_dtype, slots, end)
 
     def element_bytes(
         self,
@@ -305,7 +308,7 @@ class StateFormat:
             if self.splits_master:
                 master = next(fresh)
                 for weight, low, whole in _fragments(
-                    layout, _together(layout, working), kept.view(self._low_dtype), master
+                    layout, _together(layout, working), kept.view(layout.master_dtype), master
                 ):
                     join(weight, low, whole)
             else:
@@ -373,7 +376,7 @@ class StateFormat:
                     round_to_24(master, seed=(seed, _MASTER_INDEX), blocks=blocks)
                 together = _together(layout, working)
                 for weight, low, whole in _fragments(
-                    layout, together, kept.view(self._low_dtype), master
+                    layout, together, kept.view(layout.master_dtype), master
                 ):
                     split(whole, weight, low)
                 if together is not working:

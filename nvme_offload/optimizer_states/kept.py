@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 MARK = "kept_by"
 _OURS = "nvme_offload"
-_LOW_DTYPES = {1: "int8", 2: "int16"}  # by the bytes of an element
 
 
 class Field(NamedTuple):
@@ -56,10 +55,8 @@ def fields(layout: Layout, key: Any) -> dict[str, Field]:
 
     if key is None:
         assert layout.master is not None
-        nbytes = layout.master.nbytes // max(layout.numel, 1)  # of no elements they are whole
-        if nbytes in _LOW_DTYPES:
-            return {"low": Field(layout.master, getattr(torch, _LOW_DTYPES[nbytes]))}
-        return {"": Field(layout.master, torch.float32)}
+        name = "" if layout.master_dtype == torch.float32 else "low"
+        return {name: Field(layout.master, layout.master_dtype)}
     slot = layout.states[key]
     if slot.exponents is not None:
         return {
