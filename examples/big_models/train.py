@@ -70,27 +70,53 @@ class StatesInMemory(torch.optim.Optimizer):
             master.grad = None
 
 
-class WithLoss(torch.nn.Module):
-    """A language model whose forward pass gives the loss of predicting each token from those before
-    it; logits of a few tokens at a time.
+class Loss(torch.nn.Module):
+    """The loss of predicting each token from those before it, from what *head* makes of hidden
+    states; logits of a few tokens at a time.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
-        self.model = model
+        self.head = head
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss of *tokens*, rows of a batch."""
-        hidden = self.model.model(input_ids=tokens).last_hidden_state[:, :-1].flatten(0, 1)
-        labels = tokens[:, 1:].flatten()
+        hidden, labels = hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
 
         def summed(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = self.model.lm_head(hidden).float()
-            return functional.cross_entropy(logits, labels, reduction="sum")
+            return functional.cross_entropy(self.head(hidden).float(), labels, reduction="sum")
 
         parts = zip(hidden.split(LOGITS), labels.split(LOGITS), strict=True)
         losses = [checkpoint(summed, *part, use_reentrant=False) for part in parts]
         return torch.stack(losses).sum() / labels.numel()
+
+
+class WithLoss(torch.nn.Module):
+    """A language model whose forward pass gives its loss."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model.model
+        self.loss = Loss(model.lm_head)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss of *tokens*, rows of a batch."""
+        return self.loss(self.model(input_ids=tokens).last_hidden_state, tokens)
+
+
+def shard(model: WithLoss) -> None:
+    """Cut *model* over the processes by FSDP2, matrix by matrix, so that each GPU has no more than a
+    few of them whole at a time.
+    """
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                fully_shard(module)
+        fully_shard(layer)
+    if model.loss.head.weight is not model.model.embed_tokens.weight:
+        fully_shard(model.model.embed_tokens)
+        fully_shard(model.loss)  # not its head, which is used several times
+    fully_shard(model)
 
 
 def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
@@ -113,9 +139,7 @@ def make_model(name: str, device: torch.device, ranks: int) -> WithLoss:
     llama.gradient_checkpointing_enable({"use_reentrant": False})
     model = WithLoss(llama).train()
     if ranks > 1:
-        for layer in llama.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        shard(model)
     model.to_empty(device=device)
     llama.tie_weights()  # which is undone by that without FSDP2
     torch.manual_seed(0)
