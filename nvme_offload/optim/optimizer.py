@@ -287,8 +287,10 @@ class NVMeOptimizer(torch.optim.Optimizer):
             self._end_provisional()
             due = self._due()
             if self._can_queue(due):
-                self._queue_updates(due)
-                self._end_step()
+                assert self._queue is not None
+                with self._queue.lock:  # none is made before all are in their order
+                    self._queue_updates(due)
+                    self._end_step()
                 return loss
             self._end_queueing()
             with self._clock.running():
@@ -945,6 +947,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _end_step(self) -> None:
         self._changed_groups(self._options.end(self.param_groups))
+        if self._provisional is not None:
+            self._provisional.begin_forward(under_updates=self._open_step is not None)
         if self._open_step is None:
             self._tier.swapper.step()
         else:
@@ -1290,6 +1294,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _begin_backward(self) -> None:
         if self._backward_begins:
+            if self._provisional is not None:
+                self._provisional.begin_backward()
             self.synchronize()
             self._backward_begins = False
 

@@ -20,6 +20,7 @@ from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, local
+from .forward_share import ForwardShare
 from .options import StepOptions
 from .update import Options
 
@@ -122,6 +123,10 @@ class ProvisionalUpdates:
     then. A forward pass of a module whose parameters are updated has *owner*, which this does not
     keep alive, undo the updates first, but for one that backward() itself makes.
 
+    Where `step` queues its updates for the next forward pass, that pass gets its share of them: as
+    much of their bytes as it has of a step's time, spread evenly over the order of backward(), so
+    that the drive has as much to do under both passes.
+
     Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
     """
 
@@ -132,6 +137,9 @@ class ProvisionalUpdates:
         self._made: dict[Bucket, _Before] = {}
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
+        self._share = ForwardShare()
+        self._left_to_step: set[Bucket] = set()
+        self._device: torch.device | None = None  # of the first update
         self._expects_changes = self._draws = self._has_made = False
         self.made_count = self.rolled_back_count = 0
 
@@ -172,7 +180,7 @@ class ProvisionalUpdates:
     def may_begin(self, bucket: Bucket) -> bool:
         """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
         return (
-            not (self._expects_changes or self._draws)
+            not (self._expects_changes or self._draws or bucket in self._left_to_step)
             and bucket.traits.undoable
             and bucket.inner is not None
             and bucket.nbytes > 0
@@ -212,6 +220,7 @@ class ProvisionalUpdates:
         """The update of the bucket of *before* is made, and has *left* these options of groups."""
         before.left = left
         self._made[before.bucket] = before
+        self._device = self._device or before.bucket.device
         self.made_count += 1
         self._has_made = True
         if self._forward_hook is None:
@@ -295,6 +304,31 @@ class ProvisionalUpdates:
                 self._tier.swapper.commit(bucket.name)
                 bucket.is_retained = False
         self._clear()
+
+    def begin_backward(self) -> None:
+        """The first gradient of a step comes."""
+        if self._device is not None:
+            self._share.forward_ends(self._device)
+
+    def begin_forward(self, *, under_updates: bool) -> None:
+        """The updates of a step are made or, where the next forward pass is *under_updates*,
+        queued.
+        """
+        share = self._share
+        if share.value is None and self._device is not None:
+            counts = under_updates and not self.rolled_back_count
+            share.step_ends(self.made_count if counts else 0, self._device)
+            if share.value is not None:
+                self._leave(share.value)
+
+    def _leave(self, share: float) -> None:
+        """Leave *share* of the bytes to `step`, every so many of them."""
+        owed = 0.0
+        for bucket in filter(self.may_begin, list(self._order)):
+            owed += share * bucket.nbytes
+            if owed >= bucket.nbytes / 2:
+                owed -= bucket.nbytes
+                self._left_to_step.add(bucket)
 
     def end_step(self) -> None:
         """The step is over."""
