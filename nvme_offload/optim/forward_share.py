@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-_STEPS = 2  # to measure
-
 
 class ForwardShare:
-    """Measures steps, each of which comes after one that is alike: its forward pass, under which that
-    one's updates are made, is as long as every other.
+    """Measures two typical steps, each after another one, whose updates are made under its forward
+    pass.
 
     A step is from the end of one `step` to the end of the next, and its forward pass is over with
     the first gradient. On a GPU both are times of its own, since programs run ahead of it. Of two
@@ -24,7 +22,7 @@ class ForwardShare:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._kind = 0  # of the step before
+        self._was_typical = False  # the step before
         self._began: Any = None  # the step that goes on
         self._forward_ended: Any = None
         self._shares: list[float] = []
@@ -34,16 +32,16 @@ class ForwardShare:
         if self.value is None:
             self._forward_ended = _now(device)
 
-    def step_ends(self, kind: int, device: torch.device) -> None:
-        """A step is over, and those of the same *kind* are alike. One of kind 0 does not count."""
+    def step_ends(self, typical: bool, device: torch.device) -> None:
+        """A step is over, and was *typical*, or it does not count."""
         if self.value is not None:
             return
         began, forward_ended, ended = self._began, self._forward_ended, _now(device)
-        if kind and kind == self._kind:
+        if typical and self._was_typical:
             self._shares.append(_seconds(began, forward_ended) / _seconds(began, ended))
-            if len(self._shares) == _STEPS:
+            if len(self._shares) == 2:
                 self.value = min(self._shares)
-        self._kind, self._began = kind, ended
+        self._was_typical, self._began = typical, ended
 
 
 def _now(device: torch.device) -> Any:

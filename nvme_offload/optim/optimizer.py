@@ -1226,7 +1226,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _end_queued(self, step: Step) -> None:
         """No more is to come of *step*: have its updates made in the order in which parameters were
-        used last.
+        used last; those that backward() usually makes before, as it does.
         """
         assert self._queue is not None
         uses, self._queue.uses = self._queue.uses, []
@@ -1235,13 +1235,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 weight: place for place, weight in enumerate(dict.fromkeys([*uses, *self._uses]))
             }
         never = len(self._uses)
-        self._queue.waited_seconds = 0.0
-        self._queue.end(
-            step,
-            lambda bucket: min(
-                self._uses.get(fragment.weight, never) for fragment in bucket.fragments
-            ),
+        provisional = (
+            None if self._provisional is None or self._provisional.rests else self._provisional
         )
+
+        def place(bucket: Bucket) -> tuple[int, int]:
+            used = min(self._uses.get(fragment.weight, never) for fragment in bucket.fragments)
+            return 0 if provisional is None else provisional.place(bucket), used
+
+        self._queue.waited_seconds = 0.0
+        self._queue.end(step, place)
         self._open_step, self._backward_begins = None, True
 
     def run_job(self, job: Job) -> None:

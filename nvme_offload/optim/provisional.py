@@ -25,6 +25,7 @@ from .options import StepOptions
 from .update import Options
 
 _log = logging.getLogger(__name__)
+_GOLDEN = 0.6180339887498949  # its multiples are spread evenly beside any other rhythm
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
 
@@ -123,9 +124,9 @@ class ProvisionalUpdates:
     then. A forward pass of a module whose parameters are updated has *owner*, which this does not
     keep alive, undo the updates first, but for one that backward() itself makes.
 
-    Where `step` queues its updates for the next forward pass, that pass gets its share of them: as
-    much of their bytes as it has of a step's time, spread evenly over the order of backward(), so
-    that the drive has as much to do under both passes.
+    Where `step` queues its updates for the next forward pass, that pass gets its share of them, as
+    large as its share of a step's time and spread evenly over the order of backward(): the drive has
+    as much to do under both passes.
 
     Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
     """
@@ -138,28 +139,30 @@ class ProvisionalUpdates:
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
         self._share = ForwardShare()
-        self._left_to_step: set[Bucket] = set()
         self._device: torch.device | None = None  # of the first update
-        self._expects_changes = self._draws = self._has_made = False
+        self._expects_changes = self._draws = False
+        self._idle_steps = 0  # in a row, with no provisional updates
         self.made_count = self.rolled_back_count = 0
 
     def __len__(self) -> int:
         return len(self._made)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """*buckets* as backward() comes by them, and then those that stay in memory: the order of use
-        is the same whether or not they are updated provisionally, so that the planner need not learn
-        a new one and move its residents. As they are, where no update was made provisionally, or one
-        drew random numbers.
+        """*buckets* as backward() comes by those that it updates provisionally, and then the others.
+        With this order also where none is, the planner need not learn a new one and move its
+        residents.
         """
-        if self._draws or not self._has_made:
-            return [*buckets]
+        return sorted(buckets, key=self.place)
 
-        def place(bucket: Bucket) -> int:
-            stays = self._tier.swapper.stays(bucket.name)
-            return len(self._order) if stays else self._order.get(bucket, len(self._order))
+    def place(self, bucket: Bucket) -> int:
+        """Of *bucket*, in that order."""
+        last = len(self._order)
+        return self._order.get(bucket, last) if self._is_suitable(bucket) else last
 
-        return sorted(buckets, key=place)
+    @property
+    def rests(self) -> bool:
+        """Whether no update is made provisionally any more, or not for some time."""
+        return self._draws or self._idle_steps > 2
 
     def came_by(self, bucket: Bucket) -> None:
         """backward() has made the last gradient of *bucket*."""
@@ -180,12 +183,20 @@ class ProvisionalUpdates:
     def may_begin(self, bucket: Bucket) -> bool:
         """Whether an update of *bucket* now spares `step` the drive, and can be undone."""
         return (
-            not (self._expects_changes or self._draws or bucket in self._left_to_step)
-            and bucket.traits.undoable
+            not self._expects_changes
+            and self._is_suitable(bucket)
             and bucket.inner is not None
-            and bucket.nbytes > 0
             and all(map(_is_plain, bucket.fragments))
+        )
+
+    def _is_suitable(self, bucket: Bucket) -> bool:
+        share = self._share.value
+        return (
+            not self._draws
+            and bucket.traits.undoable
+            and bucket.nbytes > 0
             and not self._tier.swapper.stays(bucket.name)
+            and (share is None or self._order.get(bucket, 0) * _GOLDEN % 1 >= share)
         )
 
     def before(self, bucket: Bucket) -> _Before:
@@ -222,7 +233,6 @@ class ProvisionalUpdates:
         self._made[before.bucket] = before
         self._device = self._device or before.bucket.device
         self.made_count += 1
-        self._has_made = True
         if self._forward_hook is None:
             self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
                 self._before_forward
@@ -311,24 +321,13 @@ class ProvisionalUpdates:
             self._share.forward_ends(self._device)
 
     def begin_forward(self, *, under_updates: bool) -> None:
-        """The updates of a step are made or, where the next forward pass is *under_updates*,
-        queued.
+        """The updates of a step are made or, where the next forward pass is *under_updates*, are to
+        be queued.
         """
-        share = self._share
-        if share.value is None and self._device is not None:
-            counts = under_updates and not self.rolled_back_count
-            share.step_ends(self.made_count if counts else 0, self._device)
-            if share.value is not None:
-                self._leave(share.value)
-
-    def _leave(self, share: float) -> None:
-        """Leave *share* of the bytes to `step`, every so many of them."""
-        owed = 0.0
-        for bucket in filter(self.may_begin, list(self._order)):
-            owed += share * bucket.nbytes
-            if owed >= bucket.nbytes / 2:
-                owed -= bucket.nbytes
-                self._left_to_step.add(bucket)
+        self._idle_steps = 0 if self.made_count else self._idle_steps + 1
+        if self._device is not None:
+            typical = under_updates and self.made_count > self.rolled_back_count == 0
+            self._share.step_ends(typical, self._device)
 
     def end_step(self) -> None:
         """The step is over."""

@@ -125,12 +125,12 @@ class UpdateQueue:
                     torch.nn.modules.module.register_module_forward_pre_hook(use_module)
                 )
 
-    def end(self, step: Step, order: Callable[[Bucket], int]) -> None:
+    def end(self, step: Step, order: Callable[[Bucket], tuple[int, int]]) -> None:
         """No more is to come of *step*: make what is left in the *order* of buckets."""
         with self.lock:
             jobs = sorted(
                 (job for job in self._jobs if job.bucket is not None),
-                key=lambda job: order(job.bucket) if job.bucket is not None else 0,
+                key=lambda job: order(job.bucket) if job.bucket is not None else (0, 0),
             )
             self._jobs = deque(jobs)
             step.hints = [job.bucket.name for job in jobs if job.bucket is not None]

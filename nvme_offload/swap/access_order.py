@@ -140,6 +140,10 @@ class AccessOrder:
         """The next use of *name* in this period repeats one, and is not learned."""
         self._repeated.add(name)
 
+    def repeats(self, name: str) -> bool:
+        """Whether the next use of *name* is one that `repeat` has told of."""
+        return name in self._repeated
+
     def ended(self, name: str) -> None:
         """The last use of *name* has ended."""
         place = self._last_at.get(name)

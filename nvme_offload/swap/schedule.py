@@ -383,7 +383,7 @@ class Schedule:
         """
         known = [name for name in names if name in self._entries]
         self.operations += len(known)
-        if self.order.followed:
+        if self.order.followed and not any(map(self.order.repeats, known)):
             near = self.order.now + 2 * len(known) + _HINT_SLACK
             positions = [self.order.next_use(name) for name in known]
             if all(position is not None and position < near for position in positions):
@@ -400,13 +400,8 @@ class Schedule:
         """End a period of the order of use, and choose the residents of the next ones."""
         forced, self._forced = self._forced, False
         adopted = self.order.step()
-        if adopted:  # prefetches for the old order count no longer
-            for entry in self._prefetched:
-                self._unmark_prefetched(entry)
-                if entry.state == State.RESERVED and entry is not self._needed:
-                    self._drop_block(entry)
-            self._prefetched.clear()
-            self._cursor = self.order.now
+        if adopted:
+            self._prefetch_anew()
         if adopted or (forced and self._all_resident):
             self._choose_residents(packed=forced)
         self._cursor = max(self._cursor, self.order.now)
@@ -1072,12 +1067,26 @@ class Schedule:
         self._awaited = []
         self._uses += 1
         order = self.order
+        expected = order.now + 1
         order.use(entry.name, entry.nbytes, created)
         if order.full:
             self.step()
         if self._cursor < order.now:
             self._cursor = order.now
+        elif (
+            self._cursor > order.now == expected and entry.state == State.OFFLOADED and not created
+        ):
+            self._prefetch_anew()  # it was lost since, and those after it may be, too
         self._drop_missed()
+
+    def _prefetch_anew(self) -> None:
+        """Begin at the next use, and let what was prefetched count no longer."""
+        for entry in self._prefetched:
+            self._unmark_prefetched(entry)
+            if entry.state == State.RESERVED and entry is not self._needed:
+                self._drop_block(entry)
+        self._prefetched.clear()
+        self._cursor = self.order.now
 
     def _drop_missed(self) -> None:
         """Drop prefetches that were not used at their turn."""
