@@ -18,6 +18,9 @@ REQUEST_BYTES = 256 << 10
 _HELD_SHARE = 0.95
 _PASSING = 6
 
+# residents that save this share of the best choice are kept, since a new choice moves them all
+_GOOD_ENOUGH = 0.95
+_LEAST_GOOD = 0.75  # where one value is more than the rest of that
 _LARGEST_COUNTS = (1, 2, 4, 8, 16)  # counts of the largest values to try as fixed residents
 _TRIES = 4
 
@@ -117,6 +120,22 @@ class Chooser:
         if fitting and min(fitting)[0] < everything.nbytes:
             tried.append(self._solve(nbytes, min(fitting)[1], min(fitting)[0]))
         return max(tried, key=lambda choice: choice.saved_bytes)
+
+    def more(self, stay: Collection[str], nbytes: int) -> list[str]:
+        """The residents of *nbytes* beside those that *stay*."""
+        rest = {name: count for name, count in self.counts.items() if name not in stay}
+        return choose(rest, self._sizes, nbytes)
+
+    def is_near(self, stay: Collection[str], saved: int) -> bool:
+        """Whether those that *stay* save about as much as *saved*: all but a few per cent, or all but
+        what one value saves.
+        """
+        own = self.saved(stay)
+        one = max(
+            (count * self._sizes[name] for name, count in self.counts.items() if name not in stay),
+            default=0,
+        )
+        return own >= _GOOD_ENOUGH * saved or own >= max(saved - one, _LEAST_GOOD * saved)
 
     def _solve(self, nbytes: int, first: list[str], transient_bytes: int) -> Choice:
         """The residents, with *first* among them. They determine the transient memory and depend on

@@ -24,8 +24,6 @@ _HINTED = -(1 << 62)  # plus the number of the hint
 _UNKNOWN = 1 << 62
 _POSITIONS_PER_CALL = 256  # positions that one call of `plan` looks ahead
 _MAX_VICTIMS = 16  # victims to try for one allocation
-# residents that save this share of the best choice are kept, since a new choice moves them all
-_GOOD_ENOUGH = 0.95
 _TRIES_TO_KEEP = 4  # without some residents, the others may need more memory
 # a hint is redundant if the learned order has its use within this plus twice the number of hints
 _HINT_SLACK = 8
@@ -154,6 +152,7 @@ class Schedule:
         # The residents, and the prefetch cursor.
         self._homes: dict[str, tuple[int, int]] = {}  # resident -> (offset, size)
         self._all_resident = False
+        self._may_add = True  # to the residents, which had not to be fewer yet
         self._transient_bytes = 0  # budget of values that are not resident, used or prefetched
         self._forced = False  # a resident had to be evicted
         self._stay = False  # residents, whatever would save more: a full drive has no room to move
@@ -402,8 +401,9 @@ class Schedule:
         adopted = self.order.step()
         if adopted:
             self._prefetch_anew()
-        if adopted or (forced and self._all_resident):
-            self._choose_residents(packed=forced)
+        packed = forced and self._all_resident
+        if adopted or packed:
+            self._choose_residents(packed)
         self._cursor = max(self._cursor, self.order.now)
 
     # Transfers.
@@ -779,7 +779,7 @@ class Schedule:
             packed, saved = False, 0
         if not packed and self._keep_residents(chooser, sizes, saved):
             return
-        self._transient_bytes = transient
+        self._transient_bytes, self._may_add = transient, True
         homes: dict[str, tuple[int, int]] = {}
         for name in names:
             homes[name] = (lowest, sizes[name])
@@ -787,20 +787,28 @@ class Schedule:
         self._set_homes(homes, lowest)
 
     def _keep_residents(self, chooser: Chooser, sizes: Mapping[str, int], saved: int) -> bool:
-        """Keep the residents where they are, without the last of them where the others need that
-        memory now, if that saves about as much as the best choice, of *saved* bytes.
+        """Keep the residents where they are, with more of them where these have room now, or without
+        the last of them where the others need that memory, if that saves about as much as the best
+        choice, of *saved* bytes.
         """
-        homes = self._homes
+        homes, boundary = self._homes, self._arena.boundary
         if any(sizes.get(name, size) != size for name, (_, size) in homes.items()):
             return False
-        boundary = self._arena.boundary
+        if self._may_add and homes:
+            left = self.nbytes - chooser.transient(homes).nbytes - boundary
+            homes = dict(homes)
+            for name in chooser.more(homes, max(left, 0)):
+                homes[name] = boundary, sizes[name]
+                boundary += sizes[name]
         for _ in range(_TRIES_TO_KEEP):
             transient = chooser.transient(homes).nbytes
-            if chooser.saved(homes) < _GOOD_ENOUGH * saved:
+            if not chooser.is_near(homes, saved):
                 return False
             if boundary <= self.nbytes - transient:
                 self._transient_bytes = transient
-                if len(homes) < len(self._homes):
+                if len(homes) != len(self._homes):
+                    # what comes and goes with the timing of uses would change the order of use
+                    self._may_add &= len(homes) > len(self._homes)
                     self._set_homes(homes, boundary)
                 return True
             homes = {
