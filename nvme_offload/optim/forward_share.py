@@ -48,7 +48,8 @@ def _now(device: torch.device) -> Any:
     """This moment; on a GPU an event, which it reaches after what it was given."""
     if device.type != "cuda":
         return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)
+    make: Any = torch.cuda.Event
+    event = make(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 

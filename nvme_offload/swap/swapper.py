@@ -465,7 +465,10 @@ class TensorSwapper(Closing):
                 self._start_all(self._schedule.write(name))
                 blocking = self._schedule.blocking_transfer(name)
                 if blocking is not None:  # a read, too, which may wait for the write
+                    started = time.perf_counter()
                     self._finish(blocking)
+                    if not blocking.writes:
+                        self._read_wait_seconds += time.perf_counter() - started
                 if name in self._write_errors:
                     raise self._write_errors.pop(name)
                 if blocking is None:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, NoSpaceError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.optim import NVMeOptimizer, provisional
+from nvme_offload.optim.forward_share import ForwardShare
 from nvme_offload.optimizer_states.fingerprint import CHUNK, fingerprint
 from nvme_offload.swap.access_order import AccessOrder
 
@@ -276,11 +278,13 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
         assert sum(moved[35][1]) > sum(moved[35][0]) > 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("state_format", ["exact", "compact"])
-def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format):
+def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format, overlap):
     """Also where a step is not provisional: the format looks at the states in steps 4, 8 and 16, and
     a norm is clipped in step 12. A new order costs reads that are not used, and may move residents.
     """
+    monkeypatch.setattr(ForwardShare, "step_ends", lambda *_: None)  # of which comes another, once
     adopted = []
     step = AccessOrder.step
 
@@ -297,20 +301,24 @@ def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format):
         host_memory=600_000,
         state_format=state_format,
         step_in_backward="provisional",
+        overlap_step=overlap,
     ) as optimizer:
-        counts = []
+        counts, moved = [], []
         for number in range(20):
             optimizer.zero_grad()
             inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
             net(inputs.to(torch.bfloat16)).float().square().mean().backward()
             clip(net, 1e-9 if number == 11 else 1e9)
             optimizer.step()
-            counts.append(optimizer.stats().updated_in_backward)
+            stats = optimizer.stats()
+            counts.append(stats.updated_in_backward)
+            moved.append(stats.bytes_read + stats.bytes_written)
     settled = counts[5:7]
     assert 0 < settled[0] == settled[1] < optimizer.stats().buckets
     assert counts[14] == settled[0]
     assert len(adopted) == 20
     assert not any(adopted[5:])
+    assert sum(moved[16:]) <= 1.1 * sum(moved[5:9])
 
 
 def test_what_changes_one_gradient_undoes_one_update(tmp_path):
@@ -517,6 +525,65 @@ def test_with_overlap_step(tmp_path, clipping):
         assert made > 0
         assert_same(pairs[:2])
         assert_same([pairs[0], pairs[2]])
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact"])
+def test_the_forward_pass_gets_its_share_of_the_updates(tmp_path, monkeypatch, state_format):
+    """As large as its share of a step's time, and no value is moved more often for it. The bits are
+    those of updates after backward().
+    """
+    found = {}
+    for share in (None, 0.0, 0.25):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(48)))
+        ways = {} if share is None else {"step_in_backward": "provisional", "overlap_step": True}
+        with NVMeOptimizer(
+            net.to(torch.bfloat16).parameters(),
+            paths=tmp_path,
+            host_memory=600_000,
+            state_format=state_format,
+            **ways,
+        ) as optimizer:
+            counts, moved = [], []
+            for number in range(20):
+                if share is not None and number == 5:
+                    optimizer._provisional._share.value = share
+                optimizer.zero_grad()
+                inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+                net(inputs.to(torch.bfloat16)).float().square().mean().backward()
+                clip(net, 1e-9 if number == 9 else 1e9)
+                optimizer.step()
+                stats = optimizer.stats()
+                counts.append(stats.updated_in_backward)
+                moved.append(stats.bytes_read + stats.bytes_written)
+            found[share] = counts[16:], sum(moved[14:]), [p.clone() for p in net.parameters()]
+    without, with_share = (sum(found[share][0]) for share in (0.0, 0.25))
+    assert with_share == pytest.approx(0.75 * without, rel=0.1)
+    assert found[0.25][1] <= 1.1 * found[0.0][1]
+    for share in (0.0, 0.25):
+        assert differing(found[share][2], found[None][2]) == []
+
+
+def test_the_share_is_that_of_two_steps_after_others_like_them(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    share = ForwardShare()
+    cpu = torch.device("cpu")
+    for typical, forward, rest in [
+        (False, 5.0, 5.0),
+        (True, 5.0, 5.0),  # under it were the updates of one that was not
+        (True, 2.0, 6.0),
+        (False, 5.0, 5.0),
+        (True, 5.0, 5.0),
+        (True, 1.0, 7.0),
+        (True, 9.0, 1.0),  # known by now
+    ]:
+        assert share.value == (None if forward < 9 else 0.125)
+        now += forward
+        share.forward_ends(cpu)
+        now += rest
+        share.step_ends(typical, cpu)
+    assert share.value == 0.125
 
 
 # A drive that fails, or is full.

@@ -509,6 +509,43 @@ def test_unchanged_values_are_written_once():
     assert counts[-1][1] == 0
 
 
+@pytest.mark.parametrize("hinted", [True, False])
+def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted):
+    """They come in the order of the period, so that what is read ahead for the next one is used, and
+    gone when its turn comes.
+    """
+    schedule = Schedule(12 * PAGE, granule=PAGE)
+    machine = Machine(schedule, random.Random(0))
+    first, rest = [f"n{number}" for number in range(30)], [f"n{number}" for number in range(30, 40)]
+    for name in [*first, *rest]:
+        machine.create(name, PAGE)
+        machine.release(name, changed=True)
+
+    def use(names):
+        for name in names:
+            machine.need(name)
+            machine.release(name, changed=True)
+            while machine.flying:
+                machine.end_any()
+
+    reads = []
+    for period in range(8):
+        schedule.step()
+        before = machine.reads
+        use(first)
+        if period == 4:
+            for name in first:
+                schedule.order.repeat(name)
+            if hinted:
+                schedule.hint([*first, *rest])
+            use(first)
+        use(rest)
+        reads.append(machine.reads - before)
+    assert reads[3] <= 40 - 12 + 5
+    assert reads[4] <= reads[3] + 30 + (3 if hinted else 30)
+    assert max(reads[6:]) <= reads[3]
+
+
 @pytest.mark.parametrize("changed", [True, False])
 def test_who_gives_the_drive_the_time_never_waits(changed):
     """Room is made and filled ahead of need: whatever was started is over before the next call, and

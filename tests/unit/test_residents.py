@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from nvme_offload.swap.access_order import AccessOrder, Period
@@ -150,3 +152,38 @@ def test_values_that_stay_are_chosen_before_they_are_made_and_never_move() -> No
         assert [name for name in sizes if schedule.stays(name)] == staying
     assert moved[0] <= 18 + 3  # with what is read ahead
     assert max(moved[1:]) <= 2 * 18, moved
+
+
+def test_what_stays_is_not_chosen_anew_where_now_more_and_now_fewer_are_in_use() -> None:
+    """As many as the timing has it: the order in which values are used depends on what stays."""
+    names = [f"n{number}" for number in range(60)]
+    schedule = Schedule(18, granule=1)
+
+    def transfer() -> None:
+        while transfers := schedule.plan():
+            for one in transfers:
+                schedule.finished(one, succeeded=True)
+
+    staying = []
+    for period in range(12):
+        passing = [name for name in names if not schedule.stays(name)]
+        in_use: list[str] = []
+        for name in [*passing, *(name for name in names if name not in passing)]:
+            if period:
+                schedule.need(name)
+            else:
+                schedule.create(name, 1)
+            transfer()
+            schedule.take(name)
+            in_use.append(name)
+            if len(in_use) > 1 + period % 2:
+                schedule.release(in_use.pop(0), changed=True, nbytes=None)
+                transfer()
+        for name in in_use:
+            schedule.release(name, changed=True, nbytes=None)
+        schedule.step()
+        transfer()
+        staying.append({name for name in names if schedule.stays(name)})
+    for before, after in itertools.pairwise(staying[3:]):
+        assert len(before ^ after) <= 1
+    assert len(staying[-1]) >= 12
