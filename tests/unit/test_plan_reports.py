@@ -284,6 +284,39 @@ def of_big_models() -> Iterator[Case]:
             8_000_000_000,
             work=Work(2048, 32),
         )
+    # both ways at once as in updates after backward on that machine
+    speeds = {"read": 3.0e9, "write": 3.0e9, "mixed": 3.5e9}
+    for updates, way in (
+        ("after backward, `--update after`", "plain-compact"),
+        (
+            "provisional, and what stays in memory under the next forward pass, `--update both`",
+            "plain-provisional-compact",
+        ),
+    ):
+        (cells,) = rows("big-models-h100.md", updates, "")
+        yield Case(
+            f"big-models-h100.md: 7B, {updates}",
+            way,
+            LLAMA,
+            on(Machine(H100, 134 << 30, H200_COPIES), speeds),
+            32 * 2048 / float(cells[2].replace(",", "")),
+            8_000_000_000,
+            work=Work(2048, 32),
+        )
+    (cells,) = rows("big-models-h100.md", "time of a step, s", "")
+    yield Case(
+        "big-models-h100.md: 70B",
+        "plain-in-backward-compact24",
+        Model(70_553_706_496, 1_050_673_152, 1_050_673_152, 80, 8192, 128_256),
+        on(
+            Machine(H100, 251 << 30, H200_COPIES),
+            {"read": 1.48e9, "write": 2.57e9, "mixed": 2.01e9},  # as swept there
+        ),
+        float(cells[1]),
+        60_000_000_000,
+        World(2),
+        Work(2048),
+    )
     (cells,) = rows("big-models-h100.md", "7", "")
     yield Case(
         "big-models-h100.md: 7B, provisional",
