@@ -22,26 +22,25 @@ class ForwardShare:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._was_typical = False  # the step before
-        self._began: Any = None  # the step that goes on
+        self._began: Any = None  # the step that goes on; None where the one before was not typical
         self._forward_ended: Any = None
         self._shares: list[float] = []
 
     def forward_ends(self, device: torch.device) -> None:
         """The first gradient comes."""
-        if self.value is None:
+        if self._began is not None:
             self._forward_ended = _now(device)
 
     def step_ends(self, typical: bool, device: torch.device) -> None:
         """A step is over, and was *typical*, or it does not count."""
         if self.value is not None:
             return
-        began, forward_ended, ended = self._began, self._forward_ended, _now(device)
-        if typical and self._was_typical:
-            self._shares.append(_seconds(began, forward_ended) / _seconds(began, ended))
+        began, ended = self._began, _now(device) if typical else None
+        self._began = ended
+        if began is not None and ended is not None:
+            self._shares.append(_seconds(began, self._forward_ended) / _seconds(began, ended))
             if len(self._shares) == 2:
-                self.value = min(self._shares)
-        self._was_typical, self._began = typical, ended
+                self.value, self._began = min(self._shares), None
 
 
 def _now(device: torch.device) -> Any:

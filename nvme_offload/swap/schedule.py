@@ -780,11 +780,7 @@ class Schedule:
         if not packed and self._keep_residents(chooser, sizes, saved):
             return
         self._transient_bytes, self._may_add = transient, True
-        homes: dict[str, tuple[int, int]] = {}
-        for name in names:
-            homes[name] = (lowest, sizes[name])
-            lowest += sizes[name]
-        self._set_homes(homes, lowest)
+        self._set_homes(*_laid_out(names, sizes, lowest))
 
     def _keep_residents(self, chooser: Chooser, sizes: Mapping[str, int], saved: int) -> bool:
         """Keep the residents where they are, with more of them where these have room now, or without
@@ -796,10 +792,8 @@ class Schedule:
             return False
         if self._may_add and homes:
             left = self.nbytes - chooser.transient(homes).nbytes - boundary
-            homes = dict(homes)
-            for name in chooser.more(homes, max(left, 0)):
-                homes[name] = boundary, sizes[name]
-                boundary += sizes[name]
+            added, boundary = _laid_out(chooser.more(homes, max(left, 0)), sizes, boundary)
+            homes = {**homes, **added}
         for _ in range(_TRIES_TO_KEEP):
             transient = chooser.transient(homes).nbytes
             if not chooser.is_near(homes, saved):
@@ -1089,6 +1083,7 @@ class Schedule:
 
     def _prefetch_anew(self) -> None:
         """Begin at the next use, and let what was prefetched count no longer."""
+        self.operations += len(self._prefetched)
         for entry in self._prefetched:
             self._unmark_prefetched(entry)
             if entry.state == State.RESERVED and entry is not self._needed:
@@ -1286,3 +1281,14 @@ class Schedule:
             f"no space for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
             f"{f' by {listed}{more}' if in_use else ''}; release some first, or make the budget at least {enough} bytes"
         )
+
+
+def _laid_out(
+    names: Iterable[str], sizes: Mapping[str, int], start: int
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """Residents one behind the other from *start* on: the offset and size of each, and their end."""
+    homes = {}
+    for name in names:
+        homes[name] = start, sizes[name]
+        start += sizes[name]
+    return homes, start

@@ -278,6 +278,22 @@ def test_moves_no_more_bytes_than_updates_afterwards(tmp_path):
         assert sum(moved[35][1]) > sum(moved[35][0]) > 0
 
 
+def chain():
+    """Of 48 matrices, most of whose states are on the drive with 600 kB of host memory."""
+    torch.manual_seed(0)
+    matrices = (torch.nn.Linear(64, 64, bias=False) for _ in range(48))
+    return torch.nn.Sequential(*matrices).to(torch.bfloat16)
+
+
+def step_of_chain(net, optimizer, number, norm):
+    optimizer.zero_grad()
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+    net(inputs.to(torch.bfloat16)).float().square().mean().backward()
+    clip(net, norm)
+    optimizer.step()
+    return optimizer.stats()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("state_format", ["exact", "compact"])
 def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format, overlap):
@@ -293,10 +309,9 @@ def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format, o
         return adopted[-1]
 
     monkeypatch.setattr(AccessOrder, "step", counted)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(48)))
+    net = chain()
     with NVMeOptimizer(
-        net.to(torch.bfloat16).parameters(),
+        net.parameters(),
         paths=tmp_path,
         host_memory=600_000,
         state_format=state_format,
@@ -305,12 +320,7 @@ def test_the_order_of_use_is_learned_once(tmp_path, monkeypatch, state_format, o
     ) as optimizer:
         counts, moved = [], []
         for number in range(20):
-            optimizer.zero_grad()
-            inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
-            net(inputs.to(torch.bfloat16)).float().square().mean().backward()
-            clip(net, 1e-9 if number == 11 else 1e9)
-            optimizer.step()
-            stats = optimizer.stats()
+            stats = step_of_chain(net, optimizer, number, 1e-9 if number == 11 else 1e9)
             counts.append(stats.updated_in_backward)
             moved.append(stats.bytes_read + stats.bytes_written)
     settled = counts[5:7]
@@ -528,17 +538,16 @@ def test_with_overlap_step(tmp_path, clipping):
 
 
 @pytest.mark.parametrize("state_format", ["exact", "compact"])
-def test_the_forward_pass_gets_its_share_of_the_updates(tmp_path, monkeypatch, state_format):
+def test_the_forward_pass_gets_its_share_of_the_updates(tmp_path, state_format):
     """As large as its share of a step's time, and no value is moved more often for it. The bits are
     those of updates after backward().
     """
     found = {}
     for share in (None, 0.0, 0.25):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(48)))
+        net = chain()
         ways = {} if share is None else {"step_in_backward": "provisional", "overlap_step": True}
         with NVMeOptimizer(
-            net.to(torch.bfloat16).parameters(),
+            net.parameters(),
             paths=tmp_path,
             host_memory=600_000,
             state_format=state_format,
@@ -548,12 +557,7 @@ def test_the_forward_pass_gets_its_share_of_the_updates(tmp_path, monkeypatch, s
             for number in range(20):
                 if share is not None and number == 5:
                     optimizer._provisional._share.value = share
-                optimizer.zero_grad()
-                inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
-                net(inputs.to(torch.bfloat16)).float().square().mean().backward()
-                clip(net, 1e-9 if number == 9 else 1e9)
-                optimizer.step()
-                stats = optimizer.stats()
+                stats = step_of_chain(net, optimizer, number, 1e-9 if number == 9 else 1e9)
                 counts.append(stats.updated_in_backward)
                 moved.append(stats.bytes_read + stats.bytes_written)
             found[share] = counts[16:], sum(moved[14:]), [p.clone() for p in net.parameters()]

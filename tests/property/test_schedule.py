@@ -509,15 +509,17 @@ def test_unchanged_values_are_written_once():
     assert counts[-1][1] == 0
 
 
+@pytest.mark.parametrize("scale", [1, 10])
 @pytest.mark.parametrize("hinted", [True, False])
-def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted):
+def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted, scale):
     """They come in the order of the period, so that what is read ahead for the next one is used, and
-    gone when its turn comes.
+    gone when its turn comes. What a use costs does not grow with the number of values.
     """
-    schedule = Schedule(12 * PAGE, granule=PAGE)
+    schedule = Schedule(12 * scale * PAGE, granule=PAGE)
     machine = Machine(schedule, random.Random(0))
-    first, rest = [f"n{number}" for number in range(30)], [f"n{number}" for number in range(30, 40)]
-    for name in [*first, *rest]:
+    names = [f"n{number}" for number in range(40 * scale)]
+    first, rest = names[: 30 * scale], names[30 * scale :]
+    for name in names:
         machine.create(name, PAGE)
         machine.release(name, changed=True)
 
@@ -531,18 +533,19 @@ def test_uses_that_repeat_others_cost_their_own_reads_and_none_later(hinted):
     reads = []
     for period in range(8):
         schedule.step()
-        before = machine.reads
+        before, operations = machine.reads, schedule.operations
         use(first)
         if period == 4:
             for name in first:
                 schedule.order.repeat(name)
             if hinted:
-                schedule.hint([*first, *rest])
+                schedule.hint(names)
             use(first)
         use(rest)
         reads.append(machine.reads - before)
-    assert reads[3] <= 40 - 12 + 5
-    assert reads[4] <= reads[3] + 30 + (3 if hinted else 30)
+        assert schedule.operations - operations <= 24 * len(names)
+    assert reads[3] <= (40 - 12) * scale + 5
+    assert reads[4] <= reads[3] + 30 * scale + (3 if hinted else 30 * scale)
     assert max(reads[6:]) <= reads[3]
 
 
