@@ -190,7 +190,7 @@ def _found_how(question: Question, found: Sequence[Plan], chosen: Plan) -> Itera
         plan = min(hidden, key=lambda plan: (plan.rounding, plan.free_tokens))
         yield (
             f"From {plan.free_tokens:,.0f} tokens a rank in a micro-batch on, "
-            f"{plan.strategy.title}, hides the drive under the {plan.strategy.window} pass."
+            f"{plan.strategy.title}, hides the drive under the {' and the '.join(plan.strategy.windows)} pass."
         )
     yield from _wear(machine, chosen)
 
@@ -217,10 +217,11 @@ def _price(plan: Plan) -> str:
         "compact": "states may be rounded to 8 bits",
         "compact24": "states may be rounded to 8 bits and masters to 24",
     }[plan.strategy.state_format]
-    clipping = {
-        "provisional": "gradients are clipped in few steps",
-        "in backward": "gradients are not clipped by a norm",
-    }.get(plan.strategy.updates, "")
+    clipping = ""
+    if plan.strategy.provisional:
+        clipping = "gradients are clipped in few steps"
+    elif plan.strategy.updates == "in backward":
+        clipping = "gradients are not clipped by a norm"
     return f"if {' and '.join(filter(None, (rounding, clipping)))}"
 
 

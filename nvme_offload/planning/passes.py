@@ -120,7 +120,8 @@ def free_tokens(
     together, and compute that the transfers run under takes ``k P t / F`` for t tokens; equal times
     give ``t* = b F / (k B)``, whatever the number P of parameters. k is 4 where the window is the
     backward pass (``step_in_backward``), 2 for the next forward, 6 for both together, and 6 for the
-    backward pass with activation checkpointing, which computes the forward again.
+    backward pass with activation checkpointing, which computes the forward again, 8 with the forward
+    pass beside that.
 
     Parameters
     ----------

@@ -98,6 +98,7 @@ def script(plan: Plan, machine: Machine, work: Work = Work()) -> str:  # noqa: B
             "after": [],
             "in forward": ["    overlap_step=True,"],
             "provisional": ['    step_in_backward="provisional",'],
+            "in both": ['    step_in_backward="provisional",', "    overlap_step=True,"],
             "in backward": ["    step_in_backward=True,"],
         }[strategy.updates]
         lines += ["    lr=1e-3,", ")"]

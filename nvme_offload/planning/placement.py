@@ -45,8 +45,9 @@ Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
 # When `NVMeOptimizer` updates: in `step`; under the next forward pass (`overlap_step`); or during the
 # backward pass (`step_in_backward`), for good or, "provisional", with what an update replaces kept,
-# to undo it where gradients are changed afterwards.
-Updates = Literal["after", "in forward", "provisional", "in backward"]
+# to undo it where gradients are changed afterwards. "in both": provisionally, and under the next
+# forward pass what that has time for.
+Updates = Literal["after", "in forward", "provisional", "in both", "in backward"]
 UPDATES: tuple[Updates, ...] = get_args(Updates)
 
 
@@ -66,9 +67,9 @@ class Strategy(NamedTuple):
         `nvme_offload.NVMeOptimizer`.
     state_format : {"exact", "split", "compact", "compact24"}
         Of the states on a drive.
-    updates : {"after", "in forward", "provisional", "in backward"}
-        When states are updated. "in backward" excludes clipping by a norm; with "provisional" a step
-        that is clipped takes longer.
+    updates : {"after", "in forward", "provisional", "in both", "in backward"}
+        When states are updated. "in backward" excludes clipping by a norm; with "provisional" and
+        "in both" a step that is clipped takes longer.
     """
 
     name: str
@@ -112,9 +113,18 @@ class Strategy(NamedTuple):
         return WIDE_BYTES if self.state_format == "exact" else 4 * WIDE_BYTES + WEIGHT_BYTES
 
     @property
-    def window(self) -> str | None:
-        """The pass that updates run under, "forward" or "backward"; None for none."""
-        return {"after": None, "in forward": "forward"}.get(self.updates, "backward")
+    def windows(self) -> tuple[str, ...]:
+        """The passes that updates run under."""
+        return {
+            "after": (),
+            "in forward": ("forward",),
+            "in both": ("forward", "backward"),
+        }.get(self.updates, ("backward",))
+
+    @property
+    def provisional(self) -> bool:
+        """Whether updates may have to be undone, so that what they replace is kept."""
+        return self.updates in ("provisional", "in both")
 
     @property
     def uses_drive(self) -> bool:

@@ -11,7 +11,8 @@ the GPU its parameters, and of the drive, which the processors slow down while t
     update = max(processors, drive + 0.4 processors)
 
 `NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive); beside the
-last backward pass with `step_in_backward`, and beside the first forward pass with `overlap_step`.
+last backward pass with `step_in_backward`, and beside the first forward pass with `overlap_step`;
+with both, each pass has as much of it as it has of the time.
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
 what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
@@ -329,7 +330,7 @@ class Plan:
     @property
     def _clipping(self) -> int:
         """1 where it is slow, 2 where it is excluded."""
-        return {"provisional": 1, "in backward": 2}.get(self.strategy.updates, 0)
+        return 1 if self.strategy.provisional else 2 * (self.strategy.updates == "in backward")
 
 
 def plans(
@@ -492,7 +493,7 @@ def _plan(
     saved = saved_bytes(model, work) if strategy.optimizer else 0.0
     gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
     plain, problems = strategy.door == "plain", []
-    if strategy.updates == "in forward" and world.size > 1:
+    if "forward" in strategy.windows and world.size > 1:
         problems.append("one process: overlap_step does not take FSDP2's parameters")
     # not counted by DeepSpeed's estimates, so not shown as theirs
     beside = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
@@ -519,7 +520,7 @@ def _plan(
         else beside_budget(strategy, model, world, kept, machine.gpu is not None)
     )
     drive_bytes += int(max(saved - work.activation_host_bytes, 0))
-    if strategy.updates == "provisional":  # old states beside the new ones, and old weights
+    if strategy.provisional:  # old states beside the new ones, and old weights
         drive_bytes += int(moved.written)
         replaced = int(WEIGHT_BYTES * moved.written / strategy.state_bytes)
         if machine.gpu is None:
@@ -579,9 +580,11 @@ def _free_tokens(
     strategy: Strategy, model: Model, machine: Machine, world: World, work: Work, moved: Streamed
 ) -> float | None:
     flops, _ = _gpu_speeds(machine.gpu)
-    if not (strategy.window and flops and machine.speeds):
+    if not (strategy.windows and flops and machine.speeds):
         return None
-    k = 2 if strategy.window == "forward" else 6 if work.recomputes else 4
+    k = sum(
+        {"forward": 2, "backward": 6 if work.recomputes else 4}[one] for one in strategy.windows
+    )
     return free_tokens(
         moved.total * world.ranks,
         flops * UTILISATION,
@@ -601,21 +604,36 @@ def _phases(
     known = bool(machine.speeds) or not uses_drive
     if strategy.optimizer is None:
         return (Phase("forward", work.accumulation, forward),), known
-    hidden = float(strategy.window is not None)  # share of the parameters, updated under a pass
-    if strategy.updates == "provisional":  # but for what host memory holds
-        hidden = moved.written * world.size / (strategy.state_bytes * model.parameters)
+    hidden = _hidden(strategy, model, world, work, moved)
     phases = []
     for name, beside in (("forward", forward), ("backward", backward)):
-        together = bool(hidden) and name == strategy.window
-        phases.append(Phase(name, work.accumulation - together, beside))
-        if together:
-            update = _update(strategy, model, machine, world, moved, hidden)
+        phases.append(Phase(name, work.accumulation - (name in hidden), beside))
+        if name in hidden:
+            share, part = hidden[name]
+            update = _update(strategy, model, machine, world, _part(moved, part), share)
             phases.append(Phase(f"{name} and update", 1, (*beside, *update)))
-    if hidden < 1:
-        left = _NOTHING if hidden else moved
-        update = _update(strategy, model, machine, world, left, 1 - hidden)
+    left = 1 - sum(share for share, _ in hidden.values())
+    if left > 0:
+        update = _update(strategy, model, machine, world, _NOTHING if hidden else moved, left)
         phases.append(Phase("update", 1, update))
     return tuple(phase for phase in phases if phase.times), known
+
+
+def _hidden(
+    strategy: Strategy, model: Model, world: World, work: Work, moved: Streamed
+) -> dict[str, tuple[float, float]]:
+    """By pass, the shares of the parameters and of the bytes that are updated under it."""
+    if strategy.updates == "in both":
+        share = 1 / (4 if work.recomputes else 3)  # of the time of both, which the forward pass has
+        return {"forward": (share, share), "backward": (1 - share, 1 - share)}
+    whole = 1.0
+    if strategy.provisional:  # but for what host memory holds, which is updated in the step
+        whole = moved.written * world.size / (strategy.state_bytes * model.parameters)
+    return {name: (whole, 1.0) for name in strategy.windows if whole}
+
+
+def _part(moved: Streamed, share: float) -> Streamed:
+    return Streamed(*(share * each for each in moved))
 
 
 _Beside = tuple[tuple[Term, ...], ...]

@@ -590,8 +590,9 @@ def test_updates_run_under_the_pass_of_their_window():
     work, budget = Work(2048, 32), 8_000_000_000
     roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
     found = by_name(plans(SEVEN, roomy, World(), work, budget))
-    after, forward, provisional, backward = (
-        found[f"plain{way}-compact"] for way in ("", "-in-forward", "-provisional", "-in-backward")
+    after, forward, provisional, both, backward = (
+        found[f"plain{way}-compact"]
+        for way in ("", "-in-forward", "-provisional", "-in-both", "-in-backward")
     )
     passes = {phase.name: phase.seconds for phase in after.phases}
     update = passes.pop("update")
@@ -605,18 +606,27 @@ def test_updates_run_under_the_pass_of_their_window():
     assert left.name == "update"
     assert 0 < left.seconds < 0.1 * update
     assert provisional.seconds == pytest.approx(backward.seconds + left.seconds)
+    # each pass has its part of the updates
+    assert [phase.name for phase in both.phases] == ["forward and update", "backward and update"]
+    assert both.seconds == pytest.approx(max(update, passes["forward"] + passes["backward"]))
+    assert both.seconds < min(each.seconds for each in (forward, provisional, backward))
     # twice the room on the drive for what is on it, and the weights that are replaced
     moved = after.written_bytes
-    assert provisional.drive_bytes - after.drive_bytes == pytest.approx(moved)
-    assert provisional.gpu_bytes - after.gpu_bytes == pytest.approx(2 * moved / 4, rel=0.01)
+    for each in (provisional, both):
+        assert each.drive_bytes - after.drive_bytes == pytest.approx(moved)
+        assert each.gpu_bytes - after.gpu_bytes == pytest.approx(2 * moved / 4, rel=0.01)
     assert forward.gpu_bytes == after.gpu_bytes
-    assert after.concession == forward.concession < provisional.concession < backward.concession
+    assert after.concession == forward.concession < both.concession < backward.concession
+    assert provisional.concession == both.concession
+    windows = [each.free_tokens for each in (both, backward, forward)]
+    assert [windows[0] / each for each in windows[1:]] == pytest.approx([6 / 8, 2 / 8])
     in_memory = by_name(plans(SEVEN, roomy, World(), work, 64_000_000_000))
     assert in_memory["plain-provisional-compact"].seconds == pytest.approx(
         in_memory["plain-compact"].seconds or 0.0
     )
     several = by_name(plans(SEVEN, roomy, World(2), work, budget))
     assert "FSDP2" in several["plain-in-forward"].problems[0]
+    assert "FSDP2" in several["plain-in-both"].problems[0]
     assert several["plain-provisional"].fits
 
 

@@ -1,0 +1,402 @@
+"""A model of billions of parameters trained by this and by what else there is, each system in turn:
+`python3 -m sweeps.systems DIR --model 7b`, from the root of the repository.
+
+Each is a process of its own, or one for each GPU, that makes a few steps of the model of `examples/big_models/train.py`,
+with the same batches and with what its own pages recommend. Host memory is what the machine has
+less of while a system trains: memory that a GPU's driver pins is nowhere in a process's own
+figures. transformers is wanted by all; deepspeed, flashoptim and megatrain (its package is called
+`infinity`) by their systems, and a system whose package is not there says so in its row.
+
+Source: the READMEs of DeepSpeed, FlashOptim and MegaTrain; torch.distributed.fsdp.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+import torch.distributed as dist
+
+from nvme_offload.errors import UsageError
+
+from . import apart, command
+from .command import COUNT, Names, Size, option, say
+from .machine import commit, facts
+from .meter import Meter
+from .report import columns, document, escaped, listed, write
+
+_EXAMPLE = apart.ROOT / "examples" / "big_models" / "train.py"
+_SETTLING = 2  # steps: the first makes states, and after the second the order is learned
+_LEARNING_RATE = 1e-4
+_DECAY = 0.1
+_SUB_GROUP = 200_000_000  # parameters; DeepSpeed's buffers are as large as one, and float32
+
+Step = Callable[[torch.Tensor], float]
+
+
+class System(NamedTuple):
+    """What trains: a line of text, and what makes its step of a job; the step takes tokens, and
+    returns its loss when the parameters are updated.
+    """
+
+    title: str
+    make: Callable[[dict[str, Any]], Step]
+
+
+def _example() -> dict[str, Any]:
+    return runpy.run_path(str(_EXAMPLE))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _model(job: dict[str, Any], gpus: int = 1) -> Any:
+    """The model, cut over *gpus* by FSDP2."""
+    return _example()["make_model"](job["model"], _device(), gpus)
+
+
+def _plain(model: Callable[..., Any], optimizer: Any) -> Step:
+    """A step as torch has it."""
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(tokens)
+        loss.backward()
+        found = float(loss)  # which waits for the GPU
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    return step
+
+
+def _ours(state_format: str, job: dict[str, Any]) -> Step:
+    from nvme_offload import NVMeOptimizer
+
+    model = _model(job, job["gpus"])
+    optimizer = NVMeOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        paths=job["directory"],
+        host_memory=job["host_memory"],
+        state_format=state_format,
+        step_in_backward=True,
+        lr=_LEARNING_RATE,
+        weight_decay=_DECAY,
+        fused=True,
+    )
+    return _plain(model, optimizer)
+
+
+def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Step:
+    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": job["batch"],
+        "steps_per_print": 1000,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": _LEARNING_RATE, "weight_decay": _DECAY},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": offload,
+            "sub_group_size": _SUB_GROUP,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "intra_op_parallelism": 4,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+        **sections,
+    }
+    model = _model(job)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=list(model.parameters())
+    )
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    return step
+
+
+def _stock(device: str, job: dict[str, Any]) -> Step:
+    """States, and DeepSpeed's copy of the gradients, on *device*, "nvme" or "cpu"."""
+    offload: dict[str, Any] = {"device": device, "pin_memory": True}
+    if device == "nvme":
+        offload |= {
+            "nvme_path": job["directory"],
+            "buffer_count": 14,  # an assertion fails with fewer
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
+    return _zero3(job, offload)
+
+
+def _ours_in_zero3(job: dict[str, Any]) -> Step:
+    from nvme_offload import zero3
+
+    zero3.enable()
+    ours = {"host_memory": job["host_memory"], "state_format": "compact"}
+    offload = {"device": "nvme", "nvme_path": job["directory"]}
+    return _zero3(job, offload, nvme_offload=ours)
+
+
+def _cpu_offload_policy(job: dict[str, Any]) -> Step:
+    """Parameters, gradients and states in float32 in host memory; the GPU computes in bfloat16."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    model = _model(job)
+    shard = functools.partial(
+        fully_shard,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        offload_policy=CPUOffloadPolicy(pin_memory=_device().type == "cuda"),
+    )
+    for layer in model.model.layers:
+        shard(layer.float())
+    shard(model.float())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, fused=True
+    )
+    return _plain(model, optimizer)
+
+
+def _flashoptim(job: dict[str, Any]) -> Step:
+    """Everything in the GPU's memory: 24-bit masters and 8-bit moments, gradients released."""
+    from flashoptim import FlashAdamW, enable_gradient_release
+
+    model = _model(job, job["gpus"])
+    optimizer = FlashAdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY)
+    enable_gradient_release(model, optimizer)
+    return _plain(model, optimizer)
+
+
+def _megatrain(job: dict[str, Any]) -> Step:
+    """Parameters and gradients in bfloat16 and moments in float32, in host memory; layers are
+    streamed through the GPU.
+    """
+    if job["gpus"] > 1:
+        raise UsageError("megatrain has one process for all GPUs: leave out --gpus")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from infinity import CPUMasterConfig, CPUMasterModel
+    from transformers import AutoModelForCausalLM
+
+    made = _model(job).cpu()
+    made.model.gradient_checkpointing_disable()  # it recomputes layers by itself
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(made.model.config, dtype=torch.bfloat16)
+    llama.model, llama.lm_head = made.model, made.loss.head
+    torch.cuda.empty_cache()
+    settings = CPUMasterConfig(
+        dataset_name="none",
+        attn_implementation="sdpa",
+        max_seq_len=job["sequence"],
+        batch_size=job["batch"],
+        enable_timing=False,
+    )
+    model = CPUMasterModel(llama, settings)
+    optimizer = DeepSpeedCPUAdam(
+        model.get_parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, adamw_mode=True
+    )
+
+    # what it asks of a padding mask only flash-attn makes causal
+    causal = torch.ones(1, 1, job["sequence"], job["sequence"], dtype=torch.bool).tril()
+
+    def step(tokens: torch.Tensor) -> float:
+        loss, *_ = model.forward_and_backward(tokens.cpu(), causal, tokens.cpu())
+        optimizer.step()
+        model._sync_params_to_gpu()
+        model.zero_grad()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+SYSTEMS = {
+    "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
+    "zero3": System('ZeRO-3 with nvme_offload, "compact"', _ours_in_zero3),
+    "exact": System('NVMeOptimizer, "exact", in backward', functools.partial(_ours, "exact")),
+    "zero-infinity": System(
+        "DeepSpeed ZeRO-3, states on the drive", functools.partial(_stock, "nvme")
+    ),
+    "zero-offload": System(
+        "DeepSpeed ZeRO-3, states in host memory", functools.partial(_stock, "cpu")
+    ),
+    "cpu-offload-policy": System("FSDP2 with CPUOffloadPolicy", _cpu_offload_policy),
+    "megatrain": System("MegaTrain", _megatrain),
+    "flashoptim": System("FlashOptim, in the GPU's memory", _flashoptim),
+}
+
+
+def _train(job: dict[str, Any], rank: int) -> None:
+    """One system, in this process; the first rank tells every step."""
+    tell = apart.teller()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["gpus"])}
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    meter, tokens = Meter(Path(job["directory"])), torch.Generator().manual_seed(1 + rank)
+    began = time.monotonic()
+    step = SYSTEMS[job["system"]].make(job)
+    tell("made", seconds=time.monotonic() - began)
+    words = _example()["SHAPES"][job["model"]][5]
+    for number in range(job["steps"]):
+        shape = (job["batch"], job["sequence"])
+        batch = torch.randint(words, shape, generator=tokens).to(_device())
+        dist.barrier()
+        with meter.stretch() as taken:
+            loss = step(batch)
+            if cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        tell("step", number=number, loss=loss, gpu_bytes=peak, taken=taken)
+    del step
+    gc.collect()  # of FSDP2's cycles, which keep gloo's threads beyond the end of Python
+    dist.destroy_process_group()
+
+
+def available_bytes() -> int:
+    """What programs could still take of the memory of this machine, as the kernel estimates it."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+@click.command()
+@command.directory
+@option("--model", default="7b", help="A model of examples/big_models/train.py.")
+@option("--systems", type=Names(SYSTEMS), default=",".join(SYSTEMS), help="With commas between.")
+@option("--gpus", type=COUNT, default=1, help="With a process for each.")
+@option("--host-memory", type=Size(), default="8GB", help="Of this package, in each process.")
+@option("--batch", type=COUNT, default=4, help="Sequences for each GPU.")
+@option("--sequence", type=COUNT, default=2048)
+@option(
+    "--steps",
+    type=click.IntRange(min=_SETTLING + 1),
+    default=5,
+    help=f"The first {_SETTLING} do not count.",
+)
+@option("--timeout", type=float, default=560, help="Of a system, in seconds.")
+@command.output("Write OUTPUT.md and OUTPUT.json, after every system.")
+def main(
+    directory: Path,
+    systems: list[str],
+    timeout: float,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Train a model of billions of parameters by each system, with the drive of DIRECTORY where it
+    wants one, and print a report in Markdown.
+    """
+    command.stop_at_sigterm()
+    described = facts(directory, "sweeps.systems")
+    described["versions"] = f"{commit()}, torch {torch.__version__}"
+    described["training"] = (
+        f"{options['model']} on {options['gpus']} GPU, {options['batch']} x {options['sequence']} tokens each"
+    )
+    found: list[dict[str, Any]] = []
+    for name in systems:
+        before = lowest = available_bytes()
+
+        def look(_process: int) -> None:
+            nonlocal lowest
+            lowest = min(lowest, available_bytes())
+
+        with apart.place("systems", directory) as work:
+            told, error = apart.run(
+                "sweeps.systems",
+                {"system": name, "directory": str(work), **options},
+                work,
+                timeout,
+                ranks=options["gpus"],
+                environment=apart.only_rank(),
+                hear=lambda event: say(json.dumps(event)),
+                look=look,
+            )
+        taken = before - lowest
+        found.append({"system": name, "error": error, "host_bytes": taken, "told": told})
+        write(output, render(described, found, options), {"facts": described, "systems": found})
+    click.echo(render(described, found, options))
+
+
+def render(described: dict[str, str], found: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    elements = _elements(options["model"])
+    rows = []
+    for one in found:
+        steps = apart.of(one["told"], "step")
+        settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]
+        seconds = statistics.median(taken["seconds"] for taken in settled) if settled else None
+        rows.append({**one, "steps": steps, "settled": settled, "seconds": seconds})
+
+    def known(shown: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+        return lambda row: shown(row) if row["seconds"] else ""
+
+    def median(row: dict[str, Any], name: str) -> float:
+        return statistics.median(taken[name] for taken in row["settled"])
+
+    tokens = options["gpus"] * options["batch"] * options["sequence"]
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "": lambda row: SYSTEMS[row["system"]].title,
+        "steps that count": lambda row: str(len(row["settled"])),
+        "s a step": known(lambda row: f"{row['seconds']:.2f}"),
+        "tokens a second": known(lambda row: f"{tokens / row['seconds']:,.0f}"),
+        "host memory, GB": known(lambda row: f"{row['host_bytes'] / 1e9:.1f}"),
+        "GB a billion": known(lambda row: f"{row['host_bytes'] / elements:.2f}"),
+        "GPU, GB": known(lambda row: f"{row['steps'][-1]['gpu_bytes'] / 1e9:.1f}"),
+        "drive, GB read + written": known(
+            lambda row: (
+                f"{median(row, 'disk_read_bytes') / 1e9:.1f} + {median(row, 'disk_written_bytes') / 1e9:.1f}"
+            )
+        ),
+        "loss of the first step, of the last": known(
+            lambda row: f"{row['steps'][0]['loss']:.4f}, {row['steps'][-1]['loss']:.4f}"
+        ),
+    }
+    stopped = [
+        f"- {SYSTEMS[row['system']].title}: {escaped(row['error'])}" for row in rows if row["error"]
+    ]
+    return document(
+        f"# {options['model']} by each system",
+        listed(described),
+        f"{elements / 1e9:.2f} billion parameters; medians over the steps past the first {_SETTLING}.",
+        columns(rows, cells),
+        "\n".join(stopped),
+    )
+
+
+@functools.cache
+def _elements(model: str) -> int:
+    """Parameters of it; memory is taken for none."""
+    example = _example()
+    with torch.device("meta"):
+        made = example["make_model"](model, torch.device("meta"), 1)
+    return sum(parameter.numel() for parameter in made.parameters())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # a system's own process
+        _train(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    else:
+        command.run(main, "sweeps.systems")
