@@ -244,6 +244,8 @@ SHAPES = {
 BIG = (
     ("big-models-h100.md", "Llama 3.2 3B", "plain-in-backward", 4, 24, 8),
     ("big-models-h100.md", "Llama 2 13B", "plain-in-backward-compact24", 4, 80, 10),
+    ("big-models-h100.md", "Llama 2 13B compact", "plain-in-backward-compact", 4, 80, 12),
+    ("big-models-h100.md", "LLaMA 33B", "plain-in-backward-compact", 4, 80, 85),
     ("big-models-h200.md", "Llama 3.1 8B", "plain-in-backward", 2, 24, 11),
     ("big-models-h200.md", "Llama 2 13B", "plain-in-backward-compact", 4, 80, 10),
     ("big-models-h200.md", "LLaMA 33B", "plain-in-backward-compact", 4, 80, 36),
@@ -258,7 +260,7 @@ def of_big_models() -> Iterator[Case]:
         yield Case(
             f"{report}: {name}",
             way,
-            SHAPES[name],
+            SHAPES[name.removesuffix(" compact")],
             on(
                 Machine(gpu, 134 << 30, H200_COPIES),
                 # of these drives, roughly; both ways at once as in the run, where nothing else was
@@ -277,8 +279,8 @@ def of_big_models() -> Iterator[Case]:
         ("`overlap_step=True`", "plain-in-forward-compact", slower),
         ("after backward, `--update after`", "plain-compact", faster),
         (
-            "provisional, and what stays in memory under the next forward pass, `--update both`",
-            "plain-provisional-compact",
+            "in backward and under the next forward pass, `--update both`",
+            "plain-in-both-compact",
             faster,
         ),
     ):
@@ -320,6 +322,51 @@ def of_big_models() -> Iterator[Case]:
         8_000_000_000,
         work=Work(2048, 32),
     )
+
+
+# systems-h100.md
+
+
+def of_systems() -> Iterator[Case]:
+    for title, way, model, budget, mixed in (
+        ("`NVMeOptimizer`, compact, in backward", "plain-in-backward-compact", LLAMA, 8, 3.1e9),
+        (
+            "`NVMeOptimizer`, exact, in backward",
+            "plain-in-backward",
+            SHAPES["Llama 3.2 3B"],
+            8,
+            3.2e9,
+        ),
+        (
+            "DeepSpeed ZeRO-3, states in host memory",
+            "zero3-cpu-optimizer",
+            SHAPES["Llama 3.2 3B"],
+            0,
+            3.2e9,
+        ),
+        (
+            "DeepSpeed ZeRO-3, states on the drive; one step, the second of two",
+            "deepspeed-nvme-optimizer",
+            SHAPES["Llama 3.2 3B"],
+            0,
+            2.6e9,
+        ),
+    ):
+        (cells,) = rows("systems-h100.md", title, "")
+        yield Case(
+            f"systems-h100.md: {title}",
+            way,
+            model,
+            # both ways at once as in the run itself, but for the last, where the drive was busy for
+            # 0.96 of it
+            on(
+                Machine(H100, 134 << 30, H200_COPIES),
+                {"read": 2.5e9, "write": 3.0e9, "mixed": mixed},
+            ),
+            float(cells[1]),
+            budget * 10**9 or None,
+            work=Work(2048, 4),
+        )
 
 
 # activations-*.json: forward and backward pass alone.
@@ -372,6 +419,7 @@ CASES = [
         *map(of_optimizer, sorted(path.name for path in REPORTS.glob("optimizer-*.json"))),
         of_llama(),
         of_big_models(),
+        of_systems(),
         *map(of_activations, sorted(path.name for path in REPORTS.glob("activations-*.json"))),
     )
     for case in found
@@ -436,6 +484,7 @@ def test_every_report_of_steps_has_cases():
         "activations-*.json",
         "*llama2*.md",
         "big-models-*.md",
+        "systems-*.md",
     )
     assert named == {path.name for kind in kinds for path in REPORTS.glob(kind)}
 
