@@ -188,7 +188,7 @@ def test_a_plan_as_json_has_everything(tmp_path):
     )
     assert told["model"]["parameters"] == 7_000_000_000
     assert told["machine"]["drives"][0]["gb_per_s"] == dict.fromkeys(PHASES, 4.0)
-    assert len(told["plans"]) == 32
+    assert len(told["plans"]) == 36
     assert told["fastest"] in {each["name"] for each in told["plans"] if each["fits"]}
     for each in told["plans"]:
         assert each["fits"] == (not each["problems"])
@@ -334,7 +334,8 @@ def test_a_way_and_a_format_can_be_asked_for():
     assert deepspeed == ["deepspeed-nvme-optimizer", "deepspeed-nvme-both"]
     assert zero3 == ["nvme-optimizer-compact", "nvme-both-compact"]
     assert plain == [
-        f"plain{updates}-compact" for updates in ("", "-in-forward", "-provisional", "-in-backward")
+        f"plain{updates}-compact"
+        for updates in ("", "-in-forward", "-provisional", "-in-both", "-in-backward")
     ]
     told = json.loads(plan("--params", "7B", *DRIVE, "--inference", "--json").output)
     assert [each["name"] for each in told["plans"]] == [

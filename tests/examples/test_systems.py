@@ -1,0 +1,61 @@
+"""`python -m sweeps.systems` on the smallest model, without a GPU: systems that need none, in one
+process and in two, and what is said of one that cannot run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doors import needs
+
+pytestmark = needs("transformers", "deepspeed")
+
+TRAINED = {
+    1: ("compact", "zero3", "zero-infinity", "cpu-offload-policy"),
+    2: ("compact", "zero3", "cpu-offload-policy"),
+}
+
+
+@pytest.mark.parametrize("gpus", TRAINED)
+def test_every_system_trains_the_same_model(tmp_path, gpus):
+    trained = TRAINED[gpus]
+    (drive := tmp_path / "drive").mkdir()
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "sweeps.systems", str(drive)),
+            *("--model", "tiny", "--batch", "2", "--sequence", "64", "--steps", "3"),
+            *("--gpus", str(gpus), "--host-memory", "20MB", "--output", str(tmp_path / "report")),
+            *("--systems", ",".join((*trained, "megatrain"))),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not any(drive.iterdir())
+    told = {
+        one["system"]: one
+        for one in json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["systems"]
+    }
+    losses = {
+        name: [event["loss"] for event in told[name]["told"] if event["event"] == "step"]
+        for name in trained
+    }
+    assert [told[name]["error"] for name in trained] == [None] * len(trained)
+    assert all(len(found) == 3 for found in losses.values())
+    for name in trained[gpus - 1 :]:  # with several FSDP2 makes the weights of the first, in parts
+        assert losses[name] == pytest.approx(losses["cpu-offload-policy"], abs=1e-3)
+    assert told["megatrain"]["error"]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text == ran.stdout.removesuffix("\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(trained) + 1
+    assert f"tiny on {gpus} GPU" in text
+    assert "\n- MegaTrain: " in text
