@@ -233,7 +233,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if accumulate is not None:
                 self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
             if step_in_backward == "provisional":
-                self._provisional = ProvisionalUpdates(self._tier, self)
+                self._provisional = ProvisionalUpdates(self._tier, self, self._overlap)
             if self._overlap:
                 self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
@@ -948,7 +948,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
     def _end_step(self) -> None:
         self._changed_groups(self._options.end(self.param_groups))
         if self._provisional is not None:
-            self._provisional.begin_forward(under_updates=self._open_step is not None)
+            self._provisional.step_made()
         if self._open_step is None:
             self._tier.swapper.step()
         else:
@@ -1297,8 +1297,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     def _begin_backward(self) -> None:
         if self._backward_begins:
-            if self._provisional is not None:
-                self._provisional.begin_backward()
             self.synchronize()
             self._backward_begins = False
 

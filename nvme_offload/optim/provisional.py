@@ -20,11 +20,14 @@ from ..optimizer_states.fingerprint import fingerprint
 from ..optimizer_states.tree import top
 from ..swap.tier import Tier
 from .buckets import Bucket, Fragment, Weight, local
-from .forward_share import ForwardShare
 from .options import StepOptions
 from .update import Options
 
 _log = logging.getLogger(__name__)
+# Of a forward and its backward pass the first takes a third of the time, and a quarter where it is
+# computed again. Where the drive takes longer than both, any share will do with which it is not
+# waited for by one pass and idle under the other.
+_FORWARD_SHARE = 0.3
 _GOLDEN = 0.6180339887498949  # its multiples are spread evenly beside any other rhythm
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
@@ -124,22 +127,21 @@ class ProvisionalUpdates:
     then. A forward pass of a module whose parameters are updated has *owner*, which this does not
     keep alive, undo the updates first, but for one that backward() itself makes.
 
-    Where `step` queues its updates for the next forward pass, that pass gets its share of them, as
-    large as its share of a step's time and spread evenly over the order of backward(): the drive has
-    as much to do under both passes.
+    Where `step` queues its updates for the next forward pass (*overlap*), that pass has
+    `_FORWARD_SHARE` of them, spread evenly over the order of backward(): the drive works under both
+    passes.
 
     Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
     """
 
-    def __init__(self, tier: Tier, owner: Any) -> None:
+    def __init__(self, tier: Tier, owner: Any, overlap: bool) -> None:
         self._tier = tier
+        self._forward_share = _FORWARD_SHARE if overlap else 0.0
         self._owner = weakref.ref(owner)
         self._forward_hook: Any = None  # while there are updates
         self._made: dict[Bucket, _Before] = {}
         self._order: dict[Bucket, int] = {}
         self._sample: _Gradient | None = None  # the first that was complete in this step
-        self._share = ForwardShare()
-        self._device: torch.device | None = None  # of the first update
         self._expects_changes = self._draws = False
         self._idle_steps = 0  # in a row, with no provisional updates
         self.made_count = self.rolled_back_count = 0
@@ -190,13 +192,12 @@ class ProvisionalUpdates:
         )
 
     def _is_suitable(self, bucket: Bucket) -> bool:
-        share = self._share.value
         return (
             not self._draws
             and bucket.traits.undoable
             and bucket.nbytes > 0
             and not self._tier.swapper.stays(bucket.name)
-            and (share is None or self._order.get(bucket, 0) * _GOLDEN % 1 >= share)
+            and self._order.get(bucket, 0) * _GOLDEN % 1 >= self._forward_share
         )
 
     def before(self, bucket: Bucket) -> _Before:
@@ -231,7 +232,6 @@ class ProvisionalUpdates:
         """The update of the bucket of *before* is made, and has *left* these options of groups."""
         before.left = left
         self._made[before.bucket] = before
-        self._device = self._device or before.bucket.device
         self.made_count += 1
         if self._forward_hook is None:
             self._forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(
@@ -315,19 +315,9 @@ class ProvisionalUpdates:
                 bucket.is_retained = False
         self._clear()
 
-    def begin_backward(self) -> None:
-        """The first gradient of a step comes."""
-        if self._device is not None:
-            self._share.forward_ends(self._device)
-
-    def begin_forward(self, *, under_updates: bool) -> None:
-        """The updates of a step are made or, where the next forward pass is *under_updates*, are to
-        be queued.
-        """
+    def step_made(self) -> None:
+        """The updates of a step are made, or are to be queued."""
         self._idle_steps = 0 if self.made_count else self._idle_steps + 1
-        if self._device is not None:
-            typical = under_updates and self.made_count > self.rolled_back_count == 0
-            self._share.step_ends(typical, self._device)
 
     def end_step(self) -> None:
         """The step is over."""
