@@ -48,7 +48,7 @@ def run(
     job
         Written to `job.json` in the directory *work*, where the log goes as well.
     environment
-        Variables beside those of this process.
+        Variables beside those of this process, and RANK and LOCAL_RANK.
     hear
         Called with each event of the first rank as it comes, in another thread.
     look
@@ -68,7 +68,7 @@ def run(
             subprocess.Popen(
                 [*command, str(rank)],
                 cwd=ROOT,
-                env={**os.environ, **(environment or {})},
+                env=_environment(rank, environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log if rank else subprocess.PIPE,
                 stderr=log,
@@ -107,23 +107,29 @@ def place(name: str, directory: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-def only_rank() -> dict[str, str]:
-    """The variables of a launcher with one rank, as DeepSpeed wants them."""
+def launched(ranks: int = 1) -> dict[str, str]:
+    """The variables of a launcher of so many ranks, as DeepSpeed wants them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # ninja may be beside the interpreter alone; but another one than the shell finds would compile
     # everything anew, since their logs differ by version.
     path = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
+    return threads(ranks) | {
+        "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def threads(ranks: int) -> dict[str, str]:
+    """The variable that keeps the threads of several ranks out of each other's way."""
+    if ranks == 1:
+        return {}
+    each = max((os.cpu_count() or 1) // ranks, 1)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(each))}
 
 
 def of(events: Sequence[Event], kind: str) -> list[Event]:
@@ -166,6 +172,10 @@ def last_words(log: str) -> str:
             (line for line in reversed(lines) if not line.startswith(_NOISE)), "it said nothing"
         )
     return said.strip()[:300]
+
+
+def _environment(rank: int, beside: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), **beside}
 
 
 def _listen(told: TextIO, events: list[Event], hear: Callable[[Event], object] | None) -> None:

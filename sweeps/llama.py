@@ -457,7 +457,7 @@ def main(
         with apart.place("llama", directory) as work:
             job = {"way": way, "directory": str(work), "sizes": sizes, "aio": aio, **options}
             job["narrow"] = width is not None
-            environment = apart.only_rank()
+            environment = apart.launched()
             told, error = apart.run("sweeps.llama", job, work, timeout, environment=environment)
         speeds.append(mixed_speed(directory, AioConfig(**aio), probe_size))
         settled = [one for one in apart.of(told, "step") if one["number"] >= _SETTLING]

@@ -1,11 +1,12 @@
 """A model of billions of parameters trained by this and by what else there is, each system in turn:
 `python3 -m sweeps.systems DIR --model 7b`, from the root of the repository.
 
-Each is a process of its own, or one for each GPU, that makes a few steps of the model of `examples/big_models/train.py`,
-with the same batches and with what its own pages recommend. Host memory is what the machine has
-less of while a system trains: memory that a GPU's driver pins is nowhere in a process's own
-figures. transformers is wanted by all; deepspeed, flashoptim and megatrain (its package is called
-`infinity`) by their systems, and a system whose package is not there says so in its row.
+Each is a process of its own, or one for each GPU, that makes a few steps of the model of
+`examples/big_models/train.py`, with the same batches and with what its own pages recommend. Host
+memory is what the machine has less of while a system trains: memory that a GPU's driver pins is
+nowhere in a process's own figures. transformers is wanted by all; deepspeed, flashoptim and
+megatrain (its package is called `infinity`) by their systems, and the report says where one is not
+there.
 
 Source: the READMEs of DeepSpeed, FlashOptim and MegaTrain; torch.distributed.fsdp.
 """
@@ -248,11 +249,10 @@ SYSTEMS = {
 }
 
 
-def _train(job: dict[str, Any], rank: int) -> None:
+def _train(job: dict[str, Any]) -> None:
     """One system, in this process; the first rank tells every step."""
     tell = apart.teller()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["gpus"])}
-    cuda = torch.cuda.is_available()
+    rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
@@ -330,7 +330,7 @@ def main(
                 work,
                 timeout,
                 ranks=options["gpus"],
-                environment=apart.only_rank(),
+                environment=apart.launched(options["gpus"]),
                 hear=lambda event: say(json.dumps(event)),
                 look=look,
             )
@@ -397,6 +397,6 @@ def _elements(model: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].endswith("job.json"):  # a system's own process
-        _train(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+        _train(json.loads(Path(sys.argv[1]).read_text()))
     else:
         command.run(main, "sweeps.systems")

@@ -166,10 +166,6 @@ def _run(directory: Path, job: dict[str, Any]) -> tuple[list[dict[str, Any]], st
         if event["event"] == "step":
             say(f"  {job['variant']}, step {event['number'] + 1}: {event['seconds']:.2f} s")
 
-    environment = {}
-    if job["ranks"] > 1:  # as torchrun does, or the ranks' threads would be in each other's way
-        each = max((os.cpu_count() or 1) // job["ranks"], 1)
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(each))
     with apart.place("optimizer", directory) as work:
         return apart.run(
             "sweeps.optimizer.trainee",
@@ -177,7 +173,7 @@ def _run(directory: Path, job: dict[str, Any]) -> tuple[list[dict[str, Any]], st
             work,
             job["patience_seconds"],
             ranks=job["ranks"],
-            environment=environment,
+            environment=apart.threads(job["ranks"]),
             hear=hear,
         )
 

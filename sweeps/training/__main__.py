@@ -128,7 +128,7 @@ def train(
             "steps": 1 if cold else plan.steps,
             "weights": not cold,
         }
-        environment = apart.only_rank()
+        environment = apart.launched()
         if cold:
             environment["TORCH_EXTENSIONS_DIR"] = str(work / "extensions")
         module, timeout = "sweeps.training.trainee", plan.timeout_seconds
