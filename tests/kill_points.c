@@ -10,8 +10,8 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <libaio.h>
 #include <limits.h>
+#include <linux/aio_abi.h>
 #include <signal.h>
 #include <spawn.h>
 #include <stdarg.h>
@@ -133,7 +133,7 @@ CALL(int, renameat, (int fd, const char* from, int other, const char* to), watch
 CALL(int, renameat2, (int fd, const char* from, int other, const char* to, unsigned flags), watched(other, to), fd, from, other, to, flags)
 
 /* Not found by dlsym: the extension's libaio is known to the extension alone. */
-int io_submit(io_context_t context, long count, struct iocb** blocks) {
+int io_submit(aio_context_t context, long count, struct iocb** blocks) {
   const int lock = before(!inside && count > 0 && watched_descriptor(blocks[0]->aio_fildes));
   const long result = syscall(SYS_io_submit, context, count, blocks);
   const int error = errno;
