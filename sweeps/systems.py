@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from nvme_offload.errors import UsageError
+from nvme_offload.hardware.machine import available_bytes
 
 from . import apart, command
 from .command import COUNT, Names, Size, option, say
@@ -55,7 +56,9 @@ class System(NamedTuple):
     make: Callable[[dict[str, Any]], Step]
 
 
+@functools.cache
 def _example() -> dict[str, Any]:
+    """What examples/big_models/train.py defines."""
     return runpy.run_path(str(_EXAMPLE))
 
 
@@ -277,12 +280,6 @@ def _train(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def available_bytes() -> int:
-    """What programs could still take of the memory of this machine, as the kernel estimates it."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
 @click.command()
 @command.directory
 @option("--model", default="7b", help="A model of examples/big_models/train.py.")
@@ -343,7 +340,7 @@ def main(
 def render(described: dict[str, str], found: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """The report in Markdown."""
     elements = _elements(options["model"])
-    rows = []
+    rows: list[dict[str, Any]] = []
     for one in found:
         steps = apart.of(one["told"], "step")
         settled = [step["taken"] for step in steps if step["number"] >= _SETTLING]

@@ -45,8 +45,8 @@ Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
 # When `NVMeOptimizer` updates: in `step`; under the next forward pass (`overlap_step`); or during the
 # backward pass (`step_in_backward`), for good or, "provisional", with what an update replaces kept,
-# to undo it where gradients are changed afterwards. "in both": provisionally, and under the next
-# forward pass what that has time for.
+# to undo it where gradients are changed afterwards. "in both": provisionally, and a part of it
+# under the next forward pass.
 Updates = Literal["after", "in forward", "provisional", "in both", "in backward"]
 UPDATES: tuple[Updates, ...] = get_args(Updates)
 

@@ -540,14 +540,13 @@ def test_the_forward_pass_has_a_share_of_the_updates(tmp_path, state_format):
     found = {}
     for overlap in (None, False, True):
         net = chain()
-        ways = {"step_in_backward": "provisional", "overlap_step": overlap}
-        ways = {} if overlap is None else ways
+        provisional = {"step_in_backward": "provisional", "overlap_step": overlap}
         with NVMeOptimizer(
             net.parameters(),
             paths=tmp_path,
             host_memory=600_000,
             state_format=state_format,
-            **ways,
+            **({} if overlap is None else provisional),
         ) as optimizer:
             counts, moved = [], []
             for number in range(20):
