@@ -4,7 +4,7 @@ DeepSpeed works with.
 On one machine, with two GPUs:
 
     deepspeed --num_gpus=2 train_deepspeed.py --deepspeed ds_config.json
-    torchrun --nproc-per-node=2 train_deepspeed.py --deepspeed ds_config.json
+    OMP_NUM_THREADS=16 torchrun --nproc-per-node=2 train_deepspeed.py --deepspeed ds_config.json
 
 On several machines, each of whose ranks uses the drive of its own machine under the same path. With
 a hostfile of lines such as "node1 slots=8", and pdsh and ssh without a password from the first

@@ -1,7 +1,7 @@
 """The Hugging Face Trainer with parameters and optimizer states on a drive, from a DeepSpeed
 configuration full of "auto":
 
-    torchrun --nproc-per-node=2 train_transformers.py --deepspeed ds_config_auto.json --output_dir out
+    OMP_NUM_THREADS=16 torchrun --nproc-per-node=2 train_transformers.py --deepspeed ds_config_auto.json --output_dir out
 
 Every option of TrainingArguments can be given; --resume_from_checkpoint goes on from the last
 checkpoint in the output directory.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Sequence, Set
+from fractions import Fraction
+from pathlib import Path
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import OffloadError, UsageError
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
+_log = logging.getLogger(__name__)
 
 
 def least(number: int) -> int:
@@ -32,3 +39,48 @@ def all_or_none(action: Callable[[], None]) -> None:
         raise failure
     if anywhere:
         raise UsageError("another rank cannot train with this configuration; its message says why")
+
+
+def share_cores() -> None:
+    """Let this rank's updates compute on its share of the cores, which other ranks may have too.
+
+    Without OMP_NUM_THREADS torch has a thread for every core, in each rank. OpenMP's threads spin
+    while they wait, so ranks with more threads than cores keep the cores from each other, and steps
+    take many times as long. What OMP_NUM_THREADS says stays; a warning says where it is far off.
+
+    Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone; torchrun and
+    accelerate set it to 1.
+    """
+    ranks: list[tuple[str, Set[int]]] = [("", frozenset())] * dist.get_world_size()
+    here, cores = _BOOT.read_text(), frozenset(os.sched_getaffinity(0))
+    dist.all_gather_object(ranks, (here, cores))
+    share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
+    threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    if wish is None and threads > share:
+        torch.set_num_threads(share)
+    if dist.get_rank() != 0:
+        return
+    if wish is None and threads > share:
+        _log.info("updates compute on %d threads in each rank, its share of the cores", share)
+    elif threads > share:
+        _log.warning(
+            "updates compute on %d threads in each rank, and its share of the cores is %d: ranks wait for each other's threads; set OMP_NUM_THREADS=%d",
+            threads,
+            share,
+            share,
+        )
+    elif wish is not None and 2 * threads <= share:
+        _log.warning(
+            "OMP_NUM_THREADS=%s, so updates compute on %d threads in each rank, and its share of the cores is %d: where they are slow, set OMP_NUM_THREADS=%d",
+            wish,
+            threads,
+            share,
+            share,
+        )
+
+
+def cores_for_each(mine: Set[int], ranks: Sequence[Set[int]]) -> int:
+    """How many of the cores *mine* a rank has for itself, at least 1, where *ranks*, itself among
+    them, have those cores; a core of n ranks is 1/n of a core for each.
+    """
+    return max(int(sum(Fraction(1, sum(core in each for each in ranks)) for core in mine)), 1)

@@ -27,7 +27,7 @@ from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import awaited, compat, states, working_weights
-from .agreement import all_or_none, least
+from .agreement import all_or_none, least, share_cores
 from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
@@ -114,6 +114,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
+            share_cores()
             all_or_none(lambda: self._open_tier(fp16_param_groups))
             self.tier.cap_bytes = least(self.tier.cap_bytes)
             all_or_none(self._plan)
