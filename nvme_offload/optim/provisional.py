@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Of a forward and its backward pass the first takes a third of the time, and a quarter where it is
 # computed again. Where the drive takes longer than both, any share will do with which it is not
 # waited for by one pass and idle under the other.
-_FORWARD_SHARE = 0.3
+FORWARD_SHARE = 0.3
 _GOLDEN = 0.6180339887498949  # its multiples are spread evenly beside any other rhythm
 _NEVER_SEEN = -1, 0  # a version and an address that no parameter has
 
@@ -128,7 +128,7 @@ class ProvisionalUpdates:
     keep alive, undo the updates first, but for one that backward() itself makes.
 
     Where `step` queues its updates for the next forward pass (*overlap*), that pass has
-    `_FORWARD_SHARE` of them, spread evenly over the order of backward(): the drive works under both
+    `FORWARD_SHARE` of them, spread evenly over the order of backward(): the drive works under both
     passes.
 
     Attributes: *made_count* and *rolled_back_count* are of the step that goes on, in buckets.
@@ -136,7 +136,7 @@ class ProvisionalUpdates:
 
     def __init__(self, tier: Tier, owner: Any, overlap: bool) -> None:
         self._tier = tier
-        self._forward_share = _FORWARD_SHARE if overlap else 0.0
+        self._forward_share = FORWARD_SHARE if overlap else 0.0
         self._owner = weakref.ref(owner)
         self._forward_hook: Any = None  # while there are updates
         self._made: dict[Bucket, _Before] = {}

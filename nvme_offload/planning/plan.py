@@ -12,7 +12,7 @@ the GPU its parameters, and of the drive, which the processors slow down while t
 
 `NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive); beside the
 last backward pass with `step_in_backward`, and beside the first forward pass with `overlap_step`;
-with both, each pass has as much of it as it has of the time.
+with both, the forward pass has `FORWARD_SHARE` of it.
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
 what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
@@ -66,6 +66,7 @@ ROUND_TRAFFIC = 8
 # Unpack and pack: "compact" reads 4 and writes 12, and back; "split" makes of 2 of the weight and 2
 # of its own the 4 of the master, and back.
 PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
+FORWARD_SHARE = 0.3  # of updates in both passes. Source: `optim.provisional`
 OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
 # Of the drive's measured speed, what a step reaches: the median of `NVMeOptimizer`'s shares in
 # reports/optimizer-*.md and h100-llama2-7b.md, and of DeepSpeed's in training-h200*.md.
@@ -604,7 +605,7 @@ def _phases(
     known = bool(machine.speeds) or not uses_drive
     if strategy.optimizer is None:
         return (Phase("forward", work.accumulation, forward),), known
-    hidden = _hidden(strategy, model, world, work, moved)
+    hidden = _hidden(strategy, model, world, moved)
     phases = []
     for name, beside in (("forward", forward), ("backward", backward)):
         phases.append(Phase(name, work.accumulation - (name in hidden), beside))
@@ -620,12 +621,12 @@ def _phases(
 
 
 def _hidden(
-    strategy: Strategy, model: Model, world: World, work: Work, moved: Streamed
+    strategy: Strategy, model: Model, world: World, moved: Streamed
 ) -> dict[str, tuple[float, float]]:
     """By pass, the shares of the parameters and of the bytes that are updated under it."""
     if strategy.updates == "in both":
-        share = 1 / (4 if work.recomputes else 3)  # of the time of both, which the forward pass has
-        return {"forward": (share, share), "backward": (1 - share, 1 - share)}
+        rest = 1 - FORWARD_SHARE
+        return {"forward": (FORWARD_SHARE, FORWARD_SHARE), "backward": (rest, rest)}
     whole = 1.0
     if strategy.provisional:  # but for what host memory holds, which is updated in the step
         whole = moved.written * world.size / (strategy.state_bytes * model.parameters)

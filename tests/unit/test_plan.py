@@ -23,6 +23,7 @@ from nvme_offload.errors import UsageError
 from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
+from nvme_offload.optim import provisional as provisional_updates
 from nvme_offload.optim.budget import most_elements
 from nvme_offload.planning.advice import Question, cheapest_change
 from nvme_offload.planning.model import Model, of_count
@@ -46,6 +47,7 @@ from nvme_offload.planning.placement import (
     whole_bytes,
 )
 from nvme_offload.planning.plan import (
+    FORWARD_SHARE,
     UTILISATION,
     Drive,
     Machine,
@@ -606,9 +608,13 @@ def test_updates_run_under_the_pass_of_their_window():
     assert left.name == "update"
     assert 0 < left.seconds < 0.1 * update
     assert provisional.seconds == pytest.approx(backward.seconds + left.seconds)
-    # each pass has its part of the updates
+    # each pass has the part of the updates that `NVMeOptimizer` makes under it
+    assert provisional_updates.FORWARD_SHARE == FORWARD_SHARE
     assert [phase.name for phase in both.phases] == ["forward and update", "backward and update"]
-    assert both.seconds == pytest.approx(max(update, passes["forward"] + passes["backward"]))
+    assert both.seconds == pytest.approx(
+        max(passes["forward"], FORWARD_SHARE * update)
+        + max(passes["backward"], (1 - FORWARD_SHARE) * update)
+    )
     assert both.seconds < min(each.seconds for each in (forward, provisional, backward))
     # twice the room on the drive for what is on it, and the weights that are replaced
     moved = after.written_bytes
