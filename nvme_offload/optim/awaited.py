@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .buckets import is_distributed
+
 if TYPE_CHECKING:
     from .buckets import Weight
     from .update_queue import Step, UpdateQueue
@@ -59,8 +61,8 @@ class Awaited:
             yield gradient
 
 
-class _Waits:
-    """What both classes have."""
+class Waits:
+    """What these classes have."""
 
     @classmethod
     def __torch_function__(
@@ -70,7 +72,7 @@ class _Waits:
         if function in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        found = [one for one in _leaves((args, kwargs)) if isinstance(one, _Waits)]
+        found = [one for one in _leaves((args, kwargs)) if isinstance(one, Waits)]
         for one in found:
             use(one)
         if not found:  # in a container of another kind
@@ -89,7 +91,7 @@ class _Waits:
         return self.__reduce_ex__(protocol)
 
 
-class AwaitedParameter(_Waits, torch.nn.Parameter):
+class AwaitedParameter(Waits, torch.nn.Parameter):
     """A Parameter with an update that is to come."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +99,7 @@ class AwaitedParameter(_Waits, torch.nn.Parameter):
         return torch.nn.Parameter(*args, **kwargs)
 
 
-class AwaitedTensor(_Waits, torch.Tensor):
+class AwaitedTensor(Waits, torch.Tensor):
     """A tensor of which an update that is to come needs the values, or which it is to change."""
 
     @staticmethod
@@ -110,9 +112,16 @@ _WAITING: dict[type, Any] = {torch.nn.Parameter: AwaitedParameter, torch.Tensor:
 _OWN: dict[type, Any] = {waiting: own for own, waiting in _WAITING.items()}
 
 
+def admit(own: type, waiting: type) -> None:
+    """Let tensors of the class *own* be of the class *waiting* until their updates are made."""
+    _WAITING[own], _OWN[waiting] = waiting, own
+
+
 def can_be_awaited(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is of a class whose uses can be made to wait."""
-    return type(tensor) in _WAITING or isinstance(tensor, _Waits)
+    if is_distributed(tensor):
+        from . import awaited_dtensor  # noqa: F401  # slow to import, and often not needed
+    return type(tensor) in _WAITING or isinstance(tensor, Waits)
 
 
 def use(tensor: Any) -> None:
@@ -120,7 +129,7 @@ def use(tensor: Any) -> None:
     awaited = _awaited(tensor)
     if awaited is not None:
         awaited.queue.use(awaited)
-    elif isinstance(tensor, _Waits):  # a gradient, the parameter of which is gone
+    elif isinstance(tensor, Waits):  # a gradient, the parameter of which is gone
         tensor.__class__ = _OWN[type(tensor)]
 
 
@@ -139,7 +148,7 @@ def use_module(module: torch.nn.Module, _: Any) -> None:
     for parameter in (
         module.parameters() if isinstance(module, _WITH_CHILDREN) else module._parameters.values()
     ):
-        if isinstance(parameter, _Waits):
+        if isinstance(parameter, Waits):
             use(parameter)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
-from .buckets import Bucket, Weight, is_distributed, like, local
+from .buckets import Bucket, Weight, is_distributed, like, local, local_as_it_is
 from .placeholders import SpentGradient
 
 
@@ -99,13 +99,12 @@ class BackwardUpdates:
     def spend(self, bucket: Bucket) -> None:
         """Let the gradients go that *bucket*, which has been updated, was the last to need."""
         for fragment in bucket.fragments:
+            parameter = fragment.weight.parameter
             if (
                 all(other.bucket in self._updated for other in fragment.weight.fragments)
-                and fragment.weight.parameter.grad is not None
+                and parameter.grad is not None
             ):
-                fragment.weight.parameter.grad = like(
-                    fragment.weight.parameter, SpentGradient(local(fragment.weight.parameter))
-                )
+                parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter)))
 
     def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
         owner = self._owner
@@ -134,5 +133,5 @@ def await_copy(parameter: torch.Tensor) -> None:
 
 def clear_spent(parameter: torch.Tensor) -> None:
     """Let the next backward() begin with no gradient."""
-    if parameter.grad is not None and isinstance(local(parameter.grad), SpentGradient):
+    if parameter.grad is not None and isinstance(local_as_it_is(parameter.grad), SpentGradient):
         parameter.grad = None

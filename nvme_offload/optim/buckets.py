@@ -387,10 +387,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
+def local_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without waiting for an update that is to come: for its shape, dtype and device."""
+    if not is_distributed(tensor):
+        return tensor
+    part: torch.Tensor = _dtensor()._local_tensor.__get__(tensor)
+    return part
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a DTensor. Nothing is imported to find that out."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = _dtensor()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def _dtensor() -> Any:
+    """The class, None where nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def offset_of(parameter: torch.Tensor) -> int:
@@ -413,8 +426,7 @@ def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return part
     # Not DTensor.from_local, which moves to the device of the mesh.
     spec: Any = parameter._spec  # type: ignore[attr-defined]
-    kind: Any = type(parameter.detach())
-    whole: torch.Tensor = kind(
+    whole: torch.Tensor = _dtensor()(
         part,
         type(spec)(
             spec.mesh, spec.placements, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype)

@@ -1351,7 +1351,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 def _check_class(parameter: torch.Tensor) -> None:
     if not can_be_awaited(parameter):
         raise UnsupportedError(
-            f"overlap_step=True takes Parameters and plain tensors, whose use can be made to wait, not {type(parameter).__name__}, such as FSDP2's DTensors: "
+            f"overlap_step=True takes Parameters, plain tensors and DTensors, whose use can be made to wait, not {type(parameter).__name__}: "
             "leave it out, or use step_in_backward"
         )
 

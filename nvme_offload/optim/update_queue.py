@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..io.waits import wait_for
 from ..optimizer_states import compiling
 from .awaited import Awaited, use_module
-from .buckets import Bucket, Weight
+from .buckets import Bucket, Weight, is_distributed, local
 
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
 _compiled = False  # whether anything was compiled in this process
@@ -118,7 +118,7 @@ class UpdateQueue:
                 for one in awaited:
                     one.home = home
                     if one.values is not None:
-                        one.values.record_stream(stream)
+                        local(one.values).record_stream(stream)
             self._put(Job(step, bucket, options, awaited, ready))
             if not self._module_hooks:
                 self._module_hooks.append(
@@ -159,19 +159,19 @@ class UpdateQueue:
             for device, stream in self._streams.items():
                 torch.cuda.current_stream(device).wait_stream(stream)
             for awaited in list(self._held):
+                _be_reached(awaited)
                 self._restore(awaited)
 
     def use(self, awaited: Awaited) -> None:
         """Wait for one update: the parameter is used for the first time. Raises: what went
         wrong.
         """
+        if self._is_worker():
+            return
         self._wait(lambda: awaited.left == 0)
         with self.lock:
             if awaited in self._held:
-                if awaited.event is not None:
-                    now = torch.cuda.current_stream(awaited.weight.parameter.device)
-                    for stream in {now, awaited.home}:
-                        stream.wait_event(awaited.event)
+                _be_reached(awaited)
                 self.uses.append(awaited.weight)
                 self._restore(awaited)
 
@@ -320,6 +320,18 @@ class UpdateQueue:
                 stream.wait_event(job.ready)
                 stack.enter_context(torch.cuda.stream(stream))
             yield
+
+
+def _be_reached(awaited: Awaited) -> None:
+    """Let what uses the parameter from now on come after its update on a GPU."""
+    if awaited.event is None:
+        return
+    if is_distributed(awaited.weight.parameter):
+        awaited.event.synchronize()  # FSDP2 gathers on streams of its own
+        return
+    now = torch.cuda.current_stream(awaited.weight.parameter.device)
+    for stream in {now, awaited.home}:
+        stream.wait_event(awaited.event)
 
 
 def wait_for_all() -> None:

@@ -493,9 +493,8 @@ def _plan(
     need = needs(strategy, model, world)
     saved = saved_bytes(model, work) if strategy.optimizer else 0.0
     gpu_bytes = need.gpu_bytes + (activation_bytes(model, work) if strategy.optimizer else 0)
-    plain, problems = strategy.door == "plain", []
-    if "forward" in strategy.windows and world.size > 1:
-        problems.append("one process: overlap_step does not take FSDP2's parameters")
+    plain = strategy.door == "plain"
+    problems: list[str] = []
     # not counted by DeepSpeed's estimates, so not shown as theirs
     beside = 0 if plain else WEIGHT_BYTES * min(BUCKET_ELEMENTS, model.parameters)
     beside = beside if strategy.optimizer else 0

@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 from reference import OPTIMIZERS, SHAPES, Reference, differing, parameters, smallest, train, unlike
-from test_ranks import CASES, IN_BACKWARD, told_by_two_ranks
+from test_ranks import CASES, IN_BACKWARD, OVERLAPPED, told_by_two_ranks
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -290,6 +290,11 @@ def told_in_backward(tmp_path_factory):
     return told_by_two_ranks("ranks_in_backward.py", "cuda", tmp_path_factory.mktemp("drive"))
 
 
+@pytest.fixture(scope="module")
+def told_overlapped(tmp_path_factory):
+    return told_by_two_ranks("ranks_overlap.py", "cuda", tmp_path_factory.mktemp("drive"))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("case", CASES)
 def test_two_gpus(told, case):
@@ -300,3 +305,9 @@ def test_two_gpus(told, case):
 @pytest.mark.parametrize("case", IN_BACKWARD)
 def test_updates_in_backward_on_two_gpus(told_in_backward, case):
     assert told_in_backward[case] == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("case", OVERLAPPED)
+def test_overlapped_steps_on_two_gpus(told_overlapped, case):
+    assert told_overlapped[case] == []

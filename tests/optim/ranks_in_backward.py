@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reference import Reference, differing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
+from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours, sharded
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -107,17 +107,6 @@ def compared(
     return found + differing(
         *([local(parameter) for parameter in net.parameters()] for net in nets)
     )
-
-
-def sharded(
-    dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any
-) -> nn.Sequential:
-    made: Any = net or model(dtype)
-    for layer in made:
-        if list(layer.parameters()):
-            fully_shard(layer, **policies)
-    fully_shard(made, **policies)
-    return made
 
 
 @case

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 
+import late
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -81,31 +82,9 @@ def in_memory(steps):
 
 
 @pytest.fixture
-def only_when_awaited(monkeypatch):
-    """No update is made before somebody waits for one: who looks without waiting sees what was
-    before.
-    """
-    wanted = threading.Event()
-
-    def opening(method):
-        def wrapped(queue, *args, **kwargs):
-            wanted.set()
-            try:
-                return method(queue, *args, **kwargs)
-            finally:
-                wanted.clear()
-
-        return wrapped
-
-    make = UpdateQueue.make
-
-    def held(queue, job):
-        wanted.wait()
-        make(queue, job)
-
-    for name in ("_wait", "quiesce", "stop"):
-        monkeypatch.setattr(UpdateQueue, name, opening(getattr(UpdateQueue, name)))
-    monkeypatch.setattr(UpdateQueue, "make", held)
+def only_when_awaited():
+    with late.only_when_awaited():
+        yield
 
 
 _gates = []

@@ -49,7 +49,13 @@ OVERLAPPED = (
     "ddp_with_unused_parameters",
     "ddp_accumulation",
     "zero_redundancy",
-    "fsdp2_is_refused",
+    "fsdp2",
+    "fsdp2_policies",
+    "fsdp2_gathered_before_it_is_used",
+    "fsdp2_gradients",
+    "fsdp2_updates_in_both_passes",
+    "fsdp2_looked_at",
+    "tensor_parallel",
 )
 ACCUMULATED = (
     "ddp",

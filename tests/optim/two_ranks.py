@@ -1,4 +1,4 @@
-"""What `ranks.py` and `ranks_in_backward.py` share: cases, of which two ranks tell what is not the
+"""What `ranks.py`, `ranks_in_backward.py` and the others share: cases, of which two ranks tell what is not the
 same, and what they train.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -54,6 +55,18 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150), nn.ReLU(), nn.Linear(150, 7)
     ).to(DEVICE, dtype)
+
+
+def sharded(
+    dtype: torch.dtype = torch.float32, net: nn.Module | None = None, **policies: Any
+) -> nn.Sequential:
+    """Each layer of *net* by itself, by FSDP2."""
+    made: Any = net or model(dtype)
+    for layer in made:
+        if list(layer.parameters()):
+            fully_shard(layer, **policies)
+    fully_shard(made, **policies)
+    return made
 
 
 def inputs(number: int, dtype: torch.dtype = torch.float32, rank: int = RANK) -> torch.Tensor:
