@@ -80,11 +80,13 @@ def test_two_ranks_with_a_directory_each_have_the_losses_of_states_in_memory(tmp
         drive.mkdir()
     both = {"ranks": 2, "left": drives}
     clip = ("--clip", "0.5")
-    on = trained(tmp_path, "--drive", *map(str, drives), "--format", "exact", *clip, **both)
     off = trained(tmp_path, "--reference", "--update", "after", *clip, **both)
-    assert on["losses"] == off["losses"]
-    assert on["steps_clipped"] == off["steps_clipped"] > 0
-    assert on["gpus"] == 2
+    for update in ("in-backward", "under-forward", "both"):
+        how = ("--drive", *map(str, drives), "--format", "exact", "--update", update)
+        on = trained(tmp_path, *how, *clip, **both)
+        assert on["losses"] == off["losses"]
+        assert on["steps_clipped"] == off["steps_clipped"] > 0
+        assert on["gpus"] == 2
 
 
 @pytest.mark.parametrize(("state_format", "ranks"), [("exact", 1), ("compact24", 2)])
