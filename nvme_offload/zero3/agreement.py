@@ -52,7 +52,7 @@ def share_cores() -> None:
     accelerate set it to 1.
     """
     ranks: list[tuple[str, Set[int]]] = [("", frozenset())] * dist.get_world_size()
-    here, cores = _BOOT.read_text(), frozenset(os.sched_getaffinity(0))
+    here, cores = _machine(), frozenset(os.sched_getaffinity(0))
     dist.all_gather_object(ranks, (here, cores))
     share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
     threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
@@ -77,6 +77,14 @@ def share_cores() -> None:
             share,
             share,
         )
+
+
+def _machine() -> str:
+    """The same on all ranks of this machine, and on no others."""
+    try:
+        return _BOOT.read_text()
+    except OSError:  # there are sandboxes that do not show it
+        return os.uname().nodename
 
 
 def cores_for_each(mine: Set[int], ranks: Sequence[Set[int]]) -> int:
