@@ -33,7 +33,6 @@ class Awaited:
         self.step = step
         self.weight = weight
         self.values = None if gradient is None else gradient.detach()
-        self._gradient = None if gradient is None else weakref.ref(gradient)
         self.left = 0
         self.event: Any = None
         self.home: Any = None
@@ -48,17 +47,17 @@ class Awaited:
                 tensor.__class__ = _WAITING[type(tensor)]
 
     def restore(self) -> None:
-        """Give both their own classes back."""
+        """Give both their own classes back. A gradient that is the parameter's no more has it when
+        it is used.
+        """
         for tensor in self._tensors():
             if _awaited(tensor) is self:
-                tensor.__class__ = _OWN[type(tensor)]
-                del tensor.__dict__[_KEY]
+                _restore(tensor)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield self.weight.parameter
-        gradient = None if self._gradient is None else self._gradient()
-        if gradient is not None:
-            yield gradient
+        if self.weight.parameter.grad is not None:
+            yield self.weight.parameter.grad
 
 
 class Waits:
@@ -80,6 +79,11 @@ class Waits:
 
             wait_for_all()
         return function(*args, **kwargs)
+
+    def as_subclass(self, kind: Any) -> Any:
+        """As a tensor's: no function of torch, though it gives another one of the same memory."""
+        use(self)
+        return self.as_subclass(kind)
 
     def __deepcopy__(self, memo: Any) -> Any:
         # torch's would make another one of this class
@@ -127,10 +131,13 @@ def can_be_awaited(tensor: torch.Tensor) -> bool:
 def use(tensor: Any) -> None:
     """Wait for the update of *tensor*, if there is one to come. Raises: what went wrong in it."""
     awaited = _awaited(tensor)
-    if awaited is not None:
-        awaited.queue.use(awaited)
-    elif isinstance(tensor, Waits):  # a gradient, the parameter of which is gone
-        tensor.__class__ = _OWN[type(tensor)]
+    if (awaited is None or awaited.queue.use(awaited)) and isinstance(tensor, Waits):
+        _restore(tensor)  # a gradient that is not its parameter's any more
+
+
+def _restore(tensor: Any) -> None:
+    tensor.__class__ = _OWN[type(tensor)]
+    tensor.__dict__.pop(_KEY, None)
 
 
 def _awaited(tensor: torch.Tensor) -> Any:

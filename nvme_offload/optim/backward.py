@@ -28,6 +28,7 @@ class BackwardUpdates:
         self._owner = weakref.ref(owner)
         self._assume_final = assume_final
         self._updated = updated
+        self._spent: dict[Weight, None] = {}  # since `zero_grad`
         self._waiting: dict[Bucket, set[Weight]] = {}  # whose gradients are not complete
         self._hooks: list[Any] = []
         self.accumulating = False
@@ -66,8 +67,14 @@ class BackwardUpdates:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(weight)))
 
     def end_step(self) -> None:
-        """All that were waited for have been updated by others, or never will be."""
+        """All that were waited for have been updated by others, or never will be; the next
+        backward() begins with no gradients.
+        """
         self._waiting.clear()
+        for weight in self._spent:
+            gradient = weight.parameter.grad
+            if gradient is not None and isinstance(local_as_it_is(gradient), SpentGradient):
+                weight.parameter.grad = None
 
     def close(self) -> None:
         """Say no more."""
@@ -105,6 +112,19 @@ class BackwardUpdates:
                 and parameter.grad is not None
             ):
                 parameter.grad = like(parameter, SpentGradient(local_as_it_is(parameter)))
+                self._spent[fragment.weight] = None
+
+    def zero(self, *, set_to_none: bool) -> None:
+        """Have in place of the gradients that were spent what `zero_grad` has of others: zeros, with
+        which what the next backward() leaves out is updated.
+        """
+        spent, self._spent = self._spent, {}
+        for weight in () if set_to_none else spent:
+            parameter = weight.parameter
+            if parameter.grad is None:
+                part = local_as_it_is(parameter)
+                zeros = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
+                parameter.grad = like(parameter, zeros)
 
     def _hook(self, weight: Weight) -> Callable[[torch.Tensor], None]:
         owner = self._owner
@@ -129,9 +149,3 @@ def await_copy(parameter: torch.Tensor) -> None:
     """
     if parameter.grad is not None and local(parameter.grad).is_pinned():
         torch.accelerator.current_stream().synchronize()
-
-
-def clear_spent(parameter: torch.Tensor) -> None:
-    """Let the next backward() begin with no gradient."""
-    if parameter.grad is not None and isinstance(local_as_it_is(parameter.grad), SpentGradient):
-        parameter.grad = None

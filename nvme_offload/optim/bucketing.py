@@ -258,3 +258,7 @@ def _check(parameter: torch.Tensor) -> None:
         )
     if parameter.layout is not torch.strided:
         raise UnsupportedError(f"parameters must be dense, not {parameter.layout}")
+    if is_distributed(parameter) and type(local(parameter)) is not torch.Tensor:
+        raise UnsupportedError(
+            f"the parts of a DTensor on the ranks must be plain tensors, not {type(local(parameter)).__name__}"
+        )

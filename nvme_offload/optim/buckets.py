@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,8 @@ from ..optimizer_states.tree import Key, is_for_each
 if TYPE_CHECKING:
     from .awaited import Awaited
 
+_TAKEN = "_nvme_offload_taken"  # in the __dict__ of a gradient
+_marks = itertools.count()
 _SLOT_BYTES = 64  # where a state begins that is not of the layout: a cache line
 
 
@@ -31,8 +33,8 @@ class Weight:
     *traits*: of the optimizer's class with parameters like this one. *number*: among all of the
     optimizer's. *offset*: of the part on this rank within all of the parameter, in elements.
 
-    *awaited*: the update that is queued, and *taken* the gradient of the last that was, with its
-    version.
+    *awaited*: the update that is queued, and *taken* the mark of the gradient of the last that was,
+    with its version. No weak reference, with which torch.utils.swap_tensors takes no gradient.
     """
 
     parameter: torch.Tensor
@@ -46,7 +48,7 @@ class Weight:
     shown: Any = None  # the `ShownState`, once there is one
     placeholders: dict[Key, torch.Tensor] = dataclasses.field(default_factory=dict)  # that it has
     awaited: Awaited | None = None
-    taken: tuple[weakref.ref[torch.Tensor], int] | None = None
+    taken: tuple[int, int] | None = None
 
     @property
     def states(self) -> dict[Any, Any]:
@@ -65,9 +67,7 @@ class Weight:
         """Whether the parameter has another gradient than the one that was taken up."""
         gradient = self.parameter.grad
         return gradient is not None and (
-            self.taken is None
-            or self.taken[0]() is not gradient
-            or self.taken[1] != gradient._version
+            self.taken is None or self.taken != (gradient.__dict__.get(_TAKEN), gradient._version)
         )
 
     def taken_up(self) -> None:
@@ -75,7 +75,8 @@ class Weight:
         gradient = self.parameter.grad
         if gradient is not None:
             torch.autograd.graph.increment_version(self.parameter)
-            self.taken = weakref.ref(gradient), gradient._version
+            gradient.__dict__[_TAKEN] = next(_marks)
+            self.taken = gradient.__dict__[_TAKEN], gradient._version
         self.seen = self._now()
 
     def look(self) -> None:

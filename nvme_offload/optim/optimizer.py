@@ -28,7 +28,7 @@ from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
 from .accumulation import GradientSums
 from .awaited import can_be_awaited
-from .backward import BackwardUpdates, await_copy, clear_spent
+from .backward import BackwardUpdates, await_copy
 from .bucketing import Bucketing
 from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
@@ -357,6 +357,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 )
             self._end_step()
         super().zero_grad(set_to_none)
+        if self._backward is not None:
+            self._backward.zero(set_to_none=set_to_none)
         if self._sums is not None:
             self._sums.clear()
 
@@ -958,8 +960,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        for weight in self._weights:
-            clear_spent(weight.parameter)
         if self._sums is not None:
             self._sums.spend(list(self._updated))
         self._updated.clear()

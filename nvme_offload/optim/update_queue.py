@@ -162,18 +162,19 @@ class UpdateQueue:
                 _be_reached(awaited)
                 self._restore(awaited)
 
-    def use(self, awaited: Awaited) -> None:
-        """Wait for one update: the parameter is used for the first time. Raises: what went
-        wrong.
+    def use(self, awaited: Awaited) -> bool:
+        """Wait for one update: the parameter is used for the first time. False where it is the
+        update that uses it. Raises: what went wrong.
         """
         if self._is_worker():
-            return
+            return False
         self._wait(lambda: awaited.left == 0)
         with self.lock:
             if awaited in self._held:
                 _be_reached(awaited)
                 self.uses.append(awaited.weight)
                 self._restore(awaited)
+        return True
 
     def check(self) -> None:
         """Raises: what went wrong, if nobody was told; otherwise have it tried again."""

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours
@@ -173,6 +174,35 @@ def fsdp2_sgd() -> list[Any]:
 @case
 def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
     return sharded(offload_policy=CPUOffloadPolicy()) if DEVICE == "cuda" else []
+
+
+class Wrapped(torch.Tensor):
+    """What wraps another tensor, as for FSDP2's gathering in a format of its own."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass
+        return made(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls(function(*(getattr(one, "inner", one) for one in args), **(kwargs or {})))
+
+
+@case
+def parts_of_another_class_are_refused() -> list[Any]:
+    part = Wrapped(torch.ones(16, 16, device=DEVICE))
+    whole = DTensor.from_local(part, init_device_mesh(DEVICE, (2,)), [Shard(0)], run_check=False)
+    try:
+        ours([nn.Parameter(whole)])
+    except UnsupportedError as error:
+        return [] if "not Wrapped" in str(error) else [error]
+    return ["not refused"]
 
 
 @case

@@ -240,6 +240,7 @@ def fsdp2_looked_at() -> list[Any]:
         "a sum": lambda net, weight: weight.sum().full_tensor(),  # type: ignore[attr-defined]
         "foreach": lambda net, weight: local(torch._foreach_mul([weight], 2.0)[0]),
         "evaluation": lambda net, weight: evaluated(net),
+        "to": lambda net, weight: local(net.to(DEVICE)[4].weight),
     }
 
     def evaluated(net: Any) -> torch.Tensor:

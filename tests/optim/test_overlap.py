@@ -535,6 +535,7 @@ class Scaled(torch.autograd.Function):
 LOOKS = {
     "detach": lambda net, _: net[0].weight.detach().clone(),
     "data": lambda net, _: net[2].weight.data.clone(),
+    "as_subclass": lambda net, _: net[0].weight.as_subclass(torch.Tensor).detach().clone(),
     "tolist": lambda net, _: torch.tensor(net[4].weight.tolist()),
     "numpy": lambda net, _: torch.from_numpy(net[4].weight.detach().numpy().copy()),
     "item": lambda net, _: torch.tensor(net[4].bias[0].item()),
@@ -570,6 +571,36 @@ LOOKS = {
         [state["exp_avg_sq"].reshape(-1) for state in optimizer.state_dict()["state"].values()]
     ),
 }
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_model_is_converted_while_updates_and_gradients_are_there(tmp_path, swap):
+    """Also where torch swaps tensors, which it refuses where there are weak references to them."""
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with late.only_when_awaited():
+            net, optimizer = begun(tmp_path, steps=3)
+            optimizer.step()
+            assert all(waiting(net))
+            net.to(torch.float32, memory_format=torch.preserve_format).cpu()
+            optimizer.close()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert differing(list(net.parameters()), list(in_memory(4).parameters())) == []
+
+
+def test_a_gradient_that_was_kept_waits_and_is_a_tensor_again(tmp_path):
+    with late.only_when_awaited():
+        net, optimizer = begun(tmp_path)
+        kept = net[4].weight.grad
+        before = kept.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(batch(0))
+        assert type(kept) is AwaitedTensor  # its parameter has been waited for, and it was not used
+        assert differing([kept * 1], [before]) == []
+        assert type(kept) is torch.Tensor
+        optimizer.close()
 
 
 def saved_and_loaded(net):

@@ -22,6 +22,7 @@ CASES = (
     "fsdp2_bfloat16",
     "fsdp2_sgd",
     "fsdp2_with_parameters_on_the_cpu",
+    "parts_of_another_class_are_refused",
     "distributed_checkpoint",
     "saved_by_each_rank",
     "tensor_parallel",
