@@ -273,7 +273,7 @@ def of_big_models() -> Iterator[Case]:
         )
     slower = {"read": 2.0e9, "write": 3.0e9, "mixed": 2.5e9}
     # both ways at once as in updates after backward on that machine
-    between = {"read": 2.5e9, "write": 2.5e9, "mixed": 2 * 19.16e9 / 14.4}
+    between = {"read": 2.5e9, "write": 2.5e9, "mixed": 2 * 19.16e9 / 13.5}
     for updates, way, speeds in (
         ("after backward", "plain-compact", slower),
         ("`overlap_step=True`", "plain-in-forward-compact", slower),
