@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .awaited import Waits, admit, use
-
-_PART: Any = DTensor._local_tensor  # the slot that an instance of either class has
+from .buckets import local_as_it_is
 
 
 class AwaitedDTensor(Waits, DTensor):
@@ -31,13 +30,13 @@ class AwaitedDTensor(Waits, DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         use(self)
-        part: torch.Tensor = _PART.__get__(self)
-        return part
+        return local_as_it_is(self)
 
     @_local_tensor.setter
     def _local_tensor(self, part: torch.Tensor) -> None:
         use(self)
-        _PART.__set__(self, part)
+        slot: Any = DTensor._local_tensor  # that instances of both classes have
+        slot.__set__(self, part)
 
 
 admit(DTensor, AwaitedDTensor)

@@ -66,8 +66,9 @@ class Weight:
     def has_new_gradient(self) -> bool:
         """Whether the parameter has another gradient than the one that was taken up."""
         gradient = self.parameter.grad
-        return gradient is not None and (
-            self.taken is None or self.taken != (gradient.__dict__.get(_TAKEN), gradient._version)
+        return gradient is not None and self.taken != (
+            gradient.__dict__.get(_TAKEN),
+            gradient._version,
         )
 
     def taken_up(self) -> None:

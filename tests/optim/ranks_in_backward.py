@@ -17,16 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from two_ranks import DEVICE, DIRECTORY, RANK, case, inputs, local, main, model, ours, sharded
+from two_ranks import (
+    DEVICE,
+    DIRECTORY,
+    RANK,
+    case,
+    inputs,
+    local,
+    main,
+    model,
+    ours,
+    over_tensors,
+    sharded,
+)
 
 import nvme_offload.store.store
 from nvme_offload._aio import FaultKind
@@ -208,22 +214,9 @@ def fsdp2_a_layer_twice() -> list[Any]:
 
 @case
 def tensor_parallel() -> list[Any]:
-    """With gradients that each rank has a part of the sum of, those of the normalisation."""
-    mesh = init_device_mesh(DEVICE, (2,))
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(
-            DEVICE
-        )
-        plan = {
-            "0": SequenceParallel(sequence_dim=0),
-            "1": ColwiseParallel(input_layouts=Shard(0)),
-            "3": RowwiseParallel(),
-        }
-        return parallelize_module(net, mesh, plan)
-
-    return compared(make, foreach=False) + compared(make, summed_by_the_optimizer, foreach=False)
+    return compared(over_tensors, foreach=False) + compared(
+        over_tensors, summed_by_the_optimizer, foreach=False
+    )
 
 
 class Part(nn.Module):

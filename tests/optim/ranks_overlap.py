@@ -18,15 +18,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import DEVICE, DIRECTORY, case, inputs, local, main, model, ours, sharded
+from two_ranks import (
+    DEVICE,
+    DIRECTORY,
+    case,
+    inputs,
+    local,
+    main,
+    model,
+    ours,
+    over_tensors,
+    sharded,
+)
 
 from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter
@@ -271,21 +276,7 @@ def fsdp2_looked_at() -> list[Any]:
 
 @case
 def tensor_parallel() -> list[Any]:
-    mesh = init_device_mesh(DEVICE, (2,))
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(
-            DEVICE
-        )
-        plan = {
-            "0": SequenceParallel(sequence_dim=0),
-            "1": ColwiseParallel(input_layouts=Shard(0)),
-            "3": RowwiseParallel(),
-        }
-        return parallelize_module(net, mesh, plan)
-
-    return compared_over_ranks(make)
+    return compared_over_ranks(over_tensors)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from nvme_offload.optim import NVMeOptimizer
 
@@ -67,6 +75,22 @@ def sharded(
             fully_shard(layer, **policies)
     fully_shard(made, **policies)
     return made
+
+
+def over_tensors() -> nn.Module:
+    """By tensor parallelism, with gradients that each rank has a part of the sum of, those of the
+    normalisation.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 150)).to(
+        DEVICE
+    )
+    plan = {
+        "0": SequenceParallel(sequence_dim=0),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "3": RowwiseParallel(),
+    }
+    return parallelize_module(net, init_device_mesh(DEVICE, (2,)), plan)
 
 
 def inputs(number: int, dtype: torch.dtype = torch.float32, rank: int = RANK) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 pytestmark = pytest.mark.deepspeed
 pytest.importorskip("deepspeed")
 
+from launch import PATIENCE  # noqa: E402
 from ports import free_port  # noqa: E402
 
 from nvme_offload.zero3.agreement import cores_for_each  # noqa: E402
@@ -72,7 +73,7 @@ def threads(
             )
 
     processes = [begin(rank) for rank in range(ranks)]
-    told = [process.communicate(timeout=300)[0] for process in processes]
+    told = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     texts = [(tmp_path / f"{rank}.log").read_text() for rank in range(ranks)]
     assert [process.returncode for process in processes] == [0] * ranks, texts
     return [json.loads(lines.splitlines()[-1]) for lines in told], texts[0]
