@@ -4,7 +4,6 @@ on tensors, moves nothing.
 
 from __future__ import annotations
 
-from .eight_bit import BLOCK, block_names
 from .formats import (
     FORMATS,
     Layout,
@@ -14,6 +13,7 @@ from .formats import (
     put_in_place,
     state_format,
 )
+from .rounding import BLOCK, block_names
 from .widening import far_blocks, least_eps, looks_at, round_near, wide_enough, widened
 
 __all__ = [

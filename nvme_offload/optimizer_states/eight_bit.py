@@ -21,31 +21,28 @@ most a fifth.
 
 Rounding is stochastic and unbiased. Rounding to nearest would not work: with beta2 = 0.999 a second
 moment changes by a thousandth in a step, and codes are a sixteenth to an eighth apart, so it would
-never change. The random numbers are a small table, multiplied and shifted by a hash of the seed and
-the block's name: equal seeds and names give equal codes, wherever the block is and on every device.
+never change. Equal seeds and names of blocks give equal codes, wherever the block is and on every
+device (`rounding`).
 
 A block with an infinity, a NaN or a magnitude of 1.6e38 or more is decoded as NaN throughout: an
 overflow must not become a number.
 
-On the CPU the extension does all of this in one pass over memory (aio/codec.h); on other devices
-torch operations do it, with the same bits.
+On the CPU the extension does all of this in one pass over memory (aio/codec.h), and on GPUs so does
+Triton where it is there (`by_triton`); elsewhere torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 from .. import _aio
 from ..errors import UnsupportedError
+from .on_gpu import kernels
+from .rounding import BLOCK, random_keys, random_table
 from .split import CHUNK
 
 if TYPE_CHECKING:
     import torch
-
-# Does not change the values of codes, so not the errors: over real gradients 64 and 4096 gave the
-# same.
-BLOCK = 256
 
 _SIGNED = {
     "exp_avg": True,  # Adam, AdamW, NAdam, RAdam, Adamax, Lion
@@ -83,16 +80,6 @@ def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
     return _SIGNED[key]
 
 
-def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Names of the blocks of *numel* elements from element *start* of what is trained, for `encode`:
-    by position, so that they do not depend on buckets or sub-groups.
-    """
-    import torch
-
-    first = start // BLOCK
-    return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
-
-
 def encode(
     values: torch.Tensor,
     codes: torch.Tensor,
@@ -110,10 +97,12 @@ def encode(
     import torch
 
     if not values.is_cpu:
-        encode_by_torch(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
+        by = kernels(values.device)
+        there = by.encode if by else encode_by_torch
+        there(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
         return
-    count, table = values.numel(), _table(values.device)
-    factors, summands = _keys(count, seed, values.device, blocks)
+    count, table = values.numel(), random_table(values.device)
+    factors, summands = random_keys(count, seed, values.device, blocks)
     randoms = table.data_ptr(), factors.data_ptr(), summands.data_ptr()
     _aio.encode(
         values.data_ptr(),
@@ -139,7 +128,7 @@ def round_to_16(
     """
     import torch
 
-    factors, summands = _keys(values.numel(), seed, values.device, blocks)
+    factors, summands = random_keys(values.numel(), seed, values.device, blocks)
     size = min(1 << 16 if values.is_cpu else CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     random = torch.empty(size, dtype=torch.int32, device=values.device)
     for start in range(0, values.numel(), size):
@@ -165,10 +154,11 @@ def round_to_24(
     import torch
 
     if not values.is_cpu:
-        round_to_24_by_torch(values, seed=seed, blocks=blocks)
+        by = kernels(values.device)
+        (by.round_to_24 if by else round_to_24_by_torch)(values, seed=seed, blocks=blocks)
         return
-    factors, summands = _keys(values.numel(), seed, values.device, blocks)
-    randoms = _table(values.device).data_ptr(), factors.data_ptr(), summands.data_ptr()
+    factors, summands = random_keys(values.numel(), seed, values.device, blocks)
+    randoms = random_table(values.device).data_ptr(), factors.data_ptr(), summands.data_ptr()
     _aio.round_to_24(values.data_ptr(), values.numel(), *randoms, torch.get_num_threads())
 
 
@@ -178,7 +168,7 @@ def round_to_24_by_torch(
     """`round_to_24`, on any device."""
     import torch
 
-    factors, summands = _keys(values.numel(), seed, values.device, blocks)
+    factors, summands = random_keys(values.numel(), seed, values.device, blocks)
     size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     random = torch.empty(size, dtype=torch.int32, device=values.device)
     for start in range(0, values.numel(), CHUNK):
@@ -211,8 +201,9 @@ def decode(
             signed,
             torch.get_num_threads(),
         )
-    else:
-        decode_by_torch(codes, exponents, values, signed=signed)
+        return
+    by = kernels(values.device)
+    (by.decode if by else decode_by_torch)(codes, exponents, values, signed=signed)
 
 
 def encode_by_torch(
@@ -229,7 +220,7 @@ def encode_by_torch(
 
     device = values.device
     values = values.view(-1)
-    factors, summands = _keys(values.numel(), seed, device, blocks)
+    factors, summands = random_keys(values.numel(), seed, device, blocks)
     size = min(CHUNK, -(-values.numel() // BLOCK) * BLOCK)
     scaled, other = (torch.empty(size, dtype=torch.float32, device=device) for _ in range(2))
     for start in range(0, values.numel(), CHUNK):
@@ -320,56 +311,7 @@ def _randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -
     import torch
 
     count = out.numel() // BLOCK
-    torch.mul(_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(
+    torch.mul(random_table(out.device), factors[:count, None], out=out.view(count, BLOCK)).add_(
         summands[:count, None]
     )
     return out
-
-
-@functools.cache
-def _table(device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.randint(
-        -(1 << 31),
-        1 << 31,
-        (BLOCK,),
-        dtype=torch.int32,
-        generator=torch.Generator().manual_seed(0x5EED),
-    ).to(device)
-
-
-def _keys(
-    count: int, seed: tuple[int, ...], device: torch.device, blocks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor and the summand for the random table of each block of *count* values: a hash of
-    *seed* and the block's name.
-    """
-    import torch
-
-    if blocks is None:
-        blocks = block_names(0, count, device)
-    state = 0
-    for part in seed:
-        state = _mixed(state ^ (part % (1 << 64)))
-    key = blocks.mul(_GOLDEN).add_(_as_signed(state))
-    for multiplier in _MULTIPLIERS:
-        key.bitwise_xor_((key >> 29) & ((1 << 35) - 1)).mul_(multiplier)
-    return (key >> 32).to(torch.int32) | 1, (key ^ (key >> 32)).to(torch.int32)
-
-
-def _mixed(number: int) -> int:
-    """A bijective hash of 64 bits."""
-    number = (number + _GOLDEN) % (1 << 64)
-    for multiplier in _MULTIPLIERS:
-        number = ((number ^ (number >> 29)) * multiplier) % (1 << 64)
-    return number ^ (number >> 32)
-
-
-def _as_signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
-
-
-# Odd, with about half of the bits set and no pattern.
-_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
-_MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)

@@ -28,7 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, UsageError
-from .eight_bit import BLOCK, decode, encode, is_signed, round_to_16, round_to_24
+from .eight_bit import decode, encode, is_signed, round_to_16, round_to_24
+from .rounding import BLOCK
 from .split import join, split
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UsageError
-from .eight_bit import BLOCK, decode
+from .eight_bit import decode
 from .formats import Layout, Slot
+from .rounding import BLOCK
 from .split import join
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ There are 2 * (2**23 - 1) NaN patterns, but only 2 * 127 * 2**16 pairs whose W i
 patterns without a pair have the upper half of an infinity; they become quiet NaN. Arithmetic does
 not produce them.
 
-On the CPU the extension does all of this in one pass over memory (aio/codec.h); on other devices
-torch operations do it, with the same bits.
+On the CPU the extension does all of this in one pass over memory (aio/codec.h), and on GPUs so does
+Triton where it is there (`by_triton`); elsewhere torch operations do it, with the same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import _aio
+from .on_gpu import kernels
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,8 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
     import torch
 
     if not master.is_cpu:
-        split_by_torch(master, working, low)
+        by = kernels(master.device)
+        (by.split if by else split_by_torch)(master, working, low)
         return
     by_extension = _aio.split if low.dtype == torch.int16 else _aio.split_short
     places = master.data_ptr(), working.data_ptr(), low.data_ptr()
@@ -54,7 +56,8 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     import torch
 
     if not master.is_cpu:
-        join_by_torch(working, low, master)
+        by = kernels(master.device)
+        (by.join if by else join_by_torch)(working, low, master)
         return
     by_extension = _aio.join if low.dtype == torch.int16 else _aio.join_short
     places = working.data_ptr(), low.data_ptr(), master.data_ptr()

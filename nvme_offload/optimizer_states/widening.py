@@ -11,8 +11,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .eight_bit import BLOCK, block_names, decode, encode
+from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
+from .rounding import BLOCK, block_names
 from .split import CHUNK
 
 if TYPE_CHECKING:

@@ -66,6 +66,9 @@ ROUND_TRAFFIC = 8
 # Unpack and pack: "compact" reads 4 and writes 12, and back; "split" makes of 2 of the weight and 2
 # of its own the 4 of the master, and back.
 PACK_TRAFFIC = {"exact": 0, "split": 16, "compact": 32, "compact24": 30}
+# Parameters a second that a GPU unpacks and packs again, where its processor queues what is to be
+# done. Source: reports/packing-h100.md.
+PACKED_PER_SECOND = {"split": 32e9, "compact": 15e9, "compact24": 13e9}
 FORWARD_SHARE = 0.3  # of updates in both passes. Source: `optim.provisional`
 OPTIMIZER_SHARE = 1.2  # of what plain copies reach, which wait for what they write to be read
 # Of the drive's measured speed, what a step reaches: the median of `NVMeOptimizer`'s shares in
@@ -611,7 +614,7 @@ def _phases(
         if name in hidden:
             share, part = hidden[name]
             update = _update(strategy, model, machine, world, _part(moved, part), share)
-            phases.append(Phase(f"{name} and update", 1, (*beside, *update)))
+            phases.append(Phase(f"{name} and update", 1, _together(beside, update)))
     left = 1 - sum(share for share, _ in hidden.values())
     if left > 0:
         update = _update(strategy, model, machine, world, _NOTHING if hidden else moved, left)
@@ -637,6 +640,14 @@ def _part(moved: Streamed, share: float) -> Streamed:
 
 
 _Beside = tuple[tuple[Term, ...], ...]
+
+
+def _together(a_pass: _Beside, update: _Beside) -> _Beside:
+    """What goes on at once in a pass that has an *update* beside it: one processor computes both."""
+    computing, *others = update
+    compute = [term for terms in a_pass for term in terms if term.name == "compute"]
+    moving = [terms for terms in a_pass if terms[0].name != "compute"]
+    return ((*compute, *computing), *moving, *others)
 
 
 def _passes(
@@ -692,9 +703,10 @@ def _update(
     if machine.speeds and (moved.read or moved.written):
         drive = (_drive(strategy, machine, moved.read * world.ranks, moved.written * world.ranks),)
     if gpu and on_gpu:
-        beside: list[tuple[Term, ...]] = [
-            (_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC + packing), gpu_memory),)
-        ]
+        update = [_term("Adam", each * (ADAM_TRAFFIC + ROUND_TRAFFIC), gpu_memory)]
+        if packed := PACKED_PER_SECOND.get(strategy.state_format):
+            update.append(_term("packing", each, packed, "billion", 1e9))
+        beside: list[tuple[Term, ...]] = [tuple(update)]
         if strategy.door == "plain":
             link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
             beside.append((_term("copies", strategy.state_bytes * each, link),))

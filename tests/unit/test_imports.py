@@ -52,7 +52,7 @@ PURE_MODULES = {
     "swap/value_states.py",
 }
 # Slow to import, or not always there: imported where they are used, never when a module is loaded.
-LAZY = {"torch", "pandas", "matplotlib", "deepspeed", "jinja2"}
+LAZY = {"torch", "triton", "pandas", "matplotlib", "deepspeed", "jinja2"}
 # Except in these, which stand in for classes of torch and DeepSpeed: imported by `enable()`, or at
 # the first use of `NVMeOptimizer` or `save_on_nvme`.
 _ZERO3 = (
@@ -74,7 +74,7 @@ _ZERO3 = (
 ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
 }
-ON_FIRST_USE |= {"optimizer_states/traits.py", "optimizer_states/tree.py"}
+ON_FIRST_USE |= {f"optimizer_states/{name}.py" for name in ("by_triton", "traits", "tree")}
 ON_FIRST_USE |= {"activations/context.py", "io/archive.py"}
 
 
@@ -150,7 +150,11 @@ def test_a_part_imports_only_the_parts_that_it_may(path):
 
 @each_module
 def test_what_is_slow_is_imported_where_it_is_used(path):
-    lazy = LAZY - {"torch", "deepspeed"} if str(path.relative_to(PACKAGE)) in ON_FIRST_USE else LAZY
+    lazy = (
+        LAZY - {"torch", "triton", "deepspeed"}
+        if str(path.relative_to(PACKAGE)) in ON_FIRST_USE
+        else LAZY
+    )
     assert [found for found in imports_in(path) if found.when_loaded and found.root in lazy] == []
 
 

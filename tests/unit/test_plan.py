@@ -574,16 +574,15 @@ def test_tokens_that_hide_the_drive_are_those_of_equal_times():
     found = by_name(plans(SEVEN, roomy, World(), work, budget=8_000_000_000))["plain-in-backward"]
     assert found.free_tokens is not None
     assert by_name(plans(SEVEN, roomy, World(), work))["plain"].free_tokens is None
-    drive, compute = (
-        sum(term.seconds for term in terms)
-        for terms in (found.phases[-1].beside[-1], found.phases[-1].beside[0])
-    )
+    drive = sum(term.seconds for term in found.phases[-1].beside[-1])
+    compute, updates = (term.seconds for term in found.phases[-1].beside[0])
     # attention comes on top of the 4 operations
     assert compute / drive == pytest.approx(4096 / found.free_tokens, rel=0.1)
     longer = Work(sequence=4096, micro_batch=1 + int(found.free_tokens / 4096), activations="keep")
     hidden = by_name(plans(SEVEN, roomy, World(), longer, budget=8_000_000_000))
     in_backward, after = hidden["plain-in-backward"], hidden["plain"]
-    assert in_backward.seconds == pytest.approx(after.passes_seconds)
+    # the GPU computes the updates, too, one thing after the other
+    assert in_backward.seconds == pytest.approx(after.passes_seconds + updates)
     assert after.seconds == pytest.approx(after.passes_seconds + after.update_seconds)
 
 

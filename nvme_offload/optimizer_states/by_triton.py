@@ -1,0 +1,203 @@
+"""The formats' kernels for GPUs, each in one pass over memory: what torch's operations do in ten to
+fifty. Same names, shapes and bits as in `eight_bit` and `split`, whose arithmetic is explained
+there; `on_gpu` chooses.
+
+A program works on some rows of `BLOCK` values. Bits are int32 throughout, and every cast to fewer
+bits drops the upper ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
+
+_ROWS = 8  # of a program, 2048 values
+_BLOCK = tl.constexpr(BLOCK)
+_INFINITY = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_OCTAVE = tl.constexpr(1 << 23)
+_DROPPED = tl.constexpr(20)
+_STEP = tl.constexpr(1 << 20)
+_CODE_ZERO = tl.constexpr((127 - 15) << 23)
+_LEAST_NORMAL = tl.constexpr(2.0**-14)
+_LEAST_NORMAL_BITS = tl.constexpr((127 - 14) << 23)
+_LEAST_EXPONENT = tl.constexpr(32)
+_NOT_FINITE = tl.constexpr(255)
+_HALF_INFINITY = tl.constexpr(0xF8)
+_GOLDEN = tl.constexpr(GOLDEN)
+_FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def _places(count, ROWS: tl.constexpr):
+    # the rows of this program, the places of their values, and which of those are there
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    return row, place, place < count
+
+
+@triton.jit
+def _randoms(row, table, names, state, count):
+    # 32 random bits for each value: the table, by a hash of the state and the name of the row
+    name = tl.load(names + row, mask=row * _BLOCK < count, other=0)
+    key = name * _GOLDEN + state
+    key = key ^ ((key >> 29) & 0x7FFFFFFFF)
+    key = key * _FIRST
+    key = key ^ ((key >> 29) & 0x7FFFFFFFF)
+    key = key * _SECOND
+    factor = (key >> 32).to(tl.int32) | 1
+    summand = (key ^ (key >> 32)).to(tl.int32)
+    drawn = tl.load(table + tl.arange(0, _BLOCK))
+    return drawn[None, :] * factor[:, None] + summand[:, None]
+
+
+@triton.jit(do_not_specialize=["state"])
+def _encode(
+    values, codes, exponents, table, names, state, count, SIGNED: tl.constexpr, ROWS: tl.constexpr
+):
+    row, place, inside = _places(count, ROWS)
+    bits = tl.load(values + place, mask=inside, other=0)
+    magnitude = bits & _MAGNITUDE
+    largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # of a NaN the sum would overflow
+    exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
+    finite = exponent < 254
+    scale = ((254 + (0 if SIGNED else 15) - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = magnitude.to(tl.float32, bitcast=True) * scale[:, None]
+    if SIGNED:
+        held = (scaled + _LEAST_NORMAL).to(tl.int32, bitcast=True) - _OCTAVE
+        sign = (bits >> 24) & 0x80
+    else:
+        held = tl.where(magnitude > 0, _LEAST_NORMAL_BITS, _CODE_ZERO)
+        sign = bits & 0
+        finite = finite & (tl.max(((bits < 0) & (magnitude > 0)).to(tl.int32), axis=1) == 0)
+    random = (_randoms(row, table, names, state, count) >> 12) + _STEP // 2
+    cut = tl.maximum(scaled.to(tl.int32, bitcast=True), held) - _CODE_ZERO + random
+    code = (cut >> _DROPPED) | sign
+    code = tl.where(finite[:, None], code, 0)
+    tl.store(codes + place, code.to(tl.uint8), mask=inside)
+    field = tl.where(finite, exponent, _NOT_FINITE)
+    tl.store(exponents + row, field.to(tl.uint8), mask=row * _BLOCK < count)
+
+
+@triton.jit
+def _decode(codes, exponents, values, count, SIGNED: tl.constexpr, ROWS: tl.constexpr):
+    row, place, inside = _places(count, ROWS)
+    field = tl.load(exponents + row, mask=row * _BLOCK < count, other=0).to(tl.int32)
+    code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+    if SIGNED:
+        magnitude = code & 0x7F
+        sign = (code >> 7) << 31
+    else:
+        magnitude = code
+        sign = code & 0
+    octave = tl.maximum(field, _LEAST_EXPONENT) - (0 if SIGNED else 15)
+    scale = (octave << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(field == _NOT_FINITE, float("nan"), scale)
+    bits = (magnitude << _DROPPED) + _CODE_ZERO
+    # even steps below the least normal number of IEEE's halves
+    even = (bits + _OCTAVE).to(tl.float32, bitcast=True) - _LEAST_NORMAL
+    bits = tl.minimum(bits, even.to(tl.int32, bitcast=True))
+    bits = bits | tl.where(magnitude < _HALF_INFINITY, 0, _INFINITY) | sign
+    tl.store(values + place, bits.to(tl.float32, bitcast=True) * scale[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["state"])
+def _round_to_24(values, table, names, state, count, ROWS: tl.constexpr):
+    row, place, inside = _places(count, ROWS)
+    bits = tl.load(values + place, mask=inside, other=0)
+    magnitude = bits & _MAGNITUDE
+    random = (_randoms(row, table, names, state, count) >> 24) & 0xFF
+    quiet = tl.where(magnitude > _INFINITY, bits | 0x400000, bits)  # a NaN stays a NaN
+    rounded = tl.where(magnitude < _INFINITY, bits + random, quiet)
+    tl.store(values + place, rounded & ~0xFF, mask=inside)
+
+
+@triton.jit
+def _split(master, working, low, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
+    _, place, inside = _places(count, ROWS)
+    bits = tl.load(master + place, mask=inside, other=0)
+    upper = bits >> 16
+    quiet = tl.where((upper & 0x7F) == 0, upper | 0x40, upper)
+    rounded = tl.where((bits & _MAGNITUDE) > _INFINITY, quiet, (bits + 0x8000) >> 16)
+    tl.store(working + place, rounded.to(tl.int16), mask=inside)
+    if SHORT:
+        tl.store(low + place, (bits >> 8).to(tl.int8), mask=inside)
+    else:
+        tl.store(low + place, bits.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _join(working, low, master, count, SHORT: tl.constexpr, ROWS: tl.constexpr):
+    _, place, inside = _places(count, ROWS)
+    upper = tl.load(working + place, mask=inside, other=0).to(tl.int32) << 16
+    lower = tl.load(low + place, mask=inside, other=0).to(tl.int32)
+    if SHORT:
+        lower = lower << 8
+    is_nan = (upper & _MAGNITUDE) > _INFINITY
+    bits = tl.where(is_nan, upper | (lower & 0xFFFF), upper + lower)
+    tl.store(master + place, bits, mask=inside)
+
+
+def encode(
+    values: torch.Tensor,
+    codes: torch.Tensor,
+    exponents: torch.Tensor,
+    *,
+    signed: bool,
+    seed: tuple[int, ...],
+    blocks: torch.Tensor | None = None,
+) -> None:
+    """See `eight_bit.encode`."""
+    randoms = _randoms_of(values, seed, blocks)
+    places = values.view(torch.int32), codes, exponents
+    _launch(_encode, *places, *randoms, count=values.numel(), SIGNED=signed)
+
+
+def decode(
+    codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
+) -> None:
+    """See `eight_bit.decode`."""
+    _launch(_decode, codes, exponents, values, count=values.numel(), SIGNED=signed)
+
+
+def round_to_24(
+    values: torch.Tensor, *, seed: tuple[int, ...], blocks: torch.Tensor | None = None
+) -> None:
+    """See `eight_bit.round_to_24`."""
+    randoms = _randoms_of(values, seed, blocks)
+    _launch(_round_to_24, values.view(torch.int32), *randoms, count=values.numel())
+
+
+def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> None:
+    """See `split.split`."""
+    places = master.view(torch.int32), working.view(torch.int16), low
+    _launch(_split, *places, count=master.numel(), SHORT=low.dtype == torch.int8)
+
+
+def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None:
+    """See `split.join`."""
+    places = working.view(torch.int16), low, master.view(torch.int32)
+    _launch(_join, *places, count=master.numel(), SHORT=low.dtype == torch.int8)
+
+
+def _randoms_of(
+    values: torch.Tensor, seed: tuple[int, ...], blocks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What `_randoms` takes: the table, the names of blocks, the hash of the seed."""
+    if blocks is None:
+        blocks = block_names(0, values.numel(), values.device)
+    return random_table(values.device), blocks, seed_state(seed)
+
+
+def _launch(kernel: Any, *arguments: Any, count: int, **options: Any) -> None:
+    """On the current stream of the device that the first of the *arguments* is on."""
+    programs = -(-count // (BLOCK * _ROWS))
+    if programs:
+        device_of: Any = torch.cuda.device_of
+        with device_of(arguments[0]):
+            kernel[programs,](*arguments, count=count, ROWS=_ROWS, **options)

@@ -1,0 +1,107 @@
+"""`kernels`: what packs states on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from .rounding import BLOCK
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def kernels(device: torch.device) -> Any | None:
+    """The module `by_triton`, where Triton is installed, compiles for *device*, and gives the bits
+    there that torch's operations give, which is tried once. None elsewhere: those operations do it,
+    in some 170 passes over memory in place of seven.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        from . import by_triton
+
+        wrong = _differing(by_triton, device)
+    except Exception as error:  # of an import, a compiler, a driver: it has no class for all
+        _log.info(
+            "states on %s are packed by torch's operations: Triton cannot be used (%s: %s)",
+            *(device, type(error).__name__, str(error).partition("\n")[0]),
+        )
+        return None
+    if wrong:
+        _log.warning(
+            "states on %s are packed by torch's operations: Triton gives other bits in %s",
+            *(device, ", ".join(wrong)),
+        )
+        return None
+    return by_triton
+
+
+def _differing(by: Any, device: torch.device) -> list[str]:
+    """What the kernels *by* make on *device* otherwise than torch's operations."""
+    import torch
+
+    from . import eight_bit, split
+
+    reference = SimpleNamespace(
+        encode=eight_bit.encode_by_torch,
+        decode=eight_bit.decode_by_torch,
+        round_to_24=eight_bit.round_to_24_by_torch,
+        split=split.split_by_torch,
+        join=split.join_by_torch,
+    )
+    values = _of_all_kinds().to(device)
+    ours, theirs = _made(by, values), _made(reference, values)
+    return [name for name, made in ours.items() if not torch.equal(made, theirs[name])]
+
+
+def _of_all_kinds() -> torch.Tensor:
+    """Numbers of 40 octaves in every other block, in the others any bits, and so infinities and
+    NaN; the last block is not whole.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    bits, octaves = (
+        torch.randint(-(1 << 31), 1 << 31, (64, BLOCK), dtype=torch.int64, generator=generator)
+        for _ in range(2)
+    )
+    exponents = (torch.arange(64)[:, None] * 4 - octaves % 40).clamp(min=0)
+    bits[::2] = bits[::2] & 0x807FFFFF | exponents[::2] << 23
+    return bits.to(torch.int32).view(torch.float32).flatten()[:-3]
+
+
+def _made(by: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What *by* makes of *values*, as bits; NaN are alike, since compilers choose among them."""
+    import torch
+
+    def empty(dtype: torch.dtype, size: int = values.numel()) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=values.device)
+
+    made: dict[str, torch.Tensor] = {}
+    for signed, of in ((True, values), (False, values.abs())):
+        codes, fields, back = (
+            empty(torch.uint8),
+            empty(torch.uint8, -(-values.numel() // BLOCK)),
+            empty(torch.float32),
+        )
+        by.encode(of, codes, fields, signed=signed, seed=(1, 2))
+        by.decode(codes, fields, back, signed=signed)
+        made |= {f"codes, {signed=}": codes, f"exponents, {signed=}": fields}
+        made[f"values, {signed=}"] = torch.where(back.isnan(), torch.nan, back).view(torch.int32)
+    rounded = values.clone()
+    by.round_to_24(rounded, seed=(3,))
+    made["masters of 24 bits"] = rounded.view(torch.int32)
+    for master, low in ((values, empty(torch.int16)), (rounded, empty(torch.int8))):
+        working, back = empty(torch.bfloat16), empty(torch.float32)
+        by.split(master, working, low)
+        by.join(working, low, back)
+        made[f"weights beside {low.dtype}"] = working.view(torch.int16)
+        made[f"rests in {low.dtype}"] = low
+        made[f"masters of {low.dtype}"] = back.view(torch.int32)
+    return made

@@ -1,0 +1,75 @@
+"""The random numbers of stochastic rounding: a small table, multiplied and shifted by a hash of the
+seed and the block's name. So they are the same on every device, and need no memory of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Values that share a hash, and in 8 bits an exponent. Does not change the values of codes, so not
+# the errors: over real gradients 64 and 4096 gave the same.
+BLOCK = 256
+
+# Odd, with about half of the bits set and no pattern.
+GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+MULTIPLIERS = (0x6A5D39EAE12657A9, 0x2C1B3C6D9E3779BB)
+
+
+def block_names(start: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Names of the blocks of *numel* elements from element *start* of what is trained: by position,
+    so that they do not depend on buckets or sub-groups.
+    """
+    import torch
+
+    first = start // BLOCK
+    return torch.arange(first, first - (-numel // BLOCK), dtype=torch.int64, device=device)
+
+
+@functools.cache
+def random_table(device: torch.device) -> torch.Tensor:
+    """A random number for each place in a block, int32."""
+    import torch
+
+    return torch.randint(
+        -(1 << 31),
+        1 << 31,
+        (BLOCK,),
+        dtype=torch.int32,
+        generator=torch.Generator().manual_seed(0x5EED),
+    ).to(device)
+
+
+def random_keys(
+    count: int, seed: tuple[int, ...], device: torch.device, blocks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factor and the summand for the random table of each block of *count* values, int32: a
+    hash of *seed* and the block's name. They are numbered without *blocks*.
+    """
+    import torch
+
+    if blocks is None:
+        blocks = block_names(0, count, device)
+    key = blocks.mul(GOLDEN).add_(seed_state(seed))
+    for multiplier in MULTIPLIERS:
+        key.bitwise_xor_((key >> 29) & ((1 << 35) - 1)).mul_(multiplier)
+    return (key >> 32).to(torch.int32) | 1, (key ^ (key >> 32)).to(torch.int32)
+
+
+def seed_state(seed: tuple[int, ...]) -> int:
+    """A hash of *seed*, as a signed number of 64 bits."""
+    state = 0
+    for part in seed:
+        state = _mixed(state ^ (part % (1 << 64)))
+    return state - (1 << 64) if state >> 63 else state
+
+
+def _mixed(number: int) -> int:
+    """A bijective hash of 64 bits."""
+    number = (number + GOLDEN) % (1 << 64)
+    for multiplier in MULTIPLIERS:
+        number = ((number ^ (number >> 29)) * multiplier) % (1 << 64)
+    return number ^ (number >> 32)

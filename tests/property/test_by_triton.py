@@ -1,0 +1,228 @@
+"""Codes of 8 bits, rests and masters are the same by Triton's kernels as by torch's operations, bit
+for bit: on a GPU, and where there is none by Triton's interpreter, with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import types
+
+import pytest
+import torch
+
+from nvme_offload import optimizer_states
+from nvme_offload.optimizer_states import block_names, on_gpu
+from nvme_offload.optimizer_states.eight_bit import (
+    BLOCK,
+    decode_by_torch,
+    encode_by_torch,
+    round_to_24_by_torch,
+)
+from nvme_offload.optimizer_states.split import join_by_torch, split_by_torch
+
+# of numpy, with which the interpreter computes
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# a program works on 2048 values
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2047, 2048, 2049, 5 * 2048 + 3]
+SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x7EFFFFFF, 0x7F000000, 0x7F7FFFFF, 0x7F800000, 0x7F800001]
+SPECIAL += [0x7FC00000, 0x7FF00001, 0x7FFFFFFF]
+signed_or_not = pytest.mark.parametrize("signed", [True, False])
+
+
+@pytest.fixture(scope="module")
+def by_triton():
+    pytest.importorskip("triton")
+    if DEVICE.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("no CUDA device, and no TRITON_INTERPRET=1")
+    from nvme_offload.optimizer_states import by_triton
+
+    return by_triton
+
+
+def patterns(numel: int, seed: int = 0) -> torch.Tensor:
+    """Any 32 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator)
+    return bits.to(torch.int32)
+
+
+def numbers(numel: int, octaves: int) -> torch.Tensor:
+    """Of any mantissa and sign, the octaves of each block from its own one down."""
+    top = patterns(-(-numel // BLOCK), seed=1).remainder(254).repeat_interleave(BLOCK)[:numel]
+    exponents = (top - patterns(numel, seed=2).remainder(octaves)).clamp(min=0)
+    return (patterns(numel) & ~0x7F800000 | exponents << 23).view(torch.float32)
+
+
+def empty(like: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> torch.Tensor:
+    """One more than *size*, so that a write beyond it shows."""
+    return torch.ones((like.numel() if size is None else size) + 1, dtype=dtype, device=DEVICE)
+
+
+def same(ours: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Bit for bit, but that a NaN is any NaN."""
+    if ours.dtype == torch.float32:
+        ours, reference = (torch.where(one.isnan(), torch.nan, one) for one in (ours, reference))
+    return torch.equal(ours.view(torch.uint8), reference.view(torch.uint8))
+
+
+def check_codes(by_triton, values, *, signed, seed=0, first=0):
+    values = values.to(DEVICE)
+    blocks = -(-values.numel() // BLOCK)
+    found = []
+    for encode, decode in (
+        (by_triton.encode, by_triton.decode),
+        (encode_by_torch, decode_by_torch),
+    ):
+        codes, back = empty(values, torch.uint8), empty(values, torch.float32)
+        exponents = empty(values, torch.uint8, blocks)
+        names = block_names(first, values.numel(), DEVICE)
+        encode(values, codes[:-1], exponents[:-1], signed=signed, seed=(seed, 1), blocks=names)
+        decode(codes[:-1], exponents[:-1], back[:-1], signed=signed)
+        found.append((codes, exponents, back))
+    assert all(map(same, *found))
+
+
+def check_masters(by_triton, bits, seed=0):
+    master = bits.to(DEVICE).view(torch.float32)
+    rounded = [master.clone(), master.clone()]
+    by_triton.round_to_24(rounded[0], seed=(seed,))
+    round_to_24_by_torch(rounded[1], seed=(seed,))
+    assert torch.equal(rounded[0].view(torch.int32), rounded[1].view(torch.int32))
+    for of, dtype in ((master, torch.int16), (rounded[1], torch.int8)):
+        found = []
+        for split, join in ((by_triton.split, by_triton.join), (split_by_torch, join_by_torch)):
+            working, low = empty(of, torch.bfloat16), empty(of, dtype)
+            back = empty(of, torch.float32)
+            split(of, working[:-1], low[:-1])
+            join(working[:-1], low[:-1], back[:-1])
+            found.append((working.view(torch.int16), low, back.view(torch.int32)))
+        assert all(map(torch.equal, *found))
+
+
+@signed_or_not
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("octaves", [1, 16, 40, 254])
+def test_numbers_of_every_octave(by_triton, signed, numel, octaves):
+    values = numbers(numel, octaves)
+    check_codes(by_triton, values, signed=signed, seed=numel, first=numel * BLOCK)
+    check_codes(by_triton, values.abs(), signed=signed, seed=-numel)
+
+
+@signed_or_not
+@pytest.mark.parametrize("numel", SIZES)
+def test_any_patterns(by_triton, signed, numel):
+    check_codes(by_triton, patterns(numel).view(torch.float32), signed=signed)
+
+
+@signed_or_not
+@pytest.mark.parametrize("place", [0, 5, BLOCK - 1])
+def test_one_that_is_special_among_others(by_triton, signed, place):
+    for sign in (0, -(1 << 31)):
+        values = numbers(len(SPECIAL) * BLOCK, 20).abs()
+        values.view(torch.int32)[place::BLOCK] = torch.tensor(SPECIAL, dtype=torch.int32) | sign
+        for others in (values, torch.zeros(len(values)).copysign(values), torch.zeros(len(values))):
+            others.view(torch.int32)[place::BLOCK] = values.view(torch.int32)[place::BLOCK]
+            check_codes(by_triton, others, signed=signed)
+
+
+@signed_or_not
+def test_every_code_in_a_block_of_every_exponent(by_triton, signed):
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(256)
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    ours, reference = (torch.empty(1 << 16, device=DEVICE) for _ in range(2))
+    by_triton.decode(codes, exponents, ours, signed=signed)
+    decode_by_torch(codes, exponents, reference, signed=signed)
+    assert same(ours, reference)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_masters_of_any_bits(by_triton, numel):
+    check_masters(by_triton, patterns(numel), seed=numel)
+
+
+def test_masters_that_are_halfway_the_largest_and_no_numbers(by_triton):
+    uppers = torch.tensor([0x0000, 0x007F, 0x3F80, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF])
+    uppers = torch.cat([uppers, uppers | 0x8000])[:, None] << 16
+    lowers = torch.tensor([0, 1, 0x7F, 0x80, 0xFF, 0x7F00, 0x7FFF, 0x8000, 0x8001, 0xFF00, 0xFFFF])
+    check_masters(by_triton, (uppers | lowers).flatten().to(torch.int32))
+
+
+def test_weights_that_were_changed_are_joined_alike(by_triton):
+    weights = torch.arange(1 << 16).to(torch.int16).to(DEVICE).view(torch.bfloat16)
+    for low in (0, 1, 0x7FFF, -0x8000, -1):
+        for dtype in (torch.int16, torch.int8):
+            rests = torch.full((1 << 16,), low >> (8 if dtype == torch.int8 else 0)).to(dtype)
+            ours, reference = (torch.empty(1 << 16, device=DEVICE) for _ in range(2))
+            by_triton.join(weights, rests.to(DEVICE), ours)
+            join_by_torch(weights, rests.to(DEVICE), reference)
+            assert torch.equal(ours.view(torch.int32), reference.view(torch.int32))
+
+
+def test_the_trial_of_the_kernels_finds_no_difference(by_triton):
+    assert on_gpu._differing(by_triton, DEVICE) == []
+
+
+def by_torch() -> types.SimpleNamespace:
+    """In place of the module `by_triton`."""
+    return types.SimpleNamespace(
+        encode=encode_by_torch,
+        decode=decode_by_torch,
+        round_to_24=round_to_24_by_torch,
+        split=split_by_torch,
+        join=join_by_torch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "made"),
+    [
+        ("encode", "codes"),
+        ("encode", "exponents"),
+        ("decode", "values"),
+        ("round_to_24", "masters of 24 bits"),
+        ("split", "weights"),
+        ("split", "rests"),
+        ("join", "masters"),
+    ],
+)
+def test_one_bit_that_differs_is_found(kernel, made):
+    """Wherever a compiler makes another one: the last value of what the kernel writes."""
+    place = {"codes": 1, "exponents": 2, "values": 2, "masters of 24 bits": 0}
+    place |= {"weights": 1, "rests": 2, "masters": 2}
+    by = by_torch()
+    right = getattr(by, kernel)
+
+    def wrong(*tensors, **options):
+        right(*tensors, **options)
+        tensors[place[made]].view(torch.uint8)[-1] ^= 1
+
+    setattr(by, kernel, wrong)
+    found = on_gpu._differing(by, torch.device("cpu"))
+    assert any(name.startswith(made) for name in found)
+
+
+@pytest.fixture
+def not_loaded(monkeypatch):
+    """The module `by_triton` is yet to be imported."""
+    monkeypatch.delattr(optimizer_states, "by_triton", raising=False)
+    monkeypatch.delitem(sys.modules, f"{optimizer_states.__name__}.by_triton", raising=False)
+
+
+def test_what_gives_other_bits_is_not_used(monkeypatch, caplog, not_loaded):
+    monkeypatch.setattr(optimizer_states, "by_triton", by_torch(), raising=False)
+    monkeypatch.setattr(on_gpu, "_differing", lambda by, device: ["codes, signed=True"])
+    with caplog.at_level(logging.INFO):
+        assert on_gpu.kernels.__wrapped__(torch.device("cuda", 0)) is None
+    assert "Triton gives other bits in codes, signed=True" in caplog.text
+
+
+def test_without_triton_torchs_operations_pack(monkeypatch, caplog, not_loaded):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.INFO):
+        assert on_gpu.kernels.__wrapped__(torch.device("cuda", 0)) is None
+    assert "Triton cannot be used" in caplog.text
+    assert on_gpu.kernels(torch.device("cpu")) is None
