@@ -28,14 +28,15 @@ def kernels(device: torch.device) -> Any | None:
 
         wrong = _differing(by_triton, device)
     except Exception as error:  # of an import, a compiler, a driver: it has no class for all
-        _log.info(
-            "states on %s are packed by torch's operations: Triton cannot be used (%s: %s)",
-            *(device, type(error).__name__, str(error).partition("\n")[0]),
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        _log.warning(
+            "states on %s are packed by torch's operations, which take several times as long: Triton cannot be used: %s",
+            *(device, reason),
         )
         return None
     if wrong:
         _log.warning(
-            "states on %s are packed by torch's operations: Triton gives other bits in %s",
+            "states on %s are packed by torch's operations, which take several times as long: Triton gives other bits in %s",
             *(device, ", ".join(wrong)),
         )
         return None

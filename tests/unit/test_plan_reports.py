@@ -308,6 +308,19 @@ def of_big_models() -> Iterator[Case]:
         World(2),
         Work(2048),
     )
+    (cells,) = rows("big-models-h100.md", "step 5", "")
+    yield Case(
+        "big-models-h100.md: 33B, packed by Triton",
+        "plain-in-backward-compact24",
+        SHAPES["LLaMA 33B"],
+        on(
+            Machine(H100, 134 << 30, H200_COPIES),
+            {"read": 2.2e9, "write": 2.2e9, "mixed": 2.4e9},  # as in those steps
+        ),
+        float(cells[2]),
+        88_000_000_000,
+        work=Work(2048),
+    )
     (cells,) = rows("big-models-h100.md", "7", "")
     yield Case(
         "big-models-h100.md: 7B, provisional",
