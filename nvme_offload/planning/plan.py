@@ -10,9 +10,10 @@ the GPU its parameters, and of the drive, which the processors slow down while t
     pass = max(compute, copies, drive)
     update = max(processors, drive + 0.4 processors)
 
-`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam on the GPU, drive); beside the
-last backward pass with `step_in_backward`, and beside the first forward pass with `overlap_step`;
-with both, the forward pass has `FORWARD_SHARE` of it.
+`NVMeOptimizer` on a GPU updates there: max(copies of the states, Adam and packing on the GPU, drive);
+beside the last backward pass with `step_in_backward`, and beside the first forward pass with
+`overlap_step`; with both, the forward pass has `FORWARD_SHARE` of it. What a pass and the update beside
+it have of the same, GPU or drive, follows one after the other.
 
 Host memory is what bounds the processors; all ranks of a machine share it, and its drives. Beside
 what the profile and `copy_bytes_per_second` say, the constants below are from measured steps, each
@@ -643,11 +644,14 @@ _Beside = tuple[tuple[Term, ...], ...]
 
 
 def _together(a_pass: _Beside, update: _Beside) -> _Beside:
-    """What goes on at once in a pass that has an *update* beside it: one processor computes both."""
-    computing, *others = update
-    compute = [term for terms in a_pass for term in terms if term.name == "compute"]
-    moving = [terms for terms in a_pass if terms[0].name != "compute"]
-    return ((*compute, *computing), *moving, *others)
+    """What goes on at once in a pass that has an *update* beside it: one GPU computes both, and one
+    drive moves the bytes of both.
+    """
+    found: dict[str, tuple[Term, ...]] = {}
+    for terms in (*a_pass, *update):
+        by = {"Adam": "compute"}.get(terms[0].name, terms[0].name)
+        found[by] = (*found.get(by, ()), *terms)
+    return tuple(found.values())
 
 
 def _passes(

@@ -633,6 +633,28 @@ def test_updates_run_under_the_pass_of_their_window():
     assert all(several[f"plain-{way}"].fits for way in ("in-forward", "in-both", "provisional"))
 
 
+def test_what_a_pass_and_its_update_have_of_one_gpu_and_one_drive_is_added():
+    """Computing and packing on the one, activations and states on the other."""
+    work = Work(2048, 8, activations="drive")
+    roomy = machine(gpu=Gpu("H100", 200 << 30, 55e9))
+    found = by_name(plans(SEVEN, roomy, World(), work, budget=8_000_000_000))
+    after, under = found["plain-compact"], found["plain-in-backward-compact"]
+    _, backward, update = after.phases
+    both = {terms[0].name: terms for terms in under.phases[-1].beside}
+    for names, each in ((("compute", "Adam", "packing"), "compute"), (("drive", "drive"), "drive")):
+        assert tuple(term.name for term in both[each]) == names
+        apart = [
+            term.seconds
+            for phase in (backward, update)
+            for terms in phase.beside
+            for term in terms
+            if term.name in names
+        ]
+        assert [term.seconds for term in both[each]] == pytest.approx(apart)
+    # the drive bounds both passes, and the update: nothing is hidden
+    assert under.seconds == pytest.approx(after.seconds)
+
+
 def test_micro_batches_are_passed_one_after_the_other_and_hide_the_drive_once():
     once, thrice = (
         by_name(plans(SEVEN, machine(), World(), Work(2048, 1, times), budget=8_000_000_000))
