@@ -75,6 +75,7 @@ def all_of(paths: Sequence[str], config: Path | None = None) -> Iterator[Finding
     yield Finding("host memory", "ok", f"{format_bytes(available_bytes())} available")
     yield gpu_registration()
     yield torch_version(_version("torch"))
+    yield packing()
     yield processor(
         precisions(),
         gpu_count() > 0,
@@ -212,6 +213,28 @@ def gpu_registration() -> Finding:
             "see that torch is a CUDA build that suits the driver",
         )
     return Finding("GPU", "ok", f"{count}x {names}; host memory registers with it")
+
+
+def packing() -> Finding:
+    """Whether states are packed on the GPUs as fast as can be."""
+    try:
+        import torch
+
+        from nvme_offload.optimizer_states.on_gpu import fault
+    except ImportError:
+        return Finding("packing", "note", "not looked at: torch does that, which is not installed")
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if not devices:
+        return Finding("packing", "note", "on processors: torch sees no GPU")
+    faults = sorted({why for device in devices if (why := fault(device)) is not None})
+    if faults:
+        return Finding(
+            "packing",
+            "warning",
+            f"several times as slow as it could be on the GPU: {'; '.join(faults)}",
+            "install gcc and Python's headers (python3-dev), or the Triton that belongs to this torch",
+        )
+    return Finding("packing", "ok", "on the GPU, by Triton")
 
 
 def torch_version(version: str | None) -> Finding:

@@ -1,4 +1,4 @@
-"""`kernels`: what packs states on a GPU."""
+"""`kernels`: what packs states on a GPU, and `fault`: why Triton does not."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def kernels(device: torch.device) -> Any | None:
-    """The module `by_triton`, where Triton is installed, compiles for *device*, and gives the bits
-    there that torch's operations give, which is tried once. None elsewhere: those operations do it,
-    in some 170 passes over memory in place of seven.
+    """The module `by_triton`, where it can be used on *device*. None elsewhere: torch's operations
+    do it, in some 170 passes over memory in place of seven.
     """
     if device.type != "cuda":
         return None
+    why = fault(device)
+    if why is not None:
+        _log.warning(
+            "states on %s are packed by torch's operations, which take several times as long: %s",
+            *(device, why),
+        )
+        return None
+    from . import by_triton
+
+    return by_triton
+
+
+@functools.cache
+def fault(device: torch.device) -> str | None:
+    """Why `by_triton` cannot be used on *device*, which is tried once: Triton is installed, compiles
+    for it, and gives the bits there that torch's operations give. None where it can be.
+    """
     try:
         from . import by_triton
 
         wrong = _differing(by_triton, device)
     except Exception as error:  # of an import, a compiler, a driver: it has no class for all
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        _log.warning(
-            "states on %s are packed by torch's operations, which take several times as long: Triton cannot be used: %s",
-            *(device, reason),
-        )
-        return None
-    if wrong:
-        _log.warning(
-            "states on %s are packed by torch's operations, which take several times as long: Triton gives other bits in %s",
-            *(device, ", ".join(wrong)),
-        )
-        return None
-    return by_triton
+        return f"Triton cannot be used: {reason}"
+    return f"Triton gives other bits in {', '.join(wrong)}" if wrong else None
 
 
 def _differing(by: Any, device: torch.device) -> list[str]:

@@ -207,22 +207,24 @@ def test_one_bit_that_differs_is_found(kernel, made):
 
 @pytest.fixture
 def not_loaded(monkeypatch):
-    """The module `by_triton` is yet to be imported."""
+    """The module `by_triton` is yet to be imported, and tried."""
     monkeypatch.delattr(optimizer_states, "by_triton", raising=False)
     monkeypatch.delitem(sys.modules, f"{optimizer_states.__name__}.by_triton", raising=False)
+    for chosen in (on_gpu.fault, on_gpu.kernels):
+        monkeypatch.setattr(on_gpu, chosen.__name__, chosen.__wrapped__)
 
 
 def test_what_gives_other_bits_is_not_used(monkeypatch, caplog, not_loaded):
     monkeypatch.setattr(optimizer_states, "by_triton", by_torch(), raising=False)
     monkeypatch.setattr(on_gpu, "_differing", lambda by, device: ["codes, signed=True"])
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels.__wrapped__(torch.device("cuda", 0)) is None
+        assert on_gpu.kernels(torch.device("cuda", 0)) is None
     assert "Triton gives other bits in codes, signed=True" in caplog.text
 
 
 def test_without_triton_torchs_operations_pack(monkeypatch, caplog, not_loaded):
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels.__wrapped__(torch.device("cuda", 0)) is None
+        assert on_gpu.kernels(torch.device("cuda", 0)) is None
     assert "Triton cannot be used" in caplog.text
     assert on_gpu.kernels(torch.device("cpu")) is None

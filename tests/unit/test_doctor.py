@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from nvme_offload.commands import checks, cli
@@ -20,6 +21,7 @@ from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware import profile_shelf
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Best, Profile, Setting, Trial
+from nvme_offload.optimizer_states import on_gpu
 from nvme_offload.zero3.settings import Settings
 
 NARROW, WIDE = checks.Precisions("AVX2", False, False), checks.Precisions("AVX512", True, True)
@@ -492,6 +494,7 @@ def test_the_doctor_looks_at_everything(tmp_path):
         "huge pages",
         "GPU",
         "torch",
+        "packing",
         "processor",
         "DeepSpeed",
         "compilers",
@@ -503,6 +506,21 @@ def test_the_doctor_looks_at_everything(tmp_path):
         each["remedy"] for each in told["checks"] if each["status"] in ("warning", "problem")
     )
     assert [path.name for path in tmp_path.iterdir()] == ["config"]  # nothing is left
+
+
+@pytest.mark.parametrize(
+    ("faults", "found"),
+    [
+        ([None, None], "ok"),
+        ([None, "Triton cannot be used: ImportError: none"], "warning"),
+    ],
+)
+def test_the_doctor_says_where_states_are_packed_slowly(monkeypatch, faults, found):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(faults))
+    monkeypatch.setattr(on_gpu, "fault", lambda device: faults[device.index])
+    packing = checks.packing()
+    assert packing.status == found
+    assert [why for why in faults if why and why not in packing.found] == []
 
 
 def test_the_doctor_prints_what_to_do_and_ends_with_3_where_something_is_needed(

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "zero3": MOVING | {"ds_config", "optimizer_states", "planning"},
     "report": HOST | {"ds_config", "planning"},
     "sweep": HOST | {"ds_config", "io", "planning", "report"},
-    "commands": HOST | {"autoload", "ds_config", "io", "planning", "zero3"},
+    "commands": HOST | {"autoload", "ds_config", "io", "optimizer_states", "planning", "zero3"},
 }
 # What needs the standard library alone, but for this package.
 PURE = sorted({"errors", "units", "files", "hardware", "ds_config", "planning"})
