@@ -4,9 +4,12 @@ for bit: on a GPU, and where there is none by Triton's interpreter, with TRITON_
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import subprocess
 import sys
+import tempfile
 import types
 
 import pytest
@@ -20,6 +23,7 @@ from nvme_offload.optimizer_states.eight_bit import (
     encode_by_torch,
     round_to_24_by_torch,
 )
+from nvme_offload.optimizer_states.rounding import random_keys, random_table
 from nvme_offload.optimizer_states.split import join_by_torch, split_by_torch
 
 # of numpy, with which the interpreter computes
@@ -130,6 +134,37 @@ def test_one_that_is_special_among_others(by_triton, signed, place):
 
 
 @signed_or_not
+def test_the_largest_of_a_block_at_the_edge_of_an_octave(by_triton, signed):
+    # with a mantissa of 0x700000 it has just a code of its octave
+    mantissas = torch.tensor([0, 1, 0x6FFFFF, 0x700000, 0x700001, 0x7FFFFF]).repeat(250)
+    values = torch.zeros(len(mantissas) * BLOCK)
+    exponents = torch.arange(1, 251).repeat_interleave(6)
+    values.view(torch.int32)[7::BLOCK] = (exponents << 23 | mantissas).to(torch.int32)
+    check_codes(by_triton, values, signed=signed)
+
+
+@signed_or_not
+def test_values_at_the_edge_of_their_rounding(by_triton, signed):
+    """Where one more in the last bit, or in the random number, gives another code."""
+    count = 8 * BLOCK
+    factors, summands = random_keys(count, (5, 1), torch.device("cpu"), None)
+    drawn = random_table(torch.device("cpu")) * factors[:, None] + summands[:, None]
+    least = (1 << 20) - ((drawn.flatten() >> 12) + (1 << 19))  # that is rounded up
+    for below in (0, 1):
+        bits = 0x40000000 | patterns(count) & 0x700000 | (least - below) & 0xFFFFF
+        check_codes(by_triton, bits.view(torch.float32), signed=signed, seed=5)
+    found = [torch.zeros(count, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    for codes, below in zip(found, (0, 1), strict=True):
+        bits = 0x40000000 | (least - below).clamp(0, 0xFFFFF)
+        exponents = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
+        values = bits.view(torch.float32).to(DEVICE)
+        by_triton.encode(values, codes, exponents, signed=signed, seed=(5, 1))
+    assert torch.equal(
+        *(codes.to(torch.int16) - step for codes, step in zip(found, (1, 0), strict=True))
+    )
+
+
+@signed_or_not
 def test_every_code_in_a_block_of_every_exponent(by_triton, signed):
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(256)
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE)
@@ -164,6 +199,29 @@ def test_weights_that_were_changed_are_joined_alike(by_triton):
 
 def test_the_trial_of_the_kernels_finds_no_difference(by_triton):
     assert on_gpu._differing(by_triton, DEVICE) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_in_the_interpreter_of_a_triton_that_is_installed_for_it():
+    with tempfile.TemporaryDirectory() as place:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        got = subprocess.run(
+            [*pip, "--no-deps", "--no-compile", "--target", place, "triton"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if got.returncode:
+            pytest.skip(f"no Triton to be had: {got.stderr.strip()[-200:]}")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", __file__],
+            env={**os.environ, "PYTHONPATH": place, "TRITON_INTERPRET": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED" not in done.stdout
 
 
 def by_torch() -> types.SimpleNamespace:
