@@ -56,7 +56,7 @@ def main(directory: Path, elements: int, rounds: int, output: Path | None) -> No
     device = (
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     )
-    if device is None or on_gpu.kernels(device) is None:
+    if device is None or on_gpu.fault(device) is not None:
         raise UnsupportedError("needs a GPU that Triton compiles for")
     described = facts(directory, "sweeps.packing")
     described["accelerator"] = torch.cuda.get_device_name(device)
@@ -105,7 +105,9 @@ def _packed_by(name: str) -> Iterator[None]:
     """States on the GPU are packed by *name*, one of `_BY`."""
     with contextlib.ExitStack() as stack:
         for module in (eight_bit, split) if name == "torch" else ():
-            stack.enter_context(mock.patch.object(module, "kernels", return_value=None))
+            stack.enter_context(
+                mock.patch.object(module, "kernels", return_value=on_gpu.by_torch())
+            )
         yield
 
 

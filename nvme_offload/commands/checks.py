@@ -226,7 +226,10 @@ def packing() -> Finding:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if not devices:
         return Finding("packing", "note", "on processors: torch sees no GPU")
-    faults = sorted({why for device in devices if (why := fault(device)) is not None})
+    try:
+        faults = sorted({why for device in devices if (why := fault(device)) is not None})
+    except torch.cuda.OutOfMemoryError:
+        return Finding("packing", "note", "not looked at: a GPU has no memory left for a trial")
     if faults:
         return Finding(
             "packing",

@@ -14,20 +14,30 @@ import torch
 import triton
 import triton.language as tl
 
+from .eight_bit import (
+    CODE_ZERO,
+    DROPPED,
+    INFINITY,
+    LEAST_EXPONENT,
+    LEAST_NORMAL,
+    NOT_FINITE,
+    STEP,
+    TOP_OCTAVE,
+)
 from .rounding import BLOCK, GOLDEN, MULTIPLIERS, block_names, random_table, seed_state
 
 _ROWS = 8  # of a program, 2048 values
 _BLOCK = tl.constexpr(BLOCK)
-_INFINITY = tl.constexpr(0x7F800000)
+_INFINITY = tl.constexpr(INFINITY)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _OCTAVE = tl.constexpr(1 << 23)
-_DROPPED = tl.constexpr(20)
-_STEP = tl.constexpr(1 << 20)
-_CODE_ZERO = tl.constexpr((127 - 15) << 23)
-_LEAST_NORMAL = tl.constexpr(2.0**-14)
+_DROPPED = tl.constexpr(DROPPED)
+_STEP = tl.constexpr(STEP)
+_CODE_ZERO = tl.constexpr(CODE_ZERO)
+_LEAST_NORMAL = tl.constexpr(LEAST_NORMAL)
 _LEAST_NORMAL_BITS = tl.constexpr((127 - 14) << 23)
-_LEAST_EXPONENT = tl.constexpr(32)
-_NOT_FINITE = tl.constexpr(255)
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 _HALF_INFINITY = tl.constexpr(0xF8)
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -58,7 +68,16 @@ def _randoms(row, table, names, state, count):
 
 @triton.jit(do_not_specialize=["state"])
 def _encode(
-    values, codes, exponents, table, names, state, count, SIGNED: tl.constexpr, ROWS: tl.constexpr
+    values,
+    codes,
+    exponents,
+    table,
+    names,
+    state,
+    count,
+    SIGNED: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     row, place, inside = _places(count, ROWS)
     bits = tl.load(values + place, mask=inside, other=0)
@@ -66,7 +85,7 @@ def _encode(
     largest = tl.minimum(tl.max(magnitude, axis=1), _INFINITY)  # of a NaN the sum would overflow
     exponent = tl.maximum((largest + _STEP - 1) >> 23, _LEAST_EXPONENT)
     finite = exponent < 254
-    scale = ((254 + (0 if SIGNED else 15) - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = ((254 + TOP - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = magnitude.to(tl.float32, bitcast=True) * scale[:, None]
     if SIGNED:
         held = (scaled + _LEAST_NORMAL).to(tl.int32, bitcast=True) - _OCTAVE
@@ -85,7 +104,9 @@ def _encode(
 
 
 @triton.jit
-def _decode(codes, exponents, values, count, SIGNED: tl.constexpr, ROWS: tl.constexpr):
+def _decode(
+    codes, exponents, values, count, SIGNED: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
+):
     row, place, inside = _places(count, ROWS)
     field = tl.load(exponents + row, mask=row * _BLOCK < count, other=0).to(tl.int32)
     code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
@@ -95,7 +116,7 @@ def _decode(codes, exponents, values, count, SIGNED: tl.constexpr, ROWS: tl.cons
     else:
         magnitude = code
         sign = code & 0
-    octave = tl.maximum(field, _LEAST_EXPONENT) - (0 if SIGNED else 15)
+    octave = tl.maximum(field, _LEAST_EXPONENT) - TOP
     scale = (octave << 23).to(tl.float32, bitcast=True)
     scale = tl.where(field == _NOT_FINITE, float("nan"), scale)
     bits = (magnitude << _DROPPED) + _CODE_ZERO
@@ -155,14 +176,22 @@ def encode(
     """See `eight_bit.encode`."""
     randoms = _randoms_of(values, seed, blocks)
     places = values.view(torch.int32), codes, exponents
-    _launch(_encode, *places, *randoms, count=values.numel(), SIGNED=signed)
+    _launch(_encode, *places, *randoms, count=values.numel(), SIGNED=signed, TOP=TOP_OCTAVE[signed])
 
 
 def decode(
     codes: torch.Tensor, exponents: torch.Tensor, values: torch.Tensor, *, signed: bool
 ) -> None:
     """See `eight_bit.decode`."""
-    _launch(_decode, codes, exponents, values, count=values.numel(), SIGNED=signed)
+    _launch(
+        _decode,
+        codes,
+        exponents,
+        values,
+        count=values.numel(),
+        SIGNED=signed,
+        TOP=TOP_OCTAVE[signed],
+    )
 
 
 def round_to_24(

@@ -56,15 +56,15 @@ _SIGNED = {
 }
 
 _MANTISSA_BITS = 3
-_DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
-_STEP = 1 << _DROPPED
-_LEAST_NORMAL = 2.0**-14  # of float16
-_CODE_ZERO = (127 - 15) << 23  # the difference of the exponents' biases, as fp32 bits
+DROPPED = 23 - _MANTISSA_BITS  # mantissa bits of fp32 that a code lacks
+STEP = 1 << DROPPED
+LEAST_NORMAL = 2.0**-14  # of float16
+CODE_ZERO = (127 - 15) << 23  # the difference of the exponents' biases, as fp32 bits
 # The float16 exponent that the block's maximum is scaled to, by signed.
-_TOP_OCTAVE = {True: 0, False: 15}
-_LEAST_EXPONENT = 32  # of a block: keeps its scale and its values out of fp32's subnormals
-_NOT_FINITE = 255
-_INFINITY = 0x7F800000
+TOP_OCTAVE = {True: 0, False: 15}
+LEAST_EXPONENT = 32  # of a block: keeps its scale and its values out of fp32's subnormals
+NOT_FINITE = 255
+INFINITY = 0x7F800000
 
 
 def is_signed(key: str, optimizer: str, state_format: str = "compact") -> bool:
@@ -97,9 +97,8 @@ def encode(
     import torch
 
     if not values.is_cpu:
-        by = kernels(values.device)
-        there = by.encode if by else encode_by_torch
-        there(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
+        encode_there = kernels(values.device).encode
+        encode_there(values, codes, exponents, signed=signed, seed=seed, blocks=blocks)
         return
     count, table = values.numel(), random_table(values.device)
     factors, summands = random_keys(count, seed, values.device, blocks)
@@ -154,8 +153,7 @@ def round_to_24(
     import torch
 
     if not values.is_cpu:
-        by = kernels(values.device)
-        (by.round_to_24 if by else round_to_24_by_torch)(values, seed=seed, blocks=blocks)
+        kernels(values.device).round_to_24(values, seed=seed, blocks=blocks)
         return
     factors, summands = random_keys(values.numel(), seed, values.device, blocks)
     randoms = random_table(values.device).data_ptr(), factors.data_ptr(), summands.data_ptr()
@@ -201,9 +199,8 @@ def decode(
             signed,
             torch.get_num_threads(),
         )
-        return
-    by = kernels(values.device)
-    (by.decode if by else decode_by_torch)(codes, exponents, values, signed=signed)
+    else:
+        kernels(values.device).decode(codes, exponents, values, signed=signed)
 
 
 def encode_by_torch(
@@ -237,26 +234,26 @@ def encode_by_torch(
         bits, random = a.view(torch.int32), b.view(torch.int32)
         torch.mul(
             blocks,
-            ((254 + _TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None],
+            ((254 + TOP_OCTAVE[signed] - exponent) << 23).view(torch.float32)[:, None],
             out=a.view(-1, BLOCK),
         )
         if signed:
             # The distance of codes doubles with the exponent above the least normal, and is uniform
             # below: the larger of the two holds. They meet there.
-            torch.add(a.abs_(), _LEAST_NORMAL, out=b)
+            torch.add(a.abs_(), LEAST_NORMAL, out=b)
             torch.maximum(bits, random.sub_(1 << 23), out=bits)
         else:
-            torch.maximum(a, torch.sign(part, out=b).mul_(_LEAST_NORMAL), out=a)
+            torch.maximum(a, torch.sign(part, out=b).mul_(LEAST_NORMAL), out=a)
         bits.add_(
             _randoms(random, factors[first_block:], summands[first_block:])
-            .bitwise_right_shift_(32 - _DROPPED)
-            .add_(_STEP // 2 - _CODE_ZERO)
+            .bitwise_right_shift_(32 - DROPPED)
+            .add_(STEP // 2 - CODE_ZERO)
         )
         if signed:
-            sign = torch.bitwise_right_shift(part.view(torch.int32), 24 - _DROPPED, out=random)
-            bits.bitwise_or_(sign.bitwise_and_(0x80 << _DROPPED))
+            sign = torch.bitwise_right_shift(part.view(torch.int32), 24 - DROPPED, out=random)
+            bits.bitwise_or_(sign.bitwise_and_(0x80 << DROPPED))
         bits.view(-1, BLOCK).bitwise_right_shift_(
-            torch.full_like(exponent, _DROPPED).masked_fill_(exponent == _NOT_FINITE, 31)[:, None]
+            torch.full_like(exponent, DROPPED).masked_fill_(exponent == NOT_FINITE, 31)[:, None]
         )
         if not signed:
             bits.clamp_(min=0)  # zero is far below every code
@@ -270,8 +267,8 @@ def decode_by_torch(
     import torch
 
     fields = exponents.to(torch.int32)
-    scales = ((fields.clamp(min=_LEAST_EXPONENT) - _TOP_OCTAVE[signed]) << 23).view(torch.float32)
-    scales.masked_fill_(fields == _NOT_FINITE, torch.nan)
+    scales = ((fields.clamp(min=LEAST_EXPONENT) - TOP_OCTAVE[signed]) << 23).view(torch.float32)
+    scales.masked_fill_(fields == NOT_FINITE, torch.nan)
     halves = torch.empty(min(CHUNK, values.numel()), dtype=torch.int16, device=values.device)
     for start in range(0, values.numel(), CHUNK):
         part = values[start : start + CHUNK]
@@ -291,7 +288,7 @@ def decode_by_torch(
 
 def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 exponent field of each block's largest magnitude, rounded up, as int32;
-    `_NOT_FINITE` for a block that is not finite, or is unsigned and has a negative value.
+    `NOT_FINITE` for a block that is not finite, or is unsigned and has a negative value.
     """
     import torch
 
@@ -299,9 +296,9 @@ def _exponents(blocks: torch.Tensor, signed: bool) -> torch.Tensor:
     least, most = blocks.amin(dim=1), blocks.amax(dim=1)
     most = torch.maximum(most, -least) if signed else most.masked_fill_(least < 0, torch.nan)
     # Otherwise the rounding below would overflow int32 for a NaN.
-    magnitude = (most.view(torch.int32) & 0x7FFFFFFF).clamp_(max=_INFINITY)
-    exponent = magnitude.add_(_STEP - 1).bitwise_right_shift_(23).clamp_(min=_LEAST_EXPONENT)
-    return exponent.masked_fill_(exponent >= 254, _NOT_FINITE)
+    magnitude = (most.view(torch.int32) & 0x7FFFFFFF).clamp_(max=INFINITY)
+    exponent = magnitude.add_(STEP - 1).bitwise_right_shift_(23).clamp_(min=LEAST_EXPONENT)
+    return exponent.masked_fill_(exponent >= 254, NOT_FINITE)
 
 
 def _randoms(out: torch.Tensor, factors: torch.Tensor, summands: torch.Tensor) -> torch.Tensor:

@@ -16,33 +16,53 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def kernels(device: torch.device) -> Any | None:
-    """The module `by_triton`, where it can be used on *device*. None elsewhere: torch's operations
-    do it, in some 170 passes over memory in place of seven.
+def kernels(device: torch.device) -> Any:
+    """What has `encode`, `decode`, `round_to_24`, `split` and `join` for tensors on *device*: the
+    module `by_triton` where it can be used there; elsewhere torch's operations, in some 170 passes
+    over memory in place of seven.
     """
     if device.type != "cuda":
-        return None
+        return by_torch()
     why = fault(device)
     if why is not None:
         _log.warning(
             "states on %s are packed by torch's operations, which take several times as long: %s",
             *(device, why),
         )
-        return None
+        return by_torch()
     from . import by_triton
 
     return by_triton
+
+
+def by_torch() -> Any:
+    """The kernels of `by_triton` by torch's operations, on any device."""
+    from . import eight_bit, split
+
+    return SimpleNamespace(
+        encode=eight_bit.encode_by_torch,
+        decode=eight_bit.decode_by_torch,
+        round_to_24=eight_bit.round_to_24_by_torch,
+        split=split.split_by_torch,
+        join=split.join_by_torch,
+    )
 
 
 @functools.cache
 def fault(device: torch.device) -> str | None:
     """Why `by_triton` cannot be used on *device*, which is tried once: Triton is installed, compiles
     for it, and gives the bits there that torch's operations give. None where it can be.
+
+    Raises: torch.cuda.OutOfMemoryError, which says nothing about that.
     """
+    import torch
+
     try:
         from . import by_triton
 
         wrong = _differing(by_triton, device)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # of an import, a compiler, a driver: it has no class for all
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return f"Triton cannot be used: {reason}"
@@ -53,17 +73,8 @@ def _differing(by: Any, device: torch.device) -> list[str]:
     """What the kernels *by* make on *device* otherwise than torch's operations."""
     import torch
 
-    from . import eight_bit, split
-
-    reference = SimpleNamespace(
-        encode=eight_bit.encode_by_torch,
-        decode=eight_bit.decode_by_torch,
-        round_to_24=eight_bit.round_to_24_by_torch,
-        split=split.split_by_torch,
-        join=split.join_by_torch,
-    )
     values = _of_all_kinds().to(device)
-    ours, theirs = _made(by, values), _made(reference, values)
+    ours, theirs = _made(by, values), _made(by_torch(), values)
     return [name for name, made in ours.items() if not torch.equal(made, theirs[name])]
 
 

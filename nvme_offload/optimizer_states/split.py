@@ -43,8 +43,7 @@ def split(master: torch.Tensor, working: torch.Tensor, low: torch.Tensor) -> Non
     import torch
 
     if not master.is_cpu:
-        by = kernels(master.device)
-        (by.split if by else split_by_torch)(master, working, low)
+        kernels(master.device).split(master, working, low)
         return
     by_extension = _aio.split if low.dtype == torch.int16 else _aio.split_short
     places = master.data_ptr(), working.data_ptr(), low.data_ptr()
@@ -56,8 +55,7 @@ def join(working: torch.Tensor, low: torch.Tensor, master: torch.Tensor) -> None
     import torch
 
     if not master.is_cpu:
-        by = kernels(master.device)
-        (by.join if by else join_by_torch)(working, low, master)
+        kernels(master.device).join(working, low, master)
         return
     by_extension = _aio.join if low.dtype == torch.int16 else _aio.join_short
     places = working.data_ptr(), low.data_ptr(), master.data_ptr()

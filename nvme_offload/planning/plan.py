@@ -701,7 +701,6 @@ def _update(
     gpu = machine.gpu
     _, gpu_memory = _gpu_speeds(gpu)
     host = machine.host_bytes_per_second * OPTIMIZER_SHARE
-    packing = PACK_TRAFFIC[strategy.state_format]
     on_gpu = strategy.optimizer == "gpu" or strategy.door == "plain"
     drive: tuple[Term, ...] = ()
     if machine.speeds and (moved.read or moved.written):
@@ -715,6 +714,7 @@ def _update(
             link = gpu.link_bytes_per_second or DEFAULT_LINK_BYTES_PER_SECOND
             beside.append((_term("copies", strategy.state_bytes * each, link),))
         return (*beside, *([drive] if drive else []))
+    packing = PACK_TRAFFIC[strategy.state_format]
     if on_gpu:  # on processors
         traffic = ADAM_TRAFFIC + ROUND_TRAFFIC + packing
         update = [_term("Adam", here * traffic, host)]

@@ -10,12 +10,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import types
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parent))
+from bit_patterns import SPECIAL, numbers, patterns
+
 from nvme_offload import optimizer_states
+from nvme_offload.commands import checks
 from nvme_offload.optimizer_states import block_names, on_gpu
 from nvme_offload.optimizer_states.eight_bit import (
     BLOCK,
@@ -32,8 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # a program works on 2048 values
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2047, 2048, 2049, 5 * 2048 + 3]
-SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x7EFFFFFF, 0x7F000000, 0x7F7FFFFF, 0x7F800000, 0x7F800001]
-SPECIAL += [0x7FC00000, 0x7FF00001, 0x7FFFFFFF]
 signed_or_not = pytest.mark.parametrize("signed", [True, False])
 
 
@@ -45,20 +47,6 @@ def by_triton():
     from nvme_offload.optimizer_states import by_triton
 
     return by_triton
-
-
-def patterns(numel: int, seed: int = 0) -> torch.Tensor:
-    """Any 32 bits."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator)
-    return bits.to(torch.int32)
-
-
-def numbers(numel: int, octaves: int) -> torch.Tensor:
-    """Of any mantissa and sign, the octaves of each block from its own one down."""
-    top = patterns(-(-numel // BLOCK), seed=1).remainder(254).repeat_interleave(BLOCK)[:numel]
-    exponents = (top - patterns(numel, seed=2).remainder(octaves)).clamp(min=0)
-    return (patterns(numel) & ~0x7F800000 | exponents << 23).view(torch.float32)
 
 
 def empty(like: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> torch.Tensor:
@@ -224,17 +212,6 @@ def test_in_the_interpreter_of_a_triton_that_is_installed_for_it():
     assert "SKIPPED" not in done.stdout
 
 
-def by_torch() -> types.SimpleNamespace:
-    """In place of the module `by_triton`."""
-    return types.SimpleNamespace(
-        encode=encode_by_torch,
-        decode=decode_by_torch,
-        round_to_24=round_to_24_by_torch,
-        split=split_by_torch,
-        join=join_by_torch,
-    )
-
-
 @pytest.mark.parametrize(
     ("kernel", "made"),
     [
@@ -251,7 +228,7 @@ def test_one_bit_that_differs_is_found(kernel, made):
     """Wherever a compiler makes another one: the last value of what the kernel writes."""
     place = {"codes": 1, "exponents": 2, "values": 2, "masters of 24 bits": 0}
     place |= {"weights": 1, "rests": 2, "masters": 2}
-    by = by_torch()
+    by = on_gpu.by_torch()
     right = getattr(by, kernel)
 
     def wrong(*tensors, **options):
@@ -273,16 +250,28 @@ def not_loaded(monkeypatch):
 
 
 def test_what_gives_other_bits_is_not_used(monkeypatch, caplog, not_loaded):
-    monkeypatch.setattr(optimizer_states, "by_triton", by_torch(), raising=False)
+    monkeypatch.setattr(optimizer_states, "by_triton", on_gpu.by_torch(), raising=False)
     monkeypatch.setattr(on_gpu, "_differing", lambda by, device: ["codes, signed=True"])
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels(torch.device("cuda", 0)) is None
+        assert on_gpu.kernels(torch.device("cuda", 0)) == on_gpu.by_torch()
     assert "Triton gives other bits in codes, signed=True" in caplog.text
 
 
 def test_without_triton_torchs_operations_pack(monkeypatch, caplog, not_loaded):
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.INFO):
-        assert on_gpu.kernels(torch.device("cuda", 0)) is None
+        assert on_gpu.kernels(torch.device("cuda", 0)) == on_gpu.by_torch()
     assert "Triton cannot be used" in caplog.text
-    assert on_gpu.kernels(torch.device("cpu")) is None
+    assert on_gpu.kernels(torch.device("cpu")) == on_gpu.by_torch()
+
+
+def test_a_full_gpu_is_no_fault_of_triton(monkeypatch, not_loaded):
+    def full(by, device):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(optimizer_states, "by_triton", on_gpu.by_torch(), raising=False)
+    monkeypatch.setattr(on_gpu, "_differing", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        on_gpu.kernels(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert checks.packing().status == "note"

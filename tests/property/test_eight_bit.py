@@ -4,10 +4,16 @@ exponent, and what they stand for, bit for bit.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parent))
+from bit_patterns import SPECIAL, numbers, patterns
 
 from nvme_offload.optimizer_states.eight_bit import (
     BLOCK,
@@ -38,22 +44,6 @@ def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
         assert torch.equal(ours, reference)
 
 
-def patterns(numel: int, seed: int = 0) -> torch.Tensor:
-    """Any 32 bits."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(1 << 31), 1 << 31, (numel,), dtype=torch.int64, generator=generator).to(
-        torch.int32
-    )
-
-
-def numbers(numel: int, octaves: int) -> torch.Tensor:
-    """Of any mantissa and sign, the octaves of each block from its own one down."""
-    bits = patterns(numel)
-    top = (patterns(-(-numel // BLOCK), seed=1).remainder(254)).repeat_interleave(BLOCK)[:numel]
-    exponents = (top - patterns(numel, seed=2).remainder(octaves)).clamp(min=0)
-    return (bits & ~0x7F800000 | exponents << 23).view(torch.float32)
-
-
 @pytest.fixture(autouse=True, params=[1, 3])
 def threads(request):
     before = torch.get_num_threads()
@@ -78,27 +68,10 @@ def test_any_patterns(signed, numel):
 
 
 @signed_or_not
-@pytest.mark.parametrize(
-    "special",
-    [
-        0,
-        1,
-        0x7FFFFF,
-        0x800000,
-        0x7EFFFFFF,
-        0x7F000000,
-        0x7F7FFFFF,
-        0x7F800000,
-        0x7F800001,
-        0x7FC00000,
-        0x7FF00001,
-        0x7FFFFFFF,
-    ],
-)
+@pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("place", [0, 5, BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 2])
 def test_one_that_is_special_among_others(signed, special, place):
-    # Zeros, denormals, the largest numbers, infinities, and NaN of every kind, in whole blocks and
-    # in the last one.
+    # In whole blocks and in the last one.
     for sign in (0, -(1 << 31)):
         values = numbers(3 * BLOCK + 3, 20).abs()
         values.view(torch.int32)[place] = special | sign
