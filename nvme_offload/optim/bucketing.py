@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UnsupportedError, UsageError
 from ..optimizer_states import BLOCK, StateFormat
+from ..optimizer_states.on_gpu import packs_in_one_pass
 from ..optimizer_states.traits import Traits, examine
 from .buckets import Bucket, Weight, cut, is_distributed, local
 from .budget import Budget, beside_bytes, most_elements
@@ -113,7 +114,7 @@ class Bucketing:
         for bucket, nbytes in zip(buckets, values, strict=True):
             bucket.room_bytes = nbytes
         beside = [
-            bucket.numel * beside_bytes(self._format, bucket.traits, bucket.dtype)
+            bucket.numel * self._beside_bytes(bucket.traits, bucket.dtype, bucket.device)
             for bucket in buckets
             if bucket.device.type == "cpu"
         ]
@@ -203,7 +204,7 @@ class Bucketing:
             if self._gradients:
                 value_bytes = max(value_bytes, dtype.itemsize)
             most = most_elements(
-                self._budget.cap_bytes, value_bytes, beside_bytes(self._format, found, dtype)
+                self._budget.cap_bytes, value_bytes, self._beside_bytes(found, dtype, device)
             )
             yield (
                 weights,
@@ -211,6 +212,10 @@ class Bucketing:
                 if found.separable
                 else sum(local(parameter).numel() for parameter in parameters),
             )
+
+    def _beside_bytes(self, traits: Traits, dtype: torch.dtype, device: torch.device) -> int:
+        in_one_pass = self._format.eight_bit and packs_in_one_pass(device)
+        return beside_bytes(self._format, traits, dtype, in_one_pass=in_one_pass)
 
     def _examine(
         self,

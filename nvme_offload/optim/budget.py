@@ -25,16 +25,19 @@ _PAGE = 4096
 _BESIDE_SHARE = 8  # of the cap, one part that is kept for what is beside the buckets
 
 
-def beside_bytes(state_format: StateFormat, traits: Traits, dtype: torch.dtype) -> int:
+def beside_bytes(
+    state_format: StateFormat, traits: Traits, dtype: torch.dtype, *, in_one_pass: bool
+) -> int:
     """Bytes for each element of a bucket that an update takes beside the bucket's value: widened
-    gradients, what is no view, and new states.
+    gradients, what is no view, new states and, unless states are packed *in_one_pass*, what that
+    takes.
     """
     states = sum(state.itemsize for state in traits.states.values())
     widened = 4 if state_format.update_dtype(dtype) != dtype else 0
     return (
         widened
         + (widened if state_format.splits_master else 0)
-        + (3 * states if state_format.eight_bit else states)
+        + (3 * states if state_format.eight_bit and not in_one_pass else states)
     )
 
 

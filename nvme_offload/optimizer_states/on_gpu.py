@@ -1,4 +1,6 @@
-"""`kernels`: what packs states on a GPU, and `fault`: why Triton does not."""
+"""`kernels`: what packs states on a GPU, `packs_in_one_pass`: whether Triton does, and `fault`: why
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,11 @@ def kernels(device: torch.device) -> Any:
     from . import by_triton
 
     return by_triton
+
+
+def packs_in_one_pass(device: torch.device) -> bool:
+    """Whether `kernels` take no memory on *device* beside what they are given: those of Triton."""
+    return device.type == "cuda" and fault(device) is None
 
 
 def by_torch() -> Any:

@@ -37,9 +37,11 @@ _PLACES = 3
 _BESIDE_SHARE = 8
 _LEAST_BYTES = 64 << 20
 _HELD_SHARE, _PASSING = 0.95, 6  # of a budget, for what stays; buckets that pass through the rest
-# Beside the states of an element in use: its widened gradient, and new states. Source:
-# `optim.budget.beside_bytes` for AdamW and bfloat16.
-_BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 28, "compact24": 28}
+# Beside the states of an element in use: its widened gradient, what is no view, and new states; on
+# processors more is kept for packing in 8 bits. Source: `optim.budget.beside_bytes` for AdamW and
+# bfloat16.
+_BUCKET_BESIDE_BYTES = {"exact": 12, "split": 16, "compact": 16, "compact24": 16}
+_PACKING_BYTES = {"exact": 0, "split": 0, "compact": 16, "compact24": 16}
 
 Place = Literal["gpu", "host", "drive"]
 Door = Literal["zero", "deepspeed", "zero3", "plain"]
@@ -108,7 +110,7 @@ class Strategy(NamedTuple):
         """
         if self.optimizer is None:
             return 0
-        if self.door == "plain":
+        if self.door == "plain":  # on a GPU
             return _BUCKET_BESIDE_BYTES[self.state_format]
         return WIDE_BYTES if self.state_format == "exact" else 4 * WIDE_BYTES + WEIGHT_BYTES
 
@@ -282,10 +284,11 @@ def _plain_gpu_bytes(strategy: Strategy, model: Model, world: World) -> int:
     return int(WEIGHT_BYTES * (each + gradients) + gathered + staged)
 
 
-def _bucket_elements(strategy: Strategy, budget: float) -> float:
+def _bucket_elements(strategy: Strategy, budget: float, on_gpu: bool = True) -> float:
     """Elements of a bucket of `NVMeOptimizer`. Source: `optim.budget.most_elements`."""
     most = min(_LARGEST_BUCKET_BYTES, budget / _PARTS)
-    return most / max(strategy.state_bytes, strategy.beside_bytes / 2)
+    beside = strategy.beside_bytes + (0 if on_gpu else _PACKING_BYTES[strategy.state_format])
+    return most / max(strategy.state_bytes, beside / 2)
 
 
 def _host_bytes(strategy: Strategy, model: Model, world: World) -> int:
@@ -404,7 +407,7 @@ def beside_budget(
     if strategy.door != "plain" or strategy.gradient_bytes:
         return whole
     each = model.parameters / world.size
-    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget), each)
+    largest = strategy.state_bytes * min(_bucket_elements(strategy, budget, on_gpu), each)
     held = _HELD_SHARE * _values_budget(budget, on_gpu)
     return max(min(whole, int(whole - held + _PASSING * largest)), 0)
 
@@ -480,7 +483,7 @@ def streamed(
         lacking = max(1 - budget / (WEIGHT_BYTES * each), 0.0)
         return Streamed(WEIGHT_BYTES * each * lacking, 0.0, 0.0, 0.0)
     if strategy.door == "plain":
-        bucket = _bucket_elements(strategy, budget)
+        bucket = _bucket_elements(strategy, budget, on_gpu)
         stays = _values_budget(budget, on_gpu) - _PLACES * states * bucket
         moved = max(states * each - max(stays, 0.0), 0.0)
         return Streamed(0.0, 0.0, moved, moved)

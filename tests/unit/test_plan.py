@@ -732,7 +732,7 @@ def test_what_is_in_memory_needs_no_room_on_the_drive():
     """As `Tier` has it, for the buckets that `NVMeOptimizer` makes; with FSDP2 of each rank."""
     world = World(ranks=2)
     for budget in (8 * 10**9, 60 * 10**9, 200 * 10**9):
-        for name, each, beside in (("plain-compact24", 3, 28), ("plain", 12, 12)):
+        for name, each, beside in (("plain-compact24", 3, 16), ("plain", 12, 12)):
             bucket = each * most_elements(budget, each, beside)
             wanted = overflow(each * SEVENTY.parameters // 2, budget, bucket)
             found = beside_budget(BY_NAME[name], SEVENTY, world, budget)

@@ -448,9 +448,6 @@ NOT_PREDICTED = {
     "training-vda-others.json: ours-auto 0": _SHARED,
     "training-vda-others.json: ours-op 0": _SHARED,
     "training-vda-others.json: stock-none 0": _SHARED,
-    "optimizer-h200-fsdp2.json: compact 0": (
-        "0.8 s of its 2.0 are neither the drive's nor the GPU's, but Python's for each bucket"
-    ),
     "optimizer-vda-4GiB.json: exact 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: split 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: compact 0": "its drive was not measured",
