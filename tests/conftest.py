@@ -214,6 +214,18 @@ def _command(*arguments: str) -> str:
     return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.fixture
+def nothing_is_compiled() -> None:
+    """Whatever the tests before this one have compiled in this process: then steps are not run
+    under anything.
+    """
+    from nvme_offload.optim import update_queue
+
+    update_queue._compiled = False
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.utils.counters.clear()
+
+
 @pytest.fixture(scope="session")
 def deepspeeds_op() -> Path:
     """The folder with DeepSpeed's own op in it, compiled, though perhaps for another environment:

@@ -21,6 +21,7 @@ from nvme_offload.optim.awaited import AwaitedParameter
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("nothing_is_compiled"),
 ]
 
 WIDTH, LAYERS, STEPS = 512, 12, 6

@@ -19,6 +19,7 @@ from nvme_offload.optimizer_states.fingerprint import fingerprint
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("nothing_is_compiled"),
 ]
 
 WIDTH, LAYERS, STEPS = 512, 12, 9

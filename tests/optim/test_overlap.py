@@ -40,9 +40,11 @@ from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.io.engine import Engine
 from nvme_offload.io.waits import wait_for
-from nvme_offload.optim import NVMeOptimizer, update_queue
+from nvme_offload.optim import NVMeOptimizer
 from nvme_offload.optim.awaited import AwaitedParameter, AwaitedTensor
 from nvme_offload.optim.update_queue import UpdateQueue
+
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 STEPS = 5
 
@@ -88,16 +90,6 @@ def only_when_awaited():
 
 
 _gates = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled():
-    """Whatever the tests before this one have compiled in this process: then steps are not run
-    under anything.
-    """
-    update_queue._compiled = False
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture(autouse=True)

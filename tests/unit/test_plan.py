@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ports import free_port
@@ -24,7 +25,10 @@ from nvme_offload.hardware import machine as machines
 from nvme_offload.hardware.machine import Gpu
 from nvme_offload.hardware.profile import Best, Profile, Setting, StripePath
 from nvme_offload.optim import provisional as provisional_updates
-from nvme_offload.optim.budget import most_elements
+from nvme_offload.optim.budget import beside_bytes, most_elements
+from nvme_offload.optimizer_states import FORMATS
+from nvme_offload.optimizer_states.traits import Traits
+from nvme_offload.planning import placement
 from nvme_offload.planning.advice import Question, cheapest_change
 from nvme_offload.planning.model import Model, of_count
 from nvme_offload.planning.passes import (
@@ -728,11 +732,33 @@ def test_drives_described_by_two_speeds_share_their_time():
     assert drive_described(3.0, 2.0, 4.5, 10).speeds["mixed"] == 4.5
 
 
+def _beside_bytes(state_format: str, *, in_one_pass: bool) -> int:
+    """What `NVMeOptimizer` has it to be, of AdamW."""
+    states = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+    traits = Traits(states, eager=False, separable=True, elementwise=True, why="")
+    return beside_bytes(FORMATS[state_format], traits, torch.bfloat16, in_one_pass=in_one_pass)
+
+
+@pytest.mark.parametrize("state_format", list(FORMATS))
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_buckets_are_those_of_the_optimizer(state_format, on_gpu):
+    """On a GPU as packed by Triton, in one pass."""
+    strategy = next(
+        each for each in STRATEGIES if each.door == "plain" and each.state_format == state_format
+    )
+    value = strategy.state_bytes
+    for budget in (10**9, 10**12):
+        found = placement._bucket_elements(strategy, budget, on_gpu)
+        wanted = most_elements(budget, value, _beside_bytes(state_format, in_one_pass=on_gpu))
+        assert found == pytest.approx(wanted, rel=0.001)
+
+
 def test_what_is_in_memory_needs_no_room_on_the_drive():
     """As `Tier` has it, for the buckets that `NVMeOptimizer` makes; with FSDP2 of each rank."""
     world = World(ranks=2)
     for budget in (8 * 10**9, 60 * 10**9, 200 * 10**9):
-        for name, each, beside in (("plain-compact24", 3, 16), ("plain", 12, 12)):
+        for name, each in (("plain-compact24", 3), ("plain", 12)):
+            beside = _beside_bytes(BY_NAME[name].state_format, in_one_pass=True)
             bucket = each * most_elements(budget, each, beside)
             wanted = overflow(each * SEVENTY.parameters // 2, budget, bucket)
             found = beside_budget(BY_NAME[name], SEVENTY, world, budget)
