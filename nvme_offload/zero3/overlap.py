@@ -68,6 +68,8 @@ class Overlap:
         self._optimizer: Any = None  # of the step: it has the options of then
         self._order: list[int] = []  # in which the sub-groups of the last step are updated
         self._places: dict[int, int] = {}  # of each in it
+        # what is gathered waits for its update
+        compat.bound_prefetch(stage3)
         for name in _NOTED:
             setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 

@@ -228,6 +228,29 @@ def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters):
     assert result["order"] == result["all"]
 
 
+@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(("model", "bucket"), [("blocks", 5000), ("32 layers", 200)])
+def test_what_is_gathered_ahead_waits_for_no_more_than_a_bucket(
+    tmp_path, model, bucket, parameters
+):
+    """DeepSpeed gathers a bucket ahead before every module, whatever is ahead already: before the
+    first layer, all of a small model.
+    """
+    case = ALONE.but(
+        model=model, parameters=parameters, zero={"stage3_prefetch_bucket_size": bucket}
+    )
+    result = run(tmp_path, "gate", case)
+    elements = result["elements"]
+    ahead = [
+        sum(elements[index] for index in set(made) - set(needed))
+        for made, needed in zip(result["made at layers"], result["layers"], strict=True)
+    ]
+    assert max(ahead) > 0 or parameters == "nvme"  # where the drive is read ahead otherwise
+    assert max(ahead) < bucket + max(elements)
+    assert sum(elements) > 3 * bucket
+    assert result["after the backward pass"] == result["all"]
+
+
 def test_whoever_looks_at_a_weight_waits_for_its_own_update(tmp_path):
     result = run(tmp_path, "look", ALONE.but(parameters="nvme"))
     assert result["gathered"] == result["all"][:6]  # in the model's order
