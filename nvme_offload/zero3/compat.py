@@ -17,7 +17,7 @@ import inspect
 import logging
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError
@@ -109,7 +109,6 @@ CONTRACT: Mapping[str, str] = {
         param_names >=0.18
         params_already_reduced
         params_in_ipg_bucket <0.17.2
-        parameter_offload
         params_in_nvme_and_cpu
         persistent_parameters
         reduce_and_partition_stream
@@ -161,18 +160,6 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         __init__(module, timers, ds_config, ...)
         forward_hooks
-        get_param_coordinator()
-    """,
-    "deepspeed.runtime.zero.partitioned_param_coordinator": """
-        iter_params(module, recurse)
-        z3_leaf_module(model)
-    """,
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
-        _PartitionedParameterCoordinator__inflight_param_registry
-        _PartitionedParameterCoordinator__max_n_available_params
-        _PartitionedParameterCoordinator__n_available_params
-        _PartitionedParameterCoordinator__prefetch_bucket_sz
-        fetch_sub_module(current_submodule, forward)
     """,
     "deepspeed.runtime.zero.partition_parameters": """
         AsyncPartitionedParameterSwapper(ds_config, model_dtype)
@@ -189,7 +176,6 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": """
         AVAILABLE
         INFLIGHT
-        NOT_AVAILABLE
     """,
     "deepspeed.runtime.swap_tensor.partitioned_param_swapper:PartitionedParamStatus": """
         AVAILABLE
@@ -526,49 +512,6 @@ def let_go_of(module: Any) -> None:
     for function in (cached, *decorated):
         if hasattr(function, "cache_clear"):
             function.cache_clear()  # of all engines: it is filled again
-
-
-def bound_prefetch(stage3: Any) -> None:
-    """Have forward passes gather ahead of what is used `stage3_prefetch_bucket_size` elements in all.
-    DeepSpeed gathers as many again before every module, up to `stage3_max_live_parameters`.
-
-    It does not depend on what is updated, so that all ranks, which gather together, do the same.
-    """
-    import torch
-
-    coordinator = stage3.parameter_offload.get_param_coordinator()
-    fetch: Callable[[Any, bool], None] = coordinator.fetch_sub_module
-
-    def bounded(current_submodule: Any, forward: bool) -> None:
-        most = getattr(coordinator, _MOST_AVAILABLE)
-        if forward:
-            enough = _most_available(coordinator, current_submodule)
-            setattr(coordinator, _MOST_AVAILABLE, min(most, enough))
-        try:
-            fetch(current_submodule, forward)
-        finally:
-            setattr(coordinator, _MOST_AVAILABLE, most)
-
-    compiler: Any = torch.compiler
-    coordinator.fetch_sub_module = compiler.disable(bounded)
-
-
-_COORDINATOR = "_PartitionedParameterCoordinator__"
-_MOST_AVAILABLE = f"{_COORDINATOR}max_n_available_params"
-_COUNTED = 1000  # parameters that are gathered ahead; more are enough, whatever their size
-
-
-def _most_available(coordinator: Any, module: Any) -> int:
-    """Elements that may be gathered when *module* has its own and what it gathers ahead."""
-    place = importlib.import_module("deepspeed.runtime.zero.partitioned_param_coordinator")
-    own = set(place.iter_params(module, recurse=place.z3_leaf_module(module)))
-    ahead = getattr(coordinator, f"{_COORDINATOR}inflight_param_registry")
-    lacking = sum(param.ds_numel for param in own if param.ds_status.name == "NOT_AVAILABLE")
-    room = 0
-    if len(ahead) < _COUNTED:
-        room = getattr(coordinator, f"{_COORDINATOR}prefetch_bucket_sz")
-        room -= sum(param.ds_numel for param in ahead if param not in own)
-    return int(getattr(coordinator, f"{_COORDINATOR}n_available_params") + lacking + max(room, 0))
 
 
 def end_backward(stage3: Any) -> None:

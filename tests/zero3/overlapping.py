@@ -137,13 +137,7 @@ def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
     result["after the backward pass"] = sorted(made)
     engine.step()
     engine.optimizer.finish_updates()
-    groups = engine.optimizer.fp16_groups
-    return {
-        **result,
-        "all": everything(engine),
-        "order": sorted(made[-len(groups) :]),
-        "elements": [sum(param.ds_numel for param in group) for group in groups],
-    }
+    return {**result, "all": everything(engine), "order": sorted(made[-len(everything(engine)) :])}
 
 
 def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:

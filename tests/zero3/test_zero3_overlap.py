@@ -226,28 +226,17 @@ def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters):
     assert result["made at layers"] == result["layers"]
     assert result["after the backward pass"] == result["all"]
     assert result["order"] == result["all"]
+    assert "parameters ahead" not in result["complaints"]
 
 
-@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize(("model", "bucket"), [("blocks", 5000), ("32 layers", 200)])
-def test_what_is_gathered_ahead_waits_for_no_more_than_a_bucket(
-    tmp_path, model, bucket, parameters
-):
-    """DeepSpeed gathers a bucket ahead before every module, whatever is ahead already: before the
-    first layer, all of a small model.
+def test_what_deepspeed_gathers_ahead_is_waited_for_and_a_line_says_so(tmp_path):
+    """A bucket before every module, whatever is ahead already: before the first layer all of a small
+    model.
     """
-    case = ALONE.but(
-        model=model, parameters=parameters, zero={"stage3_prefetch_bucket_size": bucket}
-    )
+    case = ALONE.but(model="32 layers", zero={"stage3_prefetch_bucket_size": 200})
     result = run(tmp_path, "gate", case)
-    elements = result["elements"]
-    ahead = [
-        sum(elements[index] for index in set(made) - set(needed))
-        for made, needed in zip(result["made at layers"], result["layers"], strict=True)
-    ]
-    assert max(ahead) > 0 or parameters == "nvme"  # where the drive is read ahead otherwise
-    assert max(ahead) < bucket + max(elements)
-    assert sum(elements) > 3 * bucket
+    assert result["made at layers"][0] > result["layers"][0]
+    assert "gathers up to 50,000 parameters ahead" in result["complaints"]
     assert result["after the backward pass"] == result["all"]
 
 
