@@ -295,34 +295,25 @@ def of_big_models() -> Iterator[Case]:
             8_000_000_000,
             work=Work(2048, 32),
         )
-    (cells,) = rows("big-models-h100.md", "time of a step, s", "")
-    yield Case(
-        "big-models-h100.md: 70B",
-        "plain-in-backward-compact24",
-        LLAMA_70B,
-        on(
-            Machine(H100, 251 << 30, H200_COPIES),
-            {"read": 1.48e9, "write": 2.57e9, "mixed": 2.01e9},  # as swept there
-        ),
-        float(cells[1]),
-        60_000_000_000,
-        World(2),
-        Work(2048),
-    )
-    (cells,) = rows("big-models-h100.md", "those of steps 5 to 7, 10 and 11, median, s", "")
-    yield Case(
-        "big-models-h100.md: 70B, 100 GB",
-        "plain-in-backward-compact24",
-        LLAMA_70B,
-        on(
-            Machine(H100, 251 << 30, H200_COPIES),
-            {"read": 1.48e9, "write": 2.57e9, "mixed": 2.5e9},  # both ways at once as in that step
-        ),
-        float(cells[1]),
-        100_000_000_000,
-        World(2),
-        Work(2048),
-    )
+    for name, row, mixed, host_gb in (
+        ("70B", "time of a step, s", 2.01e9, 60),  # as swept there
+        # both ways at once as in that step
+        ("70B, 100 GB", "those of steps 5 to 7, 10 and 11, median, s", 2.5e9, 100),
+    ):
+        (cells,) = rows("big-models-h100.md", row, "")
+        yield Case(
+            f"big-models-h100.md: {name}",
+            "plain-in-backward-compact24",
+            LLAMA_70B,
+            on(
+                Machine(H100, 251 << 30, H200_COPIES),
+                {"read": 1.48e9, "write": 2.57e9, "mixed": mixed},
+            ),
+            float(cells[1]),
+            host_gb * 10**9,
+            World(2),
+            Work(2048),
+        )
     (cells,) = rows("big-models-h100.md", "step 5", "")
     yield Case(
         "big-models-h100.md: 33B, packed by Triton",
