@@ -109,6 +109,7 @@ CONTRACT: Mapping[str, str] = {
         param_names >=0.18
         params_already_reduced
         params_in_ipg_bucket <0.17.2
+        parameter_offload
         params_in_nvme_and_cpu
         persistent_parameters
         reduce_and_partition_stream
@@ -160,6 +161,23 @@ CONTRACT: Mapping[str, str] = {
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": """
         __init__(module, timers, ds_config, ...)
         forward_hooks
+        get_param_coordinator()
+    """,
+    "deepspeed.runtime.zero.partitioned_param_coordinator": """
+        iter_params(module, recurse)
+        z3_leaf_module(model)
+    """,
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
+        _PartitionedParameterCoordinator__inflight_param_registry
+        _PartitionedParameterCoordinator__param_queue
+        _PartitionedParameterCoordinator__prefetch_bucket_sz
+        _PartitionedParameterCoordinator__step_id
+        fetch_sub_module(current_submodule, forward)
+        is_complete_trace()
+        is_record_trace()
+    """,
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator._PartitionedParameterCoordinator__ParamInTrace": """
+        __init__(param, step_id_last_used_at)
     """,
     "deepspeed.runtime.zero.partition_parameters": """
         AsyncPartitionedParameterSwapper(ds_config, model_dtype)

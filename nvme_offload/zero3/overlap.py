@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
-from . import compat
+from . import ahead, compat
 from .shared_tier import trained
 from .updates import Update, Updates, quiesce_all
 
@@ -68,6 +68,7 @@ class Overlap:
         self._optimizer: Any = None  # of the step: it has the options of then
         self._order: list[int] = []  # in which the sub-groups of the last step are updated
         self._places: dict[int, int] = {}  # of each in it
+        ahead.bound(stage3.parameter_offload.get_param_coordinator())
         for name in _NOTED:
             setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 
@@ -101,14 +102,6 @@ class Overlap:
                 '"stage3_param_persistence_threshold": 0 lets all wait for the forward pass',
                 len(stage3.fp16_groups) - len(later),
                 len(stage3.fp16_groups),
-            )
-        zero = stage3._ds_config.get("zero_optimization", {})
-        if zero.get("stage3_prefetch_bucket_size") != 0 and "ahead" not in self._told:
-            self._told.add("ahead")
-            _log.info(
-                "overlap_step: before its first layer DeepSpeed gathers up to %s parameters ahead, and so waits for their updates; "
-                '"stage3_prefetch_bucket_size": 0 lets each layer wait for its own alone',
-                f"{int(zero.get('stage3_max_live_parameters', 1e9)):,}",
             )
         self._optimizer = with_own_options(stage3.optimizer)
         self._noted = {index: [] for index in later}

@@ -62,6 +62,7 @@ _ZERO3 = (
     "last_gradients",
     "inference",
     "op",
+    "ahead",
     "awaited",
     "optimizer_swapper",
     "overlap",

@@ -133,11 +133,20 @@ def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
         result["layers"].append(needed)
     loss = forward(training, engine)
     result["made at layers"] = list(seen)
+    groups = engine.optimizer.fp16_groups
+    result["left in flight"] = sum(
+        param.ds_status.name == "INFLIGHT" for group in groups for param in group
+    )
     engine.backward(loss)
     result["after the backward pass"] = sorted(made)
     engine.step()
     engine.optimizer.finish_updates()
-    return {**result, "all": everything(engine), "order": sorted(made[-len(everything(engine)) :])}
+    return {
+        **result,
+        "all": everything(engine),
+        "order": sorted(made[-len(groups) :]),
+        "elements": [sum(param.ds_numel for param in group) for group in groups],
+    }
 
 
 def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
