@@ -454,9 +454,6 @@ NOT_PREDICTED = {
     "training-vda-others.json: ours-auto 0": _SHARED,
     "training-vda-others.json: ours-op 0": _SHARED,
     "training-vda-others.json: stock-none 0": _SHARED,
-    "training-vda-overlap.json: ours-600MB 0": (
-        "it moved 2.8 GB/s, of a drive that did 2.6 by fio before and after"
-    ),
     "optimizer-vda-4GiB.json: exact 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: split 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: compact 0": "its drive was not measured",
