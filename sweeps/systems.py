@@ -43,6 +43,7 @@ _SETTLING = 2  # steps: the first makes states, and after the second the order i
 _LEARNING_RATE = 1e-4
 _DECAY = 0.1
 _SUB_GROUP = 200_000_000  # parameters; DeepSpeed's buffers are as large as one, and float32
+_PERSISTENT = 100_000  # elements, as DeepSpeed has it
 
 Step = Callable[[torch.Tensor], float]
 
@@ -103,8 +104,12 @@ def _ours(state_format: str, job: dict[str, Any]) -> Step:
     return _plain(model, optimizer)
 
 
-def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Step:
-    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer."""
+def _zero3(
+    job: dict[str, Any], offload: dict[str, Any], persistent: int = _PERSISTENT, **sections: Any
+) -> Step:
+    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer. *persistent*:
+    elements up to which every GPU keeps the whole of a parameter.
+    """
     import deepspeed
 
     config = {
@@ -119,6 +124,7 @@ def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Ste
             "stage": 3,
             "offload_optimizer": offload,
             "sub_group_size": _SUB_GROUP,
+            "stage3_param_persistence_threshold": persistent,
         },
         "aio": {
             "block_size": 1 << 20,
@@ -156,13 +162,19 @@ def _stock(device: str, job: dict[str, Any]) -> Step:
     return _zero3(job, offload)
 
 
-def _ours_in_zero3(job: dict[str, Any]) -> Step:
+def _ours_in_zero3(overlap_step: bool, job: dict[str, Any]) -> Step:
     from nvme_offload import zero3
 
     zero3.enable()
-    ours = {"host_memory": job["host_memory"], "state_format": "compact"}
+    ours = {
+        "host_memory": job["host_memory"],
+        "state_format": "compact",
+        "overlap_step": overlap_step,
+    }
     offload = {"device": "nvme", "nvme_path": job["directory"]}
-    return _zero3(job, offload, nvme_offload=ours)
+    # a sub-group with one of them is updated in `step`, and each has norms
+    persistent = 0 if overlap_step else _PERSISTENT
+    return _zero3(job, offload, persistent, nvme_offload=ours)
 
 
 def _cpu_offload_policy(job: dict[str, Any]) -> Step:
@@ -238,7 +250,13 @@ def _megatrain(job: dict[str, Any]) -> Step:
 
 SYSTEMS = {
     "compact": System('NVMeOptimizer, "compact", in backward', functools.partial(_ours, "compact")),
-    "zero3": System('ZeRO-3 with nvme_offload, "compact"', _ours_in_zero3),
+    "zero3": System(
+        'ZeRO-3 with nvme_offload, "compact"', functools.partial(_ours_in_zero3, False)
+    ),
+    "zero3-overlap": System(
+        'ZeRO-3 with nvme_offload, "compact", `overlap_step`',
+        functools.partial(_ours_in_zero3, True),
+    ),
     "exact": System('NVMeOptimizer, "exact", in backward', functools.partial(_ours, "exact")),
     "zero-infinity": System(
         "DeepSpeed ZeRO-3, states on the drive", functools.partial(_stock, "nvme")

@@ -34,6 +34,11 @@ from nvme_offload.hardware.config import BACKENDS, AioConfig
 if TYPE_CHECKING:
     from nvme_offload.io.engine import Engine
 
+# as tools/deepspeed-ops has it: another clone's tests, with other flags, would compile all again
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "extensions")
+)
+
 Mount = Callable[[str], Path]
 
 # name -> (type, bytes of a sector, MiB); mkfs.xfs makes nothing below 300 MiB.
@@ -228,19 +233,15 @@ def nothing_is_compiled() -> None:
 
 @pytest.fixture(scope="session")
 def deepspeeds_op() -> Path:
-    """The folder with DeepSpeed's own op in it, compiled, though perhaps for another environment:
-    then the first to load it takes minutes once more.
-    """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser()
+    """The folder with DeepSpeed's own op in it, compiled."""
+    root = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     found = [
         path.parents[1]
         for path in root.glob("**/async_io/async_io.so")
         if (path.parents[1] / "pin_memory" / "pin_memory.so").exists()
     ]
     if not found or importlib.util.find_spec("deepspeed") is None:
-        pytest.skip(
-            f"DeepSpeed's op is not built under {root}: AsyncIOBuilder().load() does that, in minutes"
-        )
+        pytest.skip(f"DeepSpeed's op is not built under {root}: tools/deepspeed-ops does that")
     if (lock := found[0] / "async_io" / "lock").exists():
         pytest.skip(f"DeepSpeed's op is being built, or its build was killed: then remove {lock}")
     return found[0]

@@ -16,8 +16,8 @@ from doors import needs
 pytestmark = needs("transformers", "deepspeed")
 
 TRAINED = {
-    1: ("compact", "zero3", "zero-infinity", "cpu-offload-policy"),
-    2: ("compact", "zero3", "cpu-offload-policy"),
+    1: ("compact", "zero3", "zero3-overlap", "zero-infinity", "cpu-offload-policy"),
+    2: ("compact", "zero3", "zero3-overlap", "cpu-offload-policy"),
 }
 
 
@@ -52,6 +52,7 @@ def test_every_system_trains_the_same_model(tmp_path, gpus):
     assert all(len(found) == 3 for found in losses.values())
     for name in trained[gpus - 1 :]:  # with several FSDP2 makes the weights of the first, in parts
         assert losses[name] == pytest.approx(losses["cpu-offload-policy"], abs=1e-3)
+    assert losses["zero3-overlap"] == losses["zero3"]
     assert told["megatrain"]["error"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text == ran.stdout.removesuffix("\n")
