@@ -43,7 +43,6 @@ _SETTLING = 2  # steps: the first makes states, and after the second the order i
 _LEARNING_RATE = 1e-4
 _DECAY = 0.1
 _SUB_GROUP = 200_000_000  # parameters; DeepSpeed's buffers are as large as one, and float32
-_PERSISTENT = 100_000  # elements, as DeepSpeed has it
 
 Step = Callable[[torch.Tensor], float]
 
@@ -104,12 +103,8 @@ def _ours(state_format: str, job: dict[str, Any]) -> Step:
     return _plain(model, optimizer)
 
 
-def _zero3(
-    job: dict[str, Any], offload: dict[str, Any], persistent: int = _PERSISTENT, **sections: Any
-) -> Step:
-    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer. *persistent*:
-    elements up to which every GPU keeps the whole of a parameter.
-    """
+def _zero3(job: dict[str, Any], offload: dict[str, Any], **sections: Any) -> Step:
+    """DeepSpeed with parameters in bfloat16 on the GPUs, and *offload* of the optimizer."""
     import deepspeed
 
     config = {
@@ -124,7 +119,6 @@ def _zero3(
             "stage": 3,
             "offload_optimizer": offload,
             "sub_group_size": _SUB_GROUP,
-            "stage3_param_persistence_threshold": persistent,
         },
         "aio": {
             "block_size": 1 << 20,
@@ -172,9 +166,7 @@ def _ours_in_zero3(overlap_step: bool, job: dict[str, Any]) -> Step:
         "overlap_step": overlap_step,
     }
     offload = {"device": "nvme", "nvme_path": job["directory"]}
-    # a sub-group with one of them is updated in `step`, and each has norms
-    persistent = 0 if overlap_step else _PERSISTENT
-    return _zero3(job, offload, persistent, nvme_offload=ours)
+    return _zero3(job, offload, nvme_offload=ours)
 
 
 def _cpu_offload_policy(job: dict[str, Any]) -> Step:

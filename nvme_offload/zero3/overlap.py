@@ -1,14 +1,8 @@
 """`Overlap`: `"overlap_step"` of one engine. DeepSpeed's `step` goes over the sub-groups; what it does
 for each is noted, and done later by `Updates`.
 
-At once, in `step` itself, are updated:
-
-- all sub-groups in the first step, which makes the states, and in the first after a load;
-- in every step, those with parameters that DeepSpeed keeps whole on the accelerator
-  (`stage3_param_persistence_threshold`), since it gathers these at the end of `step`.
-
-Where anything could come out different otherwise, `step` makes all updates, and a line of the log
-says why.
+`step` itself makes the updates of the first step, which makes the states, and of the first after a
+load; and all of them, as a line of the log says, where anything could come out different otherwise.
 """
 
 from __future__ import annotations
@@ -84,31 +78,31 @@ class Overlap:
         self._noted = None
         if not self._has_states:
             return
-        stage3 = self._stage3
-        whole = set(map(id, stage3.persistent_parameters))
-        later = [
-            index
-            for index, params in enumerate(stage3.fp16_groups)
-            if whole.isdisjoint(map(id, params))
-        ]
-        reason = _reason(stage3, later)
+        reason = _reason(self._stage3)
         if reason:
             tell_left_out(self._told, reason)
             return
-        if len(later) < len(stage3.fp16_groups) and "whole" not in self._told:
-            self._told.add("whole")
-            _log.info(
-                "overlap_step: %d of %d sub-groups are updated in step(), because DeepSpeed keeps small parameters of theirs on the accelerator; "
-                '"stage3_param_persistence_threshold": 0 lets all wait for the forward pass',
-                len(stage3.fp16_groups) - len(later),
-                len(stage3.fp16_groups),
-            )
-        self._optimizer = with_own_options(stage3.optimizer)
-        self._noted = {index: [] for index in later}
+        self._optimizer = with_own_options(self._stage3.optimizer)
+        self._noted = {index: [] for index in range(len(self._stage3.fp16_groups))}
+
+    @contextlib.contextmanager
+    def gathers_nothing(self) -> Iterator[None]:
+        """Within, DeepSpeed's `step` does not gather at its end the small parameters that it keeps on
+        the accelerator (`stage3_param_persistence_threshold`). The forward pass gathers each at its
+        first use, as it does in the first step of all, and waits for its update there.
+
+        This is so in every step, whatever is left out: all ranks gather together.
+        """
+        stage3 = self._stage3
+        kept, stage3.persistent_parameters = stage3.persistent_parameters, []
+        try:
+            yield
+        finally:
+            stage3.persistent_parameters = kept
 
     def _do_or_note(self, method: Callable[..., None], name: str, index: int, *rest: Any) -> None:
         """Call *method* of stage 3 for sub-group *index*, or note that for when it is updated."""
-        if self._noted is None or index not in self._noted:
+        if self._noted is None:
             method(index, *rest)
             return
         action = self.step_optimizer if name == "_optimizer_step" else method
@@ -234,12 +228,11 @@ def tell_left_out(told: set[str], reason: str) -> None:
         _log.warning("overlap_step is left out: %s", reason)
 
 
-def _reason(stage3: Stage3, later: Sequence[int]) -> str:
-    """Why all sub-groups are updated at once; "" where those of *later* need not."""
+def _reason(stage3: Stage3) -> str:
+    """Why sub-groups are updated at once; "" where they need not."""
     optimizer: Any = stage3.optimizer
     name = type(optimizer).__name__
-    everything = len(stage3.fp16_groups)
-    if not all(map(stage3._swappable_optimizer_subgroup, range(everything))):
+    if not all(map(stage3._swappable_optimizer_subgroup, range(len(stage3.fp16_groups)))):
         return '"ratio" keeps some states on the accelerator'
     if not known(optimizer):
         return (
@@ -259,13 +252,6 @@ def _reason(stage3: Stage3, later: Sequence[int]) -> str:
         return f"it was never tried with {get_accelerator().device_name()} devices"
     if _anything_is_compiled() or compat.compiles_deeply(stage3):
         return "torch.compile is used in this process"
-    if not later:
-        return (
-            "DeepSpeed keeps small parameters of every sub-group on the accelerator, and gathers them at the end of step(): "
-            '"stage3_param_persistence_threshold": 0 in "zero_optimization" lets updates wait'
-        )
-    if len(later) < everything and _needs_order(stage3):
-        return f"{name} depends on the order of sub-groups here, and some have small parameters that DeepSpeed keeps on the accelerator"
     return ""
 
 

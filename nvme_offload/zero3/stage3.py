@@ -456,9 +456,12 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         try:
             if not self._keeps_last:
                 self._make_missing_norms()
-            if self.overlap is not None:
+            if self.overlap is None:
+                super().step(closure)
+            else:
                 self.overlap.begin()
-            super().step(closure)
+                with self.overlap.gathers_nothing():
+                    super().step(closure)
             self.partly_changed = False
             if self.overlap is not None:
                 overlaps = self.overlap.end(self.clock.number)

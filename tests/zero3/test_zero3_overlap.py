@@ -49,6 +49,14 @@ CASES = {
         model="reentrant", sub_group_size=1000, accumulation=2, parameters="nvme"
     ),
     "persistent": STREAMED.but(model="odd", sub_group_size=500, persistence=80, parameters="nvme"),
+    "all-persistent": STREAMED.but(persistence=10**6, evaluate=True, clipping=0.3),
+    "persistent-gathered": STREAMED.but(loop="gather", persistence=200, parameters="nvme"),
+    "persistent-saved": STREAMED.but(
+        loop="save", persistence=200, parameters="cpu", steps=7, zero=GATHER
+    ),
+    "persistent-fp16": STREAMED.but(
+        dtype="fp16", overflow_step=3, steps=7, persistence=200, groups=2, accumulation=2
+    ),
     "split": STREAMED.but(parameters="nvme", section={**SMALLEST, "state_format": "split"}),
     "split-gathered": STREAMED.but(
         loop="gather", parameters="nvme", section={**SMALLEST, "state_format": "split"}
@@ -98,9 +106,16 @@ AT_ONCE = ("plain", "accumulation", "evaluation", "fp16-overflow", "split", "gat
 LEFT_OUT = {
     "no-states-on-a-drive": Case(parameters="nvme", states="cpu"),
     "unknown-optimizer": Case(optimizer="sign", steps=4),
-    "all-persistent": Case(persistence=10**6),
 }
-ON_TWO_RANKS = ("plain", "sometimes-clipped", "fp16-overflow", "gathered", "evaluation")
+ON_TWO_RANKS = (
+    "plain",
+    "all-persistent",
+    "persistent-fp16",
+    "sometimes-clipped",
+    "fp16-overflow",
+    "gathered",
+    "evaluation",
+)
 
 
 def overlapped(case: Case) -> Case:
@@ -218,9 +233,10 @@ ALONE = Case(
 )
 
 
+@pytest.mark.parametrize("persistence", [0, 10**6])
 @pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
-def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters):
-    result = run(tmp_path, "gate", ALONE.but(parameters=parameters))
+def test_a_layer_waits_for_its_own_updates_alone(tmp_path, parameters, persistence):
+    result = run(tmp_path, "gate", ALONE.but(parameters=parameters, persistence=persistence))
     assert result["made after step"] == []
     # those of layer 0 when it is called, and so on
     assert result["made at layers"] == result["layers"]
