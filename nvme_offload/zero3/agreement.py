@@ -53,7 +53,7 @@ def share_cores() -> None:
     """
     ranks: list[tuple[str, Set[int]]] = [("", frozenset())] * dist.get_world_size()
     here, cores = _machine(), frozenset(os.sched_getaffinity(0))
-    dist.all_gather_object(ranks, (here, cores))
+    torch.distributed.all_gather_object(ranks, (here, cores))  # DeepSpeed has it from 0.17 on
     share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
     threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     if wish is None and threads > share:

@@ -215,7 +215,6 @@ CONTRACT: Mapping[str, str] = {
     """,
     "deepspeed.comm": """
         ReduceOp
-        all_gather_object(object_list, obj, ...)
         all_reduce(tensor, op, ...)
         get_rank(...)
         get_world_size(...)
