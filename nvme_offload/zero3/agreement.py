@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence, Set
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -23,6 +24,14 @@ def least(number: int) -> int:
     numbers = torch.tensor([number], device=get_accelerator().current_device_name())
     dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
     return int(numbers.item())
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """*value* of every rank, which pickle can take."""
+    found: list[Any] = [None] * dist.get_world_size()
+    # deepspeed.comm of older releases does not have it
+    torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def all_or_none(action: Callable[[], None]) -> None:
@@ -51,9 +60,8 @@ def share_cores() -> None:
     Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone; torchrun and
     accelerate set it to 1.
     """
-    ranks: list[tuple[str, Set[int]]] = [("", frozenset())] * dist.get_world_size()
     here, cores = _machine(), frozenset(os.sched_getaffinity(0))
-    torch.distributed.all_gather_object(ranks, (here, cores))  # DeepSpeed has it from 0.17 on
+    ranks: list[tuple[str, Set[int]]] = of_all_ranks((here, cores))
     share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
     threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     if wish is None and threads > share:

@@ -32,6 +32,7 @@ from ..files import commit
 from ..io import archive
 from ..io import engine as io
 from . import compat, manifest, states
+from .agreement import of_all_ranks
 from .manifest import Entry, Manifest, corrupt, entry_of, has_checksums
 from .param_swapper import is_offloaded
 from .settings import refuse_memory_features, warn_of_mistakes
@@ -228,7 +229,7 @@ class _Generation:
             commit.lock(self._place_lock)
 
         self._on_one_rank(make)
-        self.generation = str(_gathered(secrets.token_hex(16))[0])
+        self.generation = str(of_all_ranks(secrets.token_hex(16))[0])
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. The tag's own is the temporary one, which exists."""
@@ -263,7 +264,7 @@ class _Generation:
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._stage3)
         _agree(self.failure, self._tag)
-        files = tuple(entry for entries in _gathered(self._entries) for entry in entries)
+        files = tuple(entry for entries in of_all_ranks(self._entries) for entry in entries)
 
         def show() -> None:
             Manifest(
@@ -453,7 +454,7 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
             action()
         except (OffloadError, OSError) as error:
             failure = error
-        failures = _gathered(failure)
+        failures = of_all_ranks(failure)
         if any(failures):
             raise failure or next(filter(None, failures))
 
@@ -487,17 +488,9 @@ def _read_states(path: str, engine: io.Engine) -> Any:
     return tree
 
 
-def _gathered(value: Any) -> list[Any]:
-    """*value* of every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    # deepspeed.comm of older releases does not have it
-    torch.distributed.all_gather_object(found, value)
-    return found
-
-
 def _agree(failure: Exception | None, tag: str) -> None:
     """Raises: *failure*, or the failure of another rank."""
-    texts = _gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
+    texts = of_all_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):

@@ -56,7 +56,7 @@ class Overlap:
         self._stage3 = stage3
         self.updates = Updates(stage3.tier)
         self.scaling = Scaling(1.0, 0.0)
-        self._noted: dict[int, list[Callable[[], None]]] | None = None  # in a step, by sub-group
+        self._noted: list[list[Callable[[], None]]] | None = None  # in a step, by sub-group
         self._has_states = False  # a step has made them, since the engine was made or loaded
         self._told: set[str] = set()
         self._optimizer: Any = None  # of the step: it has the options of then
@@ -69,7 +69,7 @@ class Overlap:
     @property
     def holds_gradients(self) -> bool:
         """Whether updates are to come, or have failed, that need the gradients of a step."""
-        return bool(self._noted and any(self._noted.values())) or self.updates.pending
+        return any(self._noted or ()) or self.updates.pending
 
     # In a step.
 
@@ -83,7 +83,7 @@ class Overlap:
             tell_left_out(self._told, reason)
             return
         self._optimizer = with_own_options(self._stage3.optimizer)
-        self._noted = {index: [] for index in range(len(self._stage3.fp16_groups))}
+        self._noted = [[] for _ in self._stage3.fp16_groups]
 
     @contextlib.contextmanager
     def gathers_nothing(self) -> Iterator[None]:
@@ -123,11 +123,11 @@ class Overlap:
         noted = self._noted
         if not self._stage3.overflow:
             self._has_states = True
-        if not noted or not any(noted.values()):  # an overflow
+        if noted is None or not any(noted):  # an overflow
             self._noted = None
             return False
         stage3 = self._stage3
-        self._order = self._in_order(list(noted))
+        self._order = self._in_order()
         self._places = {index: place for place, index in enumerate(self._order)}
         self.scaling = Scaling(stage3.loss_scale, stage3.clip_grad)
         like = _like_this_thread()
@@ -149,7 +149,7 @@ class Overlap:
     def cancel(self) -> bool:
         """An exception has ended DeepSpeed's `step`. Returns: whether updates were to come."""
         noted, self._noted = self._noted, None
-        return bool(noted and any(noted.values()))
+        return any(noted or ())
 
     def begin_load(self) -> None:
         """States are about to be loaded: make what can be made, and forget what has failed."""
@@ -165,18 +165,16 @@ class Overlap:
         place = self._places.get(index, len(self._order))
         return self._order[place : place + count]
 
-    def _in_order(self, indexes: Sequence[int]) -> list[int]:
-        """*indexes* in the order in which the last forward pass used them, or in the model's."""
+    def _in_order(self) -> list[int]:
+        """The sub-groups in the order in which the last forward pass used them, or in the model's."""
+        groups = self._stage3.fp16_groups
         if _needs_order(self._stage3):
-            return sorted(indexes)
+            return list(range(len(groups)))
         place = {id(param): place for place, param in enumerate(self._stage3.module.parameters())}
-        places = {
-            index: min(place.get(id(param), 0) for param in self._stage3.fp16_groups[index])
-            for index in indexes
-        }
+        places = [min(place.get(id(param), 0) for param in group) for group in groups]
         used = {index: number for number, index in enumerate(self.updates.uses)}
         last = max(len(used), 1)
-        return sorted(indexes, key=lambda index: (used.get(index, last), places[index]))
+        return sorted(range(len(groups)), key=lambda index: (used.get(index, last), places[index]))
 
     # In the thread.
 
