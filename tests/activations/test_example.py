@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "activations.py"
 
 
@@ -15,7 +17,7 @@ def test_the_example(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(EXAMPLE), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from activation_models import Attention, Feed, gradients, made, same
 from offloading import Make, left
+from patience import PATIENCE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -337,7 +338,7 @@ assert offload.stats().saved_bytes > 0
 def test_a_forked_child_computes_in_its_own_memory(tmp_path: Path) -> None:
     # a process whose autograd has no threads yet, so that it can fork
     command = [sys.executable, "-c", IN_A_CHILD, str(Path(__file__).parent), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
 
 

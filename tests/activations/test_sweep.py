@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ def run(*arguments: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from doors import needs
+from patience import PATIENCE
 
 pytestmark = needs("transformers")
 
@@ -35,7 +36,7 @@ def trained(directory, *options, ranks=1, left=()):
         *("--drive", str(directory), "--host-memory", "1MB", *options),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert ran.returncode == 0, ran.stderr
     assert sorted(directory.iterdir()) == sorted(left)
     assert not any(list(drive.iterdir()) for drive in left)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from doors import needs
+from patience import PATIENCE
 
 pytestmark = needs("transformers", "deepspeed")
 
@@ -34,7 +35,7 @@ def test_every_system_trains_the_same_model(tmp_path, gpus):
         ],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )

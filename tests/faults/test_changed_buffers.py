@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 
 import nvme_offload
 
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
-SECONDS = 60
 CAN_HOLD = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # what this torch can do
 RESIZED = ("freed", "larger storage", "larger")
 
@@ -151,8 +151,8 @@ def ends(script: str, backend: str, place: Path, stall: Stall) -> Any:
                 child.stdin.write("go\n")
                 child.stdin.flush()
                 line = child.stdout.readline()
-            assert line == "changed\n", (child.wait(SECONDS), child.stderr.read())
-            out, errors = child.communicate("go\n", timeout=SECONDS)
+            assert line == "changed\n", (child.wait(PATIENCE), child.stderr.read())
+            out, errors = child.communicate("go\n", timeout=PATIENCE)
         finally:
             child.kill()
     assert (child.returncode, errors) == (0, "")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 import nvme_offload
 from nvme_offload.errors import IOFailure, NoSpaceError, OffloadError
@@ -28,7 +29,6 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "optim"
 from recorded_drive import Drive, command, recorded
 from reference import parameters, smallest, train
 
-SECONDS = 60
 ROOT = Path(nvme_offload.__file__).parents[1]
 
 
@@ -49,18 +49,18 @@ def test_a_drive_that_goes_away_in_the_middle(backend: str, drive: Drive) -> Non
     out = value(0)
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(8):
-        store.put(f"{number}", value(number)).wait(SECONDS)
-    store.get("3", out).wait(SECONDS)
+        store.put(f"{number}", value(number)).wait(PATIENCE)
+    store.get("3", out).wait(PATIENCE)
     assert (out == 3).all()
     drive.go()
     tickets = [store.put(f"{number}", value(100 + number)) for number in range(8)]
     for ticket in tickets:
         with pytest.raises(IOFailure, match=r"slab|drive") as caught:
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
         assert caught.value.errno in (errno.EIO, errno.EROFS)
     for number in range(8):
         with pytest.raises(OffloadError):
-            store.get(f"{number}", out).wait(SECONDS)
+            store.get(f"{number}", out).wait(PATIENCE)
     with pytest.raises(OffloadError):
         store.snapshot(drive.place / "snapshot")
     store.close()
@@ -85,20 +85,20 @@ def test_a_filesystem_that_turns_read_only(backend: str, drive: Drive) -> None:
     out = value(0)
     store = TensorStore(drive.place, AioConfig(backend=backend))
     for number in range(4):
-        store.put(f"{number}", value(number)).wait(SECONDS)
+        store.put(f"{number}", value(number)).wait(PATIENCE)
     store.snapshot(drive.place / "snapshot")
-    store.put("0", value(9)).wait(SECONDS)
+    store.put("0", value(9)).wait(PATIENCE)
     command("mount", "-o", "remount,abort", drive.place)
     with pytest.raises(OffloadError):
         store.snapshot(drive.place / "snapshot")
     codes = set()
     for number in range(4):
         try:
-            store.put(f"{number}", value(50 + number)).wait(SECONDS)
+            store.put(f"{number}", value(50 + number)).wait(PATIENCE)
         except IOFailure as error:
             codes.add(error.errno)
         else:
-            store.get(f"{number}", out).wait(SECONDS)
+            store.get(f"{number}", out).wait(PATIENCE)
             assert (out == 50 + number).all()
     assert codes
     assert codes <= {errno.EROFS, errno.EIO}
@@ -141,7 +141,7 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
         number = 0
         with contextlib.suppress(NoSpaceError):
             for number in range(64):
-                store.put(f"{number}", value(number, 2 << 20)).wait(SECONDS)
+                store.put(f"{number}", value(number, 2 << 20)).wait(PATIENCE)
         return number
 
     with TensorStore(limited, AioConfig(backend=backend, direct="auto")) as store:
@@ -152,14 +152,14 @@ def test_a_quota_is_a_full_drive(backend: str, limited: Path) -> None:
         assert not (limited / "snapshot").exists()
         store.delete("0")
         try:  # which copies what it writes over, and may have no room for that
-            store.put("again", value(99, 2 << 20)).wait(SECONDS)
+            store.put("again", value(99, 2 << 20)).wait(PATIENCE)
         except NoSpaceError:
             pass
         else:
-            store.get("again", out).wait(SECONDS)
+            store.get("again", out).wait(PATIENCE)
             assert (out == 99).all()
         for number in range(1, kept):
-            store.get(f"{number}", out).wait(SECONDS)
+            store.get(f"{number}", out).wait(PATIENCE)
             assert (out == number).all()
     os.sync()
     with TensorStore(limited, AioConfig(backend=backend, direct="auto")) as store:
@@ -257,6 +257,6 @@ def test_auto_is_within_the_control_groups_limit(memory_group: Path, tmp_path: P
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr

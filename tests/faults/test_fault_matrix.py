@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from nvme_offload import (
     AioConfig,
@@ -95,7 +96,7 @@ class Range:
                 self.buffer, self.path, self.offset
             )
             try:
-                return ticket.wait(timeout=60)
+                return ticket.wait(timeout=PATIENCE)
             finally:
                 assert ticket.done()
                 stats = engine.stats()
@@ -237,12 +238,12 @@ def test_completions_in_reverse_order(tmp_path: Path, config: AioConfig) -> None
         for ticket in [
             engine.write(part, file, place * parts.shape[1]) for place, part in enumerate(parts)
         ]:
-            ticket.wait(timeout=60)
+            ticket.wait(timeout=PATIENCE)
         back = np.zeros_like(parts)
         for ticket in [
             engine.read(part, file, place * parts.shape[1]) for place, part in enumerate(back)
         ]:
-            ticket.wait(timeout=60)
+            ticket.wait(timeout=PATIENCE)
     assert np.array_equal(back, parts)
     assert np.array_equal(np.fromfile(path, np.uint8), parts.ravel())
 
@@ -258,7 +259,7 @@ def test_one_failing_request_leaves_the_others_whole(tmp_path: Path, config: Aio
         outcomes: list[int | OffloadError] = []
         for ticket in tickets:
             try:
-                outcomes.append(ticket.wait(timeout=60))
+                outcomes.append(ticket.wait(timeout=PATIENCE))
             except OffloadError as error:
                 outcomes.append(error)
     failed = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, OffloadError)]

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE, eventually
 
 import nvme_offload
 from nvme_offload.errors import (
@@ -50,7 +51,6 @@ Mount = Callable[[str], Path]
 Limit = Callable[[int, int], AbstractContextManager[None]]
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
-SECONDS = 60
 PAGE = 4096
 UNTOUCHED = 7
 
@@ -72,14 +72,6 @@ def pages_alike(array: Bytes, other: Bytes) -> npt.NDArray[np.bool_]:
 def free_bytes(place: Path) -> int:
     status = os.statvfs(place)
     return status.f_bfree * status.f_frsize
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether *condition* comes true in time, for what the kernel does when it likes."""
-    end = time.monotonic() + 5
-    while not (now := condition()) and time.monotonic() < end:
-        os.sched_yield()
-    return now
 
 
 # Interpreters of their own, for what a process can lose or forbid itself but once
@@ -133,7 +125,7 @@ def interpreter(
 def told_by(script: str, *arguments: object, directory: Path) -> list[str]:
     """The lines that *script* prints; it must end well and complain of nothing."""
     with interpreter(script, *arguments, directory=directory) as process:
-        out, errors = process.communicate(timeout=SECONDS)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert errors == ""
     return out.splitlines()
@@ -162,7 +154,7 @@ def test_a_drive_that_fills_up_under_a_write(
             engine.open(path, "rw") as file,
         ):
             with pytest.raises(NoSpaceError) as caught:
-                engine.write(data, file).wait(SECONDS)
+                engine.write(data, file).wait(PATIENCE)
             error = caught.value
             assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
                 errno.ENOSPC,
@@ -173,7 +165,7 @@ def test_a_drive_that_fills_up_under_a_write(
             )
             file.sync()
             target = np.full_like(data, UNTOUCHED)
-            assert engine.read(target, file).wait(SECONDS) == data.size
+            assert engine.read(target, file).wait(PATIENCE) == data.size
             written, holes = pages_alike(target, data), ~pages(target).any(axis=1)
             assert np.all(written | holes)
             assert 0 < error.done <= np.count_nonzero(written) * PAGE
@@ -182,7 +174,7 @@ def test_a_drive_that_fills_up_under_a_write(
             os.truncate(path, 0)
             part = data[: 4 << 20]
             assert eventually(lambda: free_bytes(place) > part.size + (1 << 20))
-            assert engine.write(part, file).wait(SECONDS) == part.size
+            assert engine.write(part, file).wait(PATIENCE) == part.size
             assert_array_equal(on_disk(path), part)
     finally:
         path.unlink(missing_ok=True)
@@ -242,7 +234,7 @@ def test_growing_past_the_file_size_limit_changes_nothing(
             assert (caught.value.errno, caught.value.path) == (errno.EFBIG, str(new))
             assert not new.exists()
             with pytest.raises(IOFailure) as caught:
-                engine.write(data, file, kept.size).wait(SECONDS)
+                engine.write(data, file, kept.size).wait(PATIENCE)
             error = caught.value
             assert (error.errno, error.operation, error.path, error.done) == (
                 errno.EFBIG,
@@ -254,7 +246,7 @@ def test_growing_past_the_file_size_limit_changes_nothing(
             assert path.stat().st_blocks == space, (
                 "space was set aside behind the end of the file, and kept"
             )
-        assert engine.write(data, file, kept.size).wait(SECONDS) == data.size
+        assert engine.write(data, file, kept.size).wait(PATIENCE) == data.size
     assert_array_equal(on_disk(path), np.concatenate([kept, data]))
 
 
@@ -280,7 +272,7 @@ def test_a_file_cut_in_mid_read_is_read_up_to_there(
                     os.sched_yield()
                 os.truncate(path, cut)
                 try:
-                    done = ticket.wait(SECONDS)
+                    done = ticket.wait(PATIENCE)
                 except TruncatedError as error:
                     cut_short += 1
                     done = error.done
@@ -294,7 +286,7 @@ def test_a_file_cut_in_mid_read_is_read_up_to_there(
                 assert np.all(right | untouched | zeroed)
                 assert done <= np.count_nonzero(right) * PAGE
                 assert file.size == cut
-                assert engine.read(target[:cut], file).wait(SECONDS) == cut
+                assert engine.read(target[:cut], file).wait(PATIENCE) == cut
                 assert_array_equal(target[:cut], data[:cut])
     assert cut_short > 0
 
@@ -517,13 +509,13 @@ def test_a_drive_with_a_dead_half(
         ) as engine,
         engine.open(drive.path, "rw") as file,
     ):
-        assert engine.write(old, file).wait(SECONDS) == old.size
+        assert engine.write(old, file).wait(PATIENCE) == old.size
         file.sync()
         assert_array_equal(drive.contents(), old)
         drive.shrink(half)
 
         with pytest.raises(IOFailure) as caught:
-            engine.read(target, file).wait(SECONDS)
+            engine.read(target, file).wait(PATIENCE)
         error = caught.value
         assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
             errno.EIO,
@@ -543,7 +535,7 @@ def test_a_drive_with_a_dead_half(
 
         target[:] = new
         with pytest.raises(IOFailure) as caught:
-            engine.write(target, file).wait(SECONDS)
+            engine.write(target, file).wait(PATIENCE)
         error = caught.value
         assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
             errno.EIO,
@@ -558,7 +550,7 @@ def test_a_drive_with_a_dead_half(
 
         for offset in (half, 2 * half - PAGE, half + 700):
             with pytest.raises(IOFailure) as caught:
-                engine.read(target[:1000], file, offset).wait(SECONDS)
+                engine.read(target[:1000], file, offset).wait(PATIENCE)
             assert (caught.value.errno, caught.value.offset, caught.value.done) == (
                 errno.EIO,
                 offset,
@@ -566,9 +558,9 @@ def test_a_drive_with_a_dead_half(
             )
 
         # The other half is as good as ever.
-        assert engine.write(new[:half], file).wait(SECONDS) == half
+        assert engine.write(new[:half], file).wait(PATIENCE) == half
         target[:] = UNTOUCHED
-        assert engine.read(target[:half], file).wait(SECONDS) == half
+        assert engine.read(target[:half], file).wait(PATIENCE) == half
         assert_array_equal(target[:half], new[:half])
         assert_array_equal(drive.contents(), new[:half])
         stats = engine.stats()
@@ -586,11 +578,11 @@ def test_a_write_that_only_the_page_cache_took_fails_where_it_is_waited_for(
         Engine(AioConfig(backend=backend, direct=False)) as engine,
         engine.open(drive.path, "rw") as file,
     ):
-        engine.write(data, file).wait(SECONDS)
+        engine.write(data, file).wait(PATIENCE)
         file.sync()
         assert_array_equal(drive.contents(), data)
         with pytest.raises(IOFailure) as caught:
-            engine.write(data, file, half).wait(SECONDS)
+            engine.write(data, file, half).wait(PATIENCE)
     assert (caught.value.errno, caught.value.operation, caught.value.path) == (
         errno.EIO,
         "write",
@@ -615,10 +607,10 @@ def test_a_drive_of_4096_byte_sectors_takes_offsets_of_512(
             offset = 512 * choose.randrange(2000)
             data = random_bytes(512 * choose.randint(1, min(100, 2048 - offset // 512)))
             model[offset : offset + data.size] = data
-            assert engine.write(data, file, offset).wait(SECONDS) == data.size
+            assert engine.write(data, file, offset).wait(PATIENCE) == data.size
             low = 512 * choose.randrange(offset // 512 + 1)
             target = np.full(512 * choose.randint(1, 2048 - low // 512), UNTOUCHED, np.uint8)
-            assert engine.read(target, file, low).wait(SECONDS) == target.size
+            assert engine.read(target, file, low).wait(PATIENCE) == target.size
             assert_array_equal(target, model[low : low + target.size])
         file.sync()
         assert_array_equal(drive.contents(), model)
@@ -660,7 +652,7 @@ def test_a_stuck_drive_is_seen_and_nothing_is_lost(
             assert not any(ticket.done() for ticket in tickets)
             assert engine.stats().write.in_flight == 2
             let_go()
-            assert [ticket.wait(SECONDS) for ticket in tickets] == [data.size, 4097]
+            assert [ticket.wait(PATIENCE) for ticket in tickets] == [data.size, 4097]
             assert engine.stats().oldest is None
     assert_array_equal(on_disk(first)[4096:][: data.size], data)
     assert_array_equal(on_disk(second)[:4097], data[:4097])
@@ -708,13 +700,13 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
                 told = [process.stdout.readline() for _ in range(choose.randint(1, 60))]
                 process.kill()
                 told += process.stdout.readlines()
-                assert (process.wait(SECONDS), process.stderr.read()) == (-signal.SIGKILL, "")
+                assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGKILL, "")
             assert [entry.name for entry in directory.iterdir()] == ["named"]
             assert eventually(lambda: free_bytes(directory) == before)
 
             with Engine(AioConfig(backend=backend)) as engine:
                 numbers = np.zeros((FILE_BYTES // PAGE, PAGE // 8), np.uint64)
-                assert engine.read(numbers, path).wait(SECONDS) == FILE_BYTES
+                assert engine.read(numbers, path).wait(PATIENCE) == FILE_BYTES
                 assert np.all(numbers == numbers[:, :1]), "a page is of two writes"
                 assert_array_equal(numbers[:, 0] & 0xFFFFFFFF, place_of_page)
                 generations = (numbers[:, 0] >> 32).astype(np.int64)
@@ -726,7 +718,7 @@ def test_a_kill_in_mid_write_leaves_each_page_old_or_new(backend: str, mounted: 
                         assert generations[part * part_pages :][:part_pages].min() >= generation
                 # The next child starts from generation 0 again.
                 assert (
-                    engine.write(np.repeat(place_of_page, PAGE // 8), path).wait(SECONDS)
+                    engine.write(np.repeat(place_of_page, PAGE // 8), path).wait(PATIENCE)
                     == FILE_BYTES
                 )
             assert_array_equal(np.fromfile(path, np.uint64), np.repeat(place_of_page, PAGE // 8))
@@ -850,13 +842,13 @@ def test_eight_threads_read_and_write_shared_and_own_files(
                     seen = np.zeros(high - low, np.uint8)
                     reads.append((engine.read(seen, shared_to_read, low), seen, known[low:high]))
                     for ticket in writes:
-                        ticket.wait(SECONDS)
+                        ticket.wait(PATIENCE)
                     for (file, start), model in zip(places, models, strict=True):
                         low, high = sorted(choose.sample(range(share + 1), 2))
                         seen = np.zeros(high - low, np.uint8)
                         reads.append((engine.read(seen, file, start + low), seen, model[low:high]))
                     for ticket, seen, expected in reads:
-                        ticket.wait(SECONDS)
+                        ticket.wait(PATIENCE)
                         assert_array_equal(seen, expected)
             assert_array_equal(on_disk(directory / f"own-{number}"), models[1])
             return models[0]
@@ -921,6 +913,6 @@ def test_two_processes_write_one_file(
                 process.stdin.write("go\n")
                 process.stdin.flush()
         for process in processes:
-            _, errors = process.communicate(timeout=SECONDS)
+            _, errors = process.communicate(timeout=PATIENCE)
             assert (process.returncode, errors) == (0, "")
     assert_array_equal(on_disk(path), data)

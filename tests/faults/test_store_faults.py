@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
@@ -33,7 +34,6 @@ Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
 Mount = Callable[[str], Path]
 
-SECONDS = 60
 PAGE = 4096
 BLOCK = 64 << 10
 MIB = 1 << 20
@@ -57,7 +57,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 def contents(store: TensorStore, name: str) -> Bytes:
     out = np.zeros(store.nbytes(name), np.uint8)
-    assert store.get(name, out).wait(SECONDS) == out.size
+    assert store.get(name, out).wait(PATIENCE) == out.size
     return out
 
 
@@ -111,11 +111,11 @@ def test_a_failed_overwrite_loses_the_value_and_says_so(
     assert both > before >= 4
     for number in range(before, both):
         with failing(paths, number, error) as store:
-            store.put("a", old).wait(SECONDS)
+            store.put("a", old).wait(PATIENCE)
             ticket = store.put("a", new)
             for _ in range(2):
                 with pytest.raises(IOFailure, match="of tensor 'a'") as caught:
-                    ticket.wait(SECONDS)
+                    ticket.wait(PATIENCE)
                 assert (
                     caught.value.errno,
                     caught.value.operation,
@@ -129,7 +129,7 @@ def test_a_failed_overwrite_loses_the_value_and_says_so(
                     lost()
                 assert caught.value.errno == error
             assert (store.names(), store.nbytes("a")) == (["a"], ODD)
-            store.put("a", old).wait(SECONDS)
+            store.put("a", old).wait(PATIENCE)
             assert_array_equal(contents(store, "a"), old)
             assert store.used_bytes == -(-ODD // PAGE) * PAGE
 
@@ -144,13 +144,13 @@ def test_a_failed_put_of_another_size_leaves_the_old_value(
     )
     for number in range(before, both):
         with failing(paths, number) as store:
-            store.put("a", old).wait(SECONDS)
+            store.put("a", old).wait(PATIENCE)
             ticket = store.put("a", new)
             out = np.zeros(ODD, np.uint8)
-            assert store.get("a", out).wait(SECONDS) == ODD
+            assert store.get("a", out).wait(PATIENCE) == ODD
             assert_array_equal(out, old)
             with pytest.raises(IOFailure, match="of tensor 'a'"):
-                ticket.wait(SECONDS)
+                ticket.wait(PATIENCE)
             assert (store.nbytes("a"), store.used_bytes) == (ODD, -(-ODD // PAGE) * PAGE)
 
 
@@ -191,7 +191,7 @@ def test_a_failed_get_can_be_asked_for_again(paths: list[Path], random_bytes: Ra
     assert both > before
     for number in range(before, both):
         with failing(paths, number) as store:
-            store.put("a", data).wait(SECONDS)
+            store.put("a", data).wait(PATIENCE)
             with pytest.raises(IOFailure, match="of tensor 'a'") as caught:
                 contents(store, "a")
             assert (caught.value.errno, caught.value.operation) == (errno.EIO, "read")
@@ -210,7 +210,7 @@ def test_a_snapshot_that_fails_leaves_the_last_one(
 
     def put_all(store: TensorStore, values: dict[str, Bytes]) -> None:
         for name, value in values.items():
-            store.put(name, value).wait(SECONDS)
+            store.put(name, value).wait(PATIENCE)
 
     before = transfers_of(lambda store: put_all(store, new), paths)
     both = transfers_of(
@@ -243,7 +243,7 @@ def test_a_restore_that_fails_changes_nothing(
     before = transfers_of(lambda store: store.put("a", present).wait(), paths)
     for number in (before, before + 1, before + 140, before + 200):
         with failing(paths, number) as store:
-            store.put("a", present).wait(SECONDS)
+            store.put("a", present).wait(PATIENCE)
             used_bytes = store.used_bytes
             with pytest.raises(IOFailure):
                 store.restore(directory)
@@ -469,7 +469,7 @@ def interpreter(
 
 def test_a_kill_at_any_line_leaves_the_old_snapshot_or_the_new(tmp_path: Path) -> None:
     with interpreter(KILLED_AT_EVERY_LINE, directory=tmp_path) as process:
-        out, errors = process.communicate(timeout=SECONDS * 3)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert (errors, process.returncode) == ("", 0)
     for told in (run.split() for run in out.split("-")[:2]):
         assert told == ["old"] * told.count("old") + ["new"] * told.count("new")
@@ -489,7 +489,7 @@ def test_kills_at_any_time_leave_a_whole_snapshot(tmp_path: Path) -> None:
                 os.sched_yield()
             process.kill()
             told += process.stdout.readlines()
-            assert (process.wait(SECONDS), process.stderr.read()) == (-signal.SIGKILL, "")
+            assert (process.wait(PATIENCE), process.stderr.read()) == (-signal.SIGKILL, "")
         last = int([line for line in told if line.endswith("\n")][-1])
         with TensorStore(tmp_path, CONFIG) as store:
             assert sorted(store.restore(tmp_path / "snapshot")) == ["large", "odd", "small"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload.io.pool import PinnedPool
 
@@ -122,6 +123,6 @@ def test_the_interpreter_may_end_with_tensors_and_copies_alive():
     """
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
     child = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, timeout=PATIENCE, cwd=Path(__file__).parents[2]
     )
     assert (child.returncode, child.stdout, child.stderr) == (0, "end\n", "")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload.errors import UsageError
 from nvme_offload.optim import NVMeOptimizer
@@ -227,7 +228,7 @@ def taken_by_fifty_steps(
         [sys.executable, "-W", "ignore", "-c", _FIFTY_STEPS, given],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE,
         env=environment,
     )
     assert ran.returncode == 0, ran.stderr

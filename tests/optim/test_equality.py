@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from patience import PATIENCE
 from reference import (
     OPTIMIZERS,
     SHAPES,
@@ -411,7 +412,7 @@ def test_the_process_takes_no_more_than_the_budget(tmp_path, state_format):
         [sys.executable, "-W", "ignore", script, tmp_path, state_format],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         env=environment,
     )
     assert ran.returncode == 0, ran.stderr

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,12 @@ def test_example(tmp_path, name):
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=FOLDER.parents[1], env=environment
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=FOLDER.parents[1],
+        env=environment,
     )
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", ran.stdout)]

@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 from reference import (
     Lion,
     Reference,
@@ -103,7 +104,7 @@ def nothing_is_left():
     _gates.clear()
     gc.collect()
     for thread in threads():
-        thread.join(60)
+        thread.join(PATIENCE)
 
 
 class Gate:
@@ -1160,7 +1161,7 @@ def test_a_data_loader_that_forks_has_the_new_weights(tmp_path):
     net, optimizer = begun(tmp_path)
     optimizer.step()
     loader = torch.utils.data.DataLoader(
-        Rows(net), batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=60
+        Rows(net), batch_size=4, num_workers=1, multiprocessing_context="fork", timeout=PATIENCE
     )
     [rows] = list(loader)
     # row by row, as the loader's process computes them: all at once may round otherwise
@@ -1210,7 +1211,7 @@ def test_the_process_ends_after_the_updates(tmp_path):
         [sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "0.125\n"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from ports import free_port
 
 CASES = (
@@ -99,7 +100,9 @@ def told_by_two_ranks(script, device, directory):
             )
         )
     try:
-        (out, complaints), (_, others) = (process.communicate(timeout=500) for process in processes)
+        (out, complaints), (_, others) = (
+            process.communicate(timeout=PATIENCE) for process in processes
+        )
     finally:
         for process in processes:
             process.kill()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -119,12 +120,12 @@ def test_a_small_run_beside_deepspeed(deepspeeds_op, tmp_path):
         "--variants",
         "compact,deepspeed",
         "--timeout",
-        "500",
+        str(PATIENCE),
         "--output",
         str(tmp_path / "report"),
     ]
     command = [sys.executable, "-m", "sweeps.optimizer", str(tmp_path), *options]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     ours, theirs = json.loads((tmp_path / "report.json").read_text())["runs"]
     assert (ours["error"], theirs["error"]) == (None, None)
@@ -146,7 +147,7 @@ def test_a_small_run(tmp_path, ranks):
         "--output",
         str(tmp_path / "report"),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     assert "round 1, exact" in ran.stderr
     assert ran.stdout.strip() == (tmp_path / "report.md").read_text().strip()
@@ -187,7 +188,7 @@ def test_the_tensors_of_a_model(tmp_path):
         "--output",
         str(tmp_path / "report"),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     found = tensors(config_of(str(tmp_path), 64))
     (only,) = json.loads((tmp_path / "report.json").read_text())["runs"]

@@ -190,7 +190,6 @@ def test_the_trial_of_the_kernels_finds_no_difference(by_triton):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_in_the_interpreter_of_a_triton_that_is_installed_for_it():
     with tempfile.TemporaryDirectory() as place:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, Ticket
 
 Bytes = npt.NDArray[np.uint8]
 
-SECONDS = 60
 PAGE = 4096
 LENGTH = 160 << 10  # of each file at first; writes may go beyond
 FILES = 2
@@ -98,7 +98,7 @@ class Run:
     def settle(self, done: Callable[[Pending], bool]) -> None:
         """Wait for the requests in flight that *done* picks."""
         for pending in [one for one in self.pending if done(one)]:
-            assert pending.ticket.wait(SECONDS) == pending.operation.size
+            assert pending.ticket.wait(PATIENCE) == pending.operation.size
             assert_array_equal(pending.around, pending.expected, str(pending.operation))
             self.pending.remove(pending)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from nvme_offload.errors import WaitTimeout
 from nvme_offload.io.pool import PinnedPool
 
 PAGE = 4096
 PAGES = 24
-SECONDS = 60
 
 DTYPES = st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64])
 EMPTY = st.tuples(st.just("empty"), st.integers(0, 6 * PAGE), DTYPES)
@@ -100,10 +100,10 @@ def test_threads_that_wait_for_one_another_all_get_their_room(jobs: list[list[in
     with PinnedPool(PAGES * PAGE, pin=False) as pool:
 
         def work(worker: int) -> int:
-            together.wait(SECONDS)
+            together.wait(PATIENCE)
             served = 0
             for count in jobs[worker]:
-                tensor = pool.empty(count * PAGE, torch.uint8, SECONDS).fill_(worker)
+                tensor = pool.empty(count * PAGE, torch.uint8, PATIENCE).fill_(worker)
                 served += tensor.numel()
                 assert bool((tensor == worker).all())
                 del tensor
@@ -122,7 +122,7 @@ def test_one_who_keeps_a_part_does_not_stop_the_others(holders: int) -> None:
 
         def work(worker: int) -> None:
             for _ in range(100):
-                tensor = pool.empty((PAGES - holders) * PAGE, torch.uint8, SECONDS).fill_(worker)
+                tensor = pool.empty((PAGES - holders) * PAGE, torch.uint8, PATIENCE).fill_(worker)
                 assert bool((tensor == worker).all())
                 del tensor
 

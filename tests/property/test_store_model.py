@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from patience import PATIENCE
 
 from nvme_offload.errors import UnsupportedError, UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -28,7 +29,6 @@ from nvme_offload.store import slabs
 from nvme_offload.store.store import StoreTicket, TensorStore
 
 PAGE = 4096
-SECONDS = 60
 NAMES = st.sampled_from(["a", "b", "c", "d", "e/f", ""])
 SIZES = st.one_of(
     st.integers(0, 10),
@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
         need.
         """
         for ticket, out, expected in self.under_way:
-            assert ticket.wait(SECONDS) == len(expected)
+            assert ticket.wait(PATIENCE) == len(expected)
             assert out.tobytes() == expected
         self.under_way.clear()
         stored = [*self.model.values(), *(self.retained[name] for name in self.replaced)]

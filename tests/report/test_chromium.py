@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.report import palette
 
@@ -81,7 +82,7 @@ def look(chromium: str, source: str, directory: Path, width: int, dark: bool) ->
         ),
         *("--virtual-time-budget=2000", "--dump-dom", frame.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     found = re.search(r'data-probe="([^"]*)"', done.stdout)
     assert found is not None, done.stderr
     assert [line for line in done.stderr.split("\n") if ":CONSOLE" in line] == []

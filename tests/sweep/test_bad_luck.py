@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
 
@@ -20,7 +21,7 @@ SHORT = ["--seconds", "1", "--size", "128MiB"]
 
 def run(*arguments: str | Path, command: list[str] = SWEEP) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
     )
 
 
@@ -103,7 +104,7 @@ def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, 
             assert process.stderr is not None
             assert any(line.startswith(topic) for line in process.stderr)
             process.send_signal(signal.SIGTERM)
-            out, rest = process.communicate(timeout=10)
+            out, rest = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert (process.returncode, out) == (143, "")
@@ -131,7 +132,7 @@ def test_nothing_is_asked_of_the_network_or_the_home_to_show_help() -> None:
     }
     for arguments in (["--help"], ["show", "--help"], ["compare", "--help"], ["check", "--help"]):
         result = subprocess.run(
-            [*SWEEP, *arguments], capture_output=True, text=True, timeout=60, env=environment
+            [*SWEEP, *arguments], capture_output=True, text=True, timeout=PATIENCE, env=environment
         )
         assert result.returncode == 0
         assert result.stdout.startswith("Usage: nvme-sweep")

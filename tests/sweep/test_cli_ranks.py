@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import ranks
@@ -88,7 +89,7 @@ def _in_front() -> None:
 @pytest.mark.slow
 def test_a_sweep_with_ranks_says_so_and_leaves_nothing(disk: Path, tmp_path: Path) -> None:
     command = [*SWEEP, *arguments(disk, tmp_path, 1), "--engine", "native"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     assert "screen: read by 2 ranks with 1 MiB x 8" in result.stderr
     assert result.stdout.splitlines()[0].endswith("; 2 ranks at once, speeds of all together")
@@ -121,7 +122,7 @@ def test_ranks_end_with_their_parent(
         else:
             process.send_signal(number)
         # comes to an end when no process has these pipes any more
-        out, rest = process.communicate(timeout=10)
+        out, rest = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (code, "")
     lines = [
         line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))
@@ -138,7 +139,7 @@ def test_ranks_end_with_their_parent(
 def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
     with sweeping(disk, tmp_path, "screen") as (process, children):
         os.kill(children[1], signal.SIGKILL)
-        out, rest = process.communicate(timeout=10)
+        out, rest = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (1, "")
     last = [line for line in rest.splitlines() if not line.startswith("screen")]
     assert last == [
@@ -152,7 +153,7 @@ def test_an_error_in_a_rank_fails_the_sweep_with_one_line(disk: Path, tmp_path: 
     start = ranks._START.replace("from nvme", f"exec({EIO!r}); from nvme")
     script = f"import sys\nfrom nvme_offload.sweep import cli, ranks\nranks._START = {start!r}\nsys.exit(cli.main())"
     command = [sys.executable, "-c", script, *arguments(disk, tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stdout) == (1, "")
     *progress, last = result.stderr.splitlines()
     assert all(line.startswith(("filling", "screen")) for line in progress)

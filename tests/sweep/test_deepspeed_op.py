@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.errors import IOFailure
 from nvme_offload.sweep.deepspeed_op import DeepSpeedEngine
@@ -121,7 +122,7 @@ def test_without_deepspeed_there_is_one_line(disk: Path, tmp_path: Path) -> None
         "--report-dir",
         str(tmp_path),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (result.returncode, result.stdout) == (2, "")
     *_, last = result.stderr.splitlines()
     assert last.startswith("nvme-sweep: DeepSpeed is not installed here")
@@ -145,7 +146,7 @@ def test_a_sweep_of_the_op_itself(deepspeeds_op: Path, disk: Path, tmp_path: Pat
         [*command, "--seconds", "1", "--size", "128MiB"],
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
     assert "DeepSpeed's own op" in result.stdout.splitlines()[0]

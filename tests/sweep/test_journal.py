@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.files import sealed
 from nvme_offload.hardware.profile import DEEPSPEED_DEFAULTS, Profile, Setting
@@ -216,7 +217,7 @@ def test_kill_9_and_resume_in_earnest(disk: Path, tmp_path: Path) -> None:
     journaled = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert len(journaled) > 5
     result = subprocess.run(
-        [*SWEEP, *arguments, "--resume"], capture_output=True, text=True, timeout=60
+        [*SWEEP, *arguments, "--resume"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert result.returncode == 0, result.stderr
     assert "screen: " not in result.stderr  # it was past that

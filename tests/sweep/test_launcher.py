@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from ports import free_port
 
 from nvme_offload.errors import UsageError
@@ -98,7 +99,7 @@ def test_torchrun_has_the_ranks_of_a_node_contend(disk: Path, tmp_path: Path) ->
         command,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
@@ -149,7 +150,7 @@ def test_rank_0_reports_for_all_nodes(mounted: Callable[[str], Path], tmp_path: 
         )
     try:
         (out, errors), (other_out, other_errors) = [
-            process.communicate(timeout=100) for process in started
+            process.communicate(timeout=PATIENCE) for process in started
         ]
     finally:
         for process in started:
@@ -189,7 +190,9 @@ def test_a_node_that_nobody_can_find_is_one_line(disk: Path, tmp_path: Path) -> 
         "--size",
         "128MiB",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=environment
+    )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.splitlines()[-1].startswith("nvme-sweep: ")
     assert "sweep on each node by itself" in result.stderr

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
@@ -40,7 +41,7 @@ def test_two_paths_are_swept_and_used_together(
         "--config",
         str(config),
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     profiles = sorted(
         (Profile.load(report / "profile.json") for report in (tmp_path / "reports").iterdir()),

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from swept_profiles import CHOSEN, made_up
 
 from nvme_offload import AioConfig
@@ -34,7 +35,7 @@ def run(
         [*SWEEP, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         env=environment,
         cwd=cwd,
     )
@@ -99,7 +100,7 @@ def test_without_a_home_a_sweep_succeeds_and_says_what_is_not_kept(
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         env={**environment, "MPLCONFIGDIR": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr

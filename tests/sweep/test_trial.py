@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from nvme_offload import _aio
 from nvme_offload.errors import CorruptionError, IOFailure, NoSpaceError
@@ -247,7 +248,7 @@ def test_no_thread_stays(rig: Rig) -> None:
     before = set(threading.enumerate())
     rig.run(SETTING, "read", 0.05)
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 

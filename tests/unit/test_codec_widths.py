@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from nvme_offload import _aio
 
@@ -91,7 +92,7 @@ def codec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "-ldl",
         "-pthread",
     ]
-    subprocess.run([*map(str, command)], check=True, timeout=300)
+    subprocess.run([*map(str, command)], check=True, timeout=PATIENCE)
     return Codec(ctypes.CDLL(str(place / "codec.so")))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from patience import PATIENCE
 
 from nvme_offload.commands import checks, cli
 from nvme_offload.hardware import machine as machines
@@ -94,7 +95,7 @@ def run(*arguments: object) -> Result:
 
 def ended(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE
     )
 
 

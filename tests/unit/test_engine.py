@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 from nvme_offload.errors import IOFailure, NoSpaceError, TruncatedError, UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -31,7 +32,6 @@ Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
 Configure = Callable[..., AioConfig]
 
-SECONDS = 60  # nothing here takes nearly as long; a hang fails instead of stopping the suite
 BLOCK = 16 << 10
 OFFSETS = (0, 1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1)
 SIZES = (*OFFSETS, 3 * BLOCK + 1)
@@ -68,10 +68,10 @@ def test_every_size_at_every_offset_arrives_and_nothing_around_it_changes(
             misalignment = (0, 1, 512)[case % 3]
             around, place = memory_at(misalignment, size)
             around[place] = model[offset : offset + size] = random_bytes(size)
-            assert engine.write(around[place], file, offset).wait(SECONDS) == size
+            assert engine.write(around[place], file, offset).wait(PATIENCE) == size
             assert_array_equal(on_disk(path), model, f"after writing {size} at {offset}")
             around, place = memory_at(misalignment, size)
-            assert engine.read(around[place], file, offset).wait(SECONDS) == size
+            assert engine.read(around[place], file, offset).wait(PATIENCE) == size
             expected = np.zeros_like(around)
             expected[place] = model[offset : offset + size]
             assert_array_equal(around, expected, f"after reading {size} at {offset}")
@@ -87,7 +87,7 @@ def test_a_write_past_the_end_makes_the_file_end_where_the_write_does(
         ):
             path = directory / str(case)
             data = random_bytes(size)
-            engine.write(data, path, offset).wait(SECONDS)
+            engine.write(data, path, offset).wait(PATIENCE)
             assert_array_equal(
                 on_disk(path),
                 np.concatenate([np.zeros(offset, np.uint8), data]),
@@ -102,7 +102,7 @@ def test_a_write_across_the_end_keeps_what_was_before_it(
     path = directory / "data"
     before, data = random_bytes(5000), random_bytes(200_001)
     before.tofile(path)
-    engine.write(data, path, 4999).wait(SECONDS)
+    engine.write(data, path, 4999).wait(PATIENCE)
     assert_array_equal(on_disk(path), np.concatenate([before[:4999], data]))
 
 
@@ -114,10 +114,10 @@ def test_buffers_at_any_address(
     data = random_bytes(300_000)
     around, place = memory_at(misalignment, data.size)
     around[place] = data
-    engine.write(around[place], path).wait(SECONDS)
+    engine.write(around[place], path).wait(PATIENCE)
     assert_array_equal(on_disk(path), data)
     around[:] = 0
-    engine.read(around[place], path).wait(SECONDS)
+    engine.read(around[place], path).wait(PATIENCE)
     assert_array_equal(around[place], data)
     assert not around[: place.start].any()
     assert not around[place.stop :].any()
@@ -132,7 +132,7 @@ def test_a_hole_reads_as_zeros(engine: Engine, directory: Path, random_bytes: Ra
         file.seek(300_001)
         file.write(data.tobytes())
     target = random_bytes(1_000_000)
-    engine.read(target, path).wait(SECONDS)
+    engine.read(target, path).wait(PATIENCE)
     expected = np.zeros(1_000_000, np.uint8)
     expected[300_001:310_001] = data
     assert_array_equal(target, expected)
@@ -158,7 +158,7 @@ def test_writes_that_share_a_page_do_not_undo_each_other(
                 second.write(data[meeting:], there, meeting),
             ]
             for ticket in tickets:
-                ticket.wait(SECONDS)
+                ticket.wait(PATIENCE)
             assert_array_equal(on_disk(path), data, f"which two writes that meet at {meeting} made")
 
 
@@ -178,7 +178,7 @@ def test_a_thousand_writes_of_odd_sizes_side_by_side(
             engine.write(model[low:high], file, low) for low, high in itertools.pairwise(cuts)
         ]
         for ticket in tickets:
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
     assert_array_equal(on_disk(path), model)
 
 
@@ -200,9 +200,9 @@ def test_tensors_of_every_dtype(
 ) -> None:
     path = directory / "data"
     data, target = random_bytes(96_000), np.zeros(96_000, np.uint8)
-    assert engine.write(torch.from_numpy(data).view(dtype), path).wait(SECONDS) == 96_000
+    assert engine.write(torch.from_numpy(data).view(dtype), path).wait(PATIENCE) == 96_000
     assert_array_equal(on_disk(path), data)
-    assert engine.read(torch.from_numpy(target).view(dtype), path).wait(SECONDS) == 96_000
+    assert engine.read(torch.from_numpy(target).view(dtype), path).wait(PATIENCE) == 96_000
     assert_array_equal(target, data)
 
 
@@ -226,14 +226,14 @@ def test_tensors_of_every_shape_and_kind(engine: Engine, directory: Path) -> Non
     for name, source in sources.items():
         path = directory / name
         nbytes = source.numel() * source.element_size()
-        assert engine.write(source, path).wait(SECONDS) == nbytes, name
+        assert engine.write(source, path).wait(PATIENCE) == nbytes, name
         target = torch.zeros_like(source, requires_grad=source.requires_grad)
         if nbytes:
             assert (
                 path.read_bytes()
                 == source.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             ), name
-            assert engine.read(target, path).wait(SECONDS) == nbytes, name
+            assert engine.read(target, path).wait(PATIENCE) == nbytes, name
         assert torch.equal(source, target), name
 
 
@@ -244,7 +244,7 @@ def test_a_read_into_a_view_leaves_the_rest_of_the_storage(
     data = random_bytes(8 * 20_000)
     data.tofile(path)
     storage = torch.zeros(20_010, dtype=torch.int64)
-    engine.read(storage[3:20_003], path).wait(SECONDS)
+    engine.read(storage[3:20_003], path).wait(PATIENCE)
     assert_array_equal(
         storage.numpy().view(np.uint8),
         np.concatenate([np.zeros(24, np.uint8), data, np.zeros(56, np.uint8)]),
@@ -317,7 +317,7 @@ def test_buffers_of_every_kind(
     data = random_bytes(160_000)
     data.tofile(path)
     buffer = buffers(data.size)[kind]
-    assert engine.read(buffer, path).wait(SECONDS) == data.size
+    assert engine.read(buffer, path).wait(PATIENCE) == data.size
     assert_array_equal(
         np.frombuffer(
             memoryview(buffer.numpy() if kind == "tensor" else buffer).cast("B"), np.uint8
@@ -325,7 +325,7 @@ def test_buffers_of_every_kind(
         data,
     )
     path.unlink()
-    assert engine.write(buffer, path).wait(SECONDS) == data.size
+    assert engine.write(buffer, path).wait(PATIENCE) == data.size
     assert_array_equal(on_disk(path), data)
 
 
@@ -338,7 +338,7 @@ def test_read_only_buffers_can_be_written_and_not_read_into(
     buffers_without_write: list[Any] = [data.tobytes(), memoryview(data.tobytes()), frozen]
     for case, buffer in enumerate(buffers_without_write):
         path = directory / str(case)
-        assert engine.write(buffer, path).wait(SECONDS) == data.size
+        assert engine.write(buffer, path).wait(PATIENCE) == data.size
         assert_array_equal(on_disk(path), data)
         random_bytes(10_001).tofile(path)
         with pytest.raises(UsageError):
@@ -433,12 +433,12 @@ def test_a_thousand_requests_waited_for_in_any_order(
         tickets = [
             engine.write(data[place * size :][:size], file, place * size) for place in range(count)
         ]
-        assert [tickets[place].wait(SECONDS) for place in order] == [size] * count
+        assert [tickets[place].wait(PATIENCE) for place in order] == [size] * count
         assert_array_equal(on_disk(path), data)
         tickets = [
             engine.read(target[place * size :][:size], file, place * size) for place in order
         ]
-        assert [ticket.wait(SECONDS) for ticket in tickets] == [size] * count
+        assert [ticket.wait(PATIENCE) for ticket in tickets] == [size] * count
         assert_array_equal(target, data)
         stats = engine.stats()
         for direction in (stats.read, stats.write):
@@ -461,11 +461,11 @@ def test_each_request_is_waited_for_alone(
     bad = engine.read(beyond[0], path, 50_000)
     good = engine.read(target, path)
     worse = engine.read(beyond[1], path, 99_999)
-    assert good.wait(SECONDS) == data.size
+    assert good.wait(PATIENCE) == data.size
     assert_array_equal(target, data)
     for ticket in (bad, worse):
         with pytest.raises(TruncatedError):
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
 
 
 def test_threads_share_an_engine(
@@ -486,8 +486,8 @@ def test_threads_share_an_engine(
                 for step in range(0, 50_000, 10_000)
             ]
             for ticket in tickets:
-                ticket.wait(SECONDS)
-        engine.read(target, file, place * share).wait(SECONDS)
+                ticket.wait(PATIENCE)
+        engine.read(target, file, place * share).wait(PATIENCE)
         return target
 
     with engine.open(path, "rw", size=data.size) as file, ThreadPoolExecutor(threads) as pool:
@@ -503,13 +503,13 @@ def test_one_ticket_waited_for_by_many_threads(
     barrier = threading.Barrier(9)
 
     def work(_: int) -> int:
-        barrier.wait(SECONDS)
-        return ticket.wait(SECONDS)
+        barrier.wait(PATIENCE)
+        return ticket.wait(PATIENCE)
 
     with ThreadPoolExecutor(8) as pool:
         results = pool.map(work, range(8))
         ticket = engine.write(data, directory / "data")
-        barrier.wait(SECONDS)
+        barrier.wait(PATIENCE)
         assert list(results) == [data.size] * 8
     assert_array_equal(on_disk(directory / "data"), data)
 
@@ -526,7 +526,7 @@ def test_engines_share_a_file(
         for place, engine in enumerate(engines)
     ]
     for engine, ticket in zip(engines, tickets, strict=True):
-        assert ticket.wait(SECONDS) == share
+        assert ticket.wait(PATIENCE) == share
         engine.close()
     assert_array_equal(on_disk(path), data)
 
@@ -567,11 +567,11 @@ def test_every_setting_moves_the_same_bytes(
             engine.write(model[low:middle], file, low),
             engine.write(model[middle:high], file, middle),
         ]
-        assert [ticket.wait(SECONDS) for ticket in tickets] == [middle - low, high - middle]
+        assert [ticket.wait(PATIENCE) for ticket in tickets] == [middle - low, high - middle]
         assert_array_equal(on_disk(path), model)
         target = np.zeros_like(model)
         tickets = [engine.read(target[:middle], file), engine.read(target[middle:], file, middle)]
-        assert [ticket.wait(SECONDS) for ticket in tickets] == [middle, model.size - middle]
+        assert [ticket.wait(PATIENCE) for ticket in tickets] == [middle, model.size - middle]
         assert_array_equal(target, model)
         stats = engine.stats()
         assert (stats.write.requests, stats.write.bytes, stats.write.in_flight) == (
@@ -611,7 +611,7 @@ def test_a_read_past_the_end_says_how_far_it_came(
             target = np.full(4 * BLOCK, 7, np.uint8)
             ticket = engine.read(target, path, offset)
             with pytest.raises(TruncatedError) as caught:
-                ticket.wait(SECONDS)
+                ticket.wait(PATIENCE)
             error = caught.value
             there = data[offset:]
             assert (error.operation, error.path, error.offset, error.nbytes, error.done) == (
@@ -622,7 +622,7 @@ def test_a_read_past_the_end_says_how_far_it_came(
                 there.size,
             )
             assert_array_equal(target[: there.size], there)
-        assert engine.read(np.zeros(0), path, length + 1).wait(SECONDS) == 0
+        assert engine.read(np.zeros(0), path, length + 1).wait(PATIENCE) == 0
 
 
 def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(
@@ -632,7 +632,7 @@ def test_a_parallel_read_past_the_end_counts_no_byte_that_is_not_there(
     data = random_bytes(1_234_567)
     data.tofile(path)
     with pytest.raises(TruncatedError) as caught:
-        engine.read(np.zeros(4 << 20, np.uint8), path).wait(SECONDS)
+        engine.read(np.zeros(4 << 20, np.uint8), path).wait(PATIENCE)
     assert 0 <= caught.value.done <= data.size
 
 
@@ -647,26 +647,26 @@ def test_a_file_that_shrinks_under_a_reader(
         engine.open(path, "r") as file,
     ):
         target = np.zeros_like(data)
-        engine.read(target, file).wait(SECONDS)
+        engine.read(target, file).wait(PATIENCE)
         os.truncate(path, 300_123)
         target[:] = 0
         ticket = engine.read(target, file)
         with pytest.raises(TruncatedError) as caught:
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
         assert caught.value.done == 300_123
         assert_array_equal(target[:300_123], data[:300_123])
-        assert engine.read(target[:300_123], file).wait(SECONDS) == 300_123
+        assert engine.read(target[:300_123], file).wait(PATIENCE) == 300_123
         assert file.size == 300_123
 
 
 def test_a_result_is_the_same_each_time_it_is_asked_for(engine: Engine, directory: Path) -> None:
     path = directory / "data"
     good = engine.write(bytes(10_000), path)
-    assert [good.wait(SECONDS), good.wait(0), good.wait()] == [10_000] * 3
+    assert [good.wait(PATIENCE), good.wait(0), good.wait()] == [10_000] * 3
     assert good.done()
     assert good.nbytes == 10_000
     bad = engine.read(bytearray(10_001), path)
-    for timeout in (SECONDS, 0, None):
+    for timeout in (PATIENCE, 0, None):
         with pytest.raises(TruncatedError) as caught:
             bad.wait(timeout)
         assert caught.value.nbytes == 10_001
@@ -691,7 +691,7 @@ def test_a_file_size_limit_stops_a_write_where_it_is(
         with limit(resource.RLIMIT_FSIZE, most):
             ticket = engine.write(data, file)
             with pytest.raises(IOFailure) as caught:
-                ticket.wait(SECONDS)
+                ticket.wait(PATIENCE)
         error = caught.value
         assert (error.errno, error.operation, error.path, error.offset, error.nbytes) == (
             errno.EFBIG,
@@ -703,7 +703,7 @@ def test_a_file_size_limit_stops_a_write_where_it_is(
         assert error.done == most
         assert_array_equal(on_disk(path), np.concatenate([data[:most], before[most:]]))
         assert engine.stats().write.bytes == most
-        assert engine.write(data, file).wait(SECONDS) == data.size
+        assert engine.write(data, file).wait(PATIENCE) == data.size
     assert_array_equal(on_disk(path), data)
 
 
@@ -720,10 +720,10 @@ def test_a_full_filesystem_costs_nothing_that_was_there(
 
     try:
         with Engine(configure(block_size=256 << 10, queue_depth=8)) as engine:
-            engine.write(kept, path).wait(SECONDS)
+            engine.write(kept, path).wait(PATIENCE)
             before = free_bytes()
             with pytest.raises(NoSpaceError) as caught:
-                engine.write(huge, path, kept.size).wait(SECONDS)
+                engine.write(huge, path, kept.size).wait(PATIENCE)
             assert (caught.value.errno, caught.value.operation, caught.value.path) == (
                 errno.ENOSPC,
                 "write",
@@ -737,8 +737,8 @@ def test_a_full_filesystem_costs_nothing_that_was_there(
             # What was moved before the drive was full may stay; space that was only set aside may
             # not.
             assert free_bytes() >= before - caught.value.done - (64 << 10)
-            engine.write(kept[::-1].copy(), path).wait(SECONDS)
-            engine.write(kept, place / "another").wait(SECONDS)
+            engine.write(kept[::-1].copy(), path).wait(PATIENCE)
+            engine.write(kept, place / "another").wait(PATIENCE)
             assert_array_equal(on_disk(path)[: kept.size], kept[::-1])
             assert_array_equal(on_disk(place / "another"), kept)
     finally:
@@ -763,7 +763,7 @@ def test_a_process_without_file_descriptors_is_told_so(
                 opened.extend(engine.open(directory / str(place), "rw") for place in range(100))
             assert (caught.value.errno, caught.value.operation) == (errno.EMFILE, "open")
             ticket = engine.write(data[:4096], file)
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
             with pytest.raises(IOFailure) as caught:
                 engine.read(bytearray(10), path)
             assert caught.value.errno == errno.EMFILE
@@ -773,5 +773,5 @@ def test_a_process_without_file_descriptors_is_told_so(
                 assert (caught.value.errno, caught.value.operation) == (errno.EMFILE, "open")
         for one in opened:
             one.close()
-        engine.write(data, file).wait(SECONDS)
+        engine.write(data, file).wait(PATIENCE)
     assert_array_equal(on_disk(path), data)

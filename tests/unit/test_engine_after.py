@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import (
@@ -34,7 +35,6 @@ RandomBytes = Callable[[int], Bytes]
 Configure = Callable[..., AioConfig]
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
-SECONDS = 60
 PAGE = 4096
 ODD = 150_001  # three blocks of the fixture's engine, the last of which is unaligned
 
@@ -45,7 +45,7 @@ def on_disk(path: Path) -> Bytes:
 
 def outcome(ticket: Ticket) -> type[OffloadError] | int:
     try:
-        return ticket.wait(SECONDS)
+        return ticket.wait(PATIENCE)
     except OffloadError as error:
         return type(error)
 
@@ -68,7 +68,7 @@ def test_a_chain_runs_by_itself_in_order(
             )
             ticket = engine.read(buffers[step + 1], file, step * ODD, after=[written])
         assert ticket is not None
-        assert ticket.wait(SECONDS) == ODD
+        assert ticket.wait(PATIENCE) == ODD
     assert_array_equal(buffers[-1], data)
     assert_array_equal(on_disk(directory / "data").reshape(steps, ODD), np.tile(data, (steps, 1)))
 
@@ -84,7 +84,7 @@ def test_one_follows_many_and_many_follow_one(
         # named twice: no other than once
         reads = [engine.read(out, file, after=[*written, *written]) for out in outs]
         for read in reads:
-            read.wait(SECONDS)
+            read.wait(PATIENCE)
     for out in outs:
         assert_array_equal(out, data)
 
@@ -106,7 +106,7 @@ def test_a_held_request_is_not_in_flight_and_starts_in_time(
         assert stats.oldest.operation == "write"
         assert not follower.done()
         let_go()
-        assert last.wait(SECONDS) == ODD
+        assert last.wait(PATIENCE) == ODD
         assert follower.done()
         assert blocker.done()
         stats = engine.stats()
@@ -123,8 +123,8 @@ def test_what_ended_well_already_holds_nothing_up(
     out = np.zeros_like(data)
     with engine.open(directory / "data", "rw", size=ODD) as file:
         written = engine.write(data, file)
-        written.wait(SECONDS)
-        assert engine.read(out, file, after=[written]).wait(SECONDS) == ODD
+        written.wait(PATIENCE)
+        assert engine.read(out, file, after=[written]).wait(PATIENCE) == ODD
     assert_array_equal(out, data)
 
 
@@ -138,7 +138,7 @@ def test_requests_without_bytes_take_part(
         written = engine.write(data, file)
         joint = engine.write(nothing, file, after=[written])
         joint = engine.read(nothing, file, after=[joint])
-        assert engine.read(out, file, after=[joint]).wait(SECONDS) == ODD
+        assert engine.read(out, file, after=[joint]).wait(PATIENCE) == ODD
         assert joint.wait(0) == 0
         failed = engine.read(np.zeros(1, np.uint8), file, offset=ODD)
         assert outcome(engine.write(nothing, file, after=[failed])) is CancelledError
@@ -199,7 +199,7 @@ def test_what_follows_a_failure_is_not_started(
             with pytest.raises(
                 CancelledError, match="a transfer that it waited for failed"
             ) as caught:
-                ticket.wait(SECONDS)
+                ticket.wait(PATIENCE)
             assert (
                 caught.value.operation,
                 caught.value.path,
@@ -268,7 +268,7 @@ def test_a_read_is_held_against_the_write_that_it_follows(
         written = engine.write(data, file, checksum=True)
         read = engine.read(out, file, checksum=written)
         elsewhere = engine.read(other, file, PAGE, checksum=written)
-        assert read.wait(SECONDS) == ODD
+        assert read.wait(PATIENCE) == ODD
         assert read.checksum == written.checksum
         assert outcome(elsewhere) is CorruptionError
         with pytest.raises(UsageError, match="does not sum its bytes"):
@@ -298,7 +298,7 @@ def test_cancelling_what_is_held_ends_it_and_what_follows(
         assert not held.cancel()
         assert not follower.cancel()
         let_go()
-        assert blocker.wait(SECONDS) == ODD
+        assert blocker.wait(PATIENCE) == ODD
         assert (engine.stats().read.bytes, engine.stats().write.bytes) == (0, ODD)
     assert_array_equal(on_disk(path), data)
 
@@ -318,7 +318,7 @@ def test_what_has_started_or_ended_is_not_cancelled(
             os.sched_yield()
         assert not cancel_all([follower, ticket])
         let_go()
-        assert follower.wait(SECONDS) == ODD
+        assert follower.wait(PATIENCE) == ODD
         assert not ticket.cancel()
         assert not follower.cancel()
     assert_array_equal(on_disk(path), data)
@@ -337,7 +337,7 @@ def test_all_of_several_are_cancelled_or_none(
         assert [outcome(ticket) for ticket in (*held, chained)] == [CancelledError] * 3
         assert not cancel_all([])
         let_go()
-        assert blocker.wait(SECONDS) == ODD
+        assert blocker.wait(PATIENCE) == ODD
     assert np.all(on_disk(stalling_directory / "data")[ODD:] == 0)
 
 
@@ -367,7 +367,7 @@ def test_the_buffer_of_what_was_cancelled_is_let_go(
         assert ticket.cancel()
         assert gone() is None
         let_go()
-        blocker.wait(SECONDS)
+        blocker.wait(PATIENCE)
 
 
 def test_cancelling_from_many_threads_while_requests_start(
@@ -425,12 +425,12 @@ def test_a_fault_at_any_transfer_of_a_chain(
             for place, ticket in reversed(list(enumerate(tickets))):
                 if place > failing:
                     with pytest.raises(CancelledError):
-                        ticket.wait(SECONDS)
+                        ticket.wait(PATIENCE)
                 elif place == failing:
                     with pytest.raises(OSError, match="Input/output error"):
-                        ticket.wait(SECONDS)
+                        ticket.wait(PATIENCE)
                 else:
-                    assert ticket.wait(SECONDS) == PAGE
+                    assert ticket.wait(PATIENCE) == PAGE
             stats = engine.stats()
             assert (stats.write.in_flight, stats.oldest) == (0, None)
         written = on_disk(path).reshape(length, PAGE)
@@ -462,5 +462,5 @@ def test_a_forked_child_can_neither_follow_nor_cancel(
                 os._exit(refused)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
         let_go()
-        assert held.wait(SECONDS) == ODD
+        assert held.wait(PATIENCE) == ODD
     assert_array_equal(on_disk(path), data)

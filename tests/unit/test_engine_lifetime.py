@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE, eventually
 
 import nvme_offload
 from nvme_offload.errors import (
@@ -40,8 +40,6 @@ RandomBytes = Callable[[int], Bytes]
 Configure = Callable[..., AioConfig]
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
-SECONDS = 60
-
 
 def on_disk(path: Path) -> Bytes:
     return np.fromfile(path, np.uint8)
@@ -49,14 +47,6 @@ def on_disk(path: Path) -> Bytes:
 
 def open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether *condition* comes true in time, for what the kernel does when it likes."""
-    end = time.monotonic() + 5
-    while not (now := condition()) and time.monotonic() < end:
-        os.sched_yield()
-    return now
 
 
 # Waiting
@@ -76,7 +66,7 @@ def test_a_wait_that_runs_out_leaves_the_request_going(
         stats = engine.stats().write
         assert (stats.requests, stats.in_flight) == (1, 1)
         let_go()
-        assert ticket.wait(SECONDS) == data.size
+        assert ticket.wait(PATIENCE) == data.size
         assert ticket.done()
         assert ticket.wait(0) == data.size
         stats = engine.stats().write
@@ -104,7 +94,7 @@ def test_the_first_error_that_nobody_waited_for_is_raised_at_close(
     path.write_bytes(bytes(1000))
     engine = Engine(configure())
     with pytest.raises(TruncatedError):
-        engine.read(bytearray(2001), path).wait(SECONDS)
+        engine.read(bytearray(2001), path).wait(PATIENCE)
     ticket = engine.read(bytearray(3001), path)  # waited for after the close
     assert eventually(ticket.done)
     engine.read(bytearray(4001), path)
@@ -122,7 +112,7 @@ def test_an_error_that_was_waited_for_is_not_raised_again(
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with Engine(configure()) as engine, pytest.raises(TruncatedError):
-        engine.read(bytearray(1001), path).wait(SECONDS)
+        engine.read(bytearray(1001), path).wait(PATIENCE)
 
 
 def test_the_end_of_with_raises_what_nobody_waited_for(
@@ -190,7 +180,7 @@ def test_closing_waits_for_what_stalls_and_other_threads_go_on(
     results: list[int] = []
     with engine.open(path, "rw", size=data.size) as file, stall() as let_go:
         ticket = engine.write(data, file)
-        waiter = threading.Thread(target=lambda: results.append(ticket.wait(SECONDS)))
+        waiter = threading.Thread(target=lambda: results.append(ticket.wait(PATIENCE)))
         closers = [threading.Thread(target=engine.close) for _ in range(2)]
         for thread in (waiter, *closers):
             thread.start()
@@ -199,7 +189,7 @@ def test_closing_waits_for_what_stalls_and_other_threads_go_on(
             assert thread.is_alive()
         let_go()
         for thread in (waiter, *closers):
-            thread.join(SECONDS)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
     assert results == [data.size]
     assert_array_equal(on_disk(path), data)
@@ -226,7 +216,7 @@ def test_a_ticket_outlives_a_dropped_engine(
     ticket = engine.write(data, path)
     with pytest.warns(ResourceWarning, match="never closed"):
         del engine
-    assert ticket.wait(SECONDS) == data.size
+    assert ticket.wait(PATIENCE) == data.size
     assert_array_equal(on_disk(path), data)
 
 
@@ -296,7 +286,7 @@ def test_a_buffer_that_can_be_resized_is_locked_meanwhile(
             ticket = engine.write(buffer, file)
             with pytest.raises(BufferError):
                 buffer.clear()
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
         buffer.clear()
     assert_array_equal(on_disk(path), data)
 
@@ -344,7 +334,7 @@ def test_nothing_of_a_finished_request_is_held(
     """
     path = directory / "data"
     path.write_bytes(bytes(1000))
-    engine.write(b"warm", directory / "other").wait(SECONDS)
+    engine.write(b"warm", directory / "other").wait(PATIENCE)
     descriptors = open_descriptors()
     held = []
     for _ in range(50):
@@ -354,7 +344,7 @@ def test_nothing_of_a_finished_request_is_held(
     del buffer
 
     def let_go() -> bool:
-        engine.write(b"more", directory / "other").wait(SECONDS)
+        engine.write(b"more", directory / "other").wait(PATIENCE)
         gc.collect()
         return all(one() is None for one in held) and open_descriptors() == descriptors
 
@@ -368,7 +358,7 @@ def test_nothing_of_a_failed_request_is_held(engine: Engine, directory: Path) ->
     buffer = np.zeros(1 << 20, np.uint8)
     held = weakref.ref(buffer)
     with pytest.raises(TruncatedError) as caught:
-        engine.read(buffer, path).wait(SECONDS)
+        engine.read(buffer, path).wait(PATIENCE)
     del buffer, caught
     gc.collect()
     assert eventually(lambda: held() is None and open_descriptors() == descriptors)
@@ -383,7 +373,7 @@ def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
     descriptors = open_descriptors()
     tickets = [engine.write(bytes(5001), directory / str(place)) for place in range(50)]
     for ticket in tickets:
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
     assert eventually(lambda: open_descriptors() == descriptors)
     assert [ticket.wait(0) for ticket in tickets] == [5001] * 50
 
@@ -403,7 +393,7 @@ def test_a_file_closed_or_dropped_in_mid_request_is_written_to_its_end(
         files.clear()
         gc.collect()
     for ticket in tickets:
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
     for path in (closed, dropped):
         assert_array_equal(on_disk(path), data)
 
@@ -423,7 +413,7 @@ def test_a_wait_lets_other_threads_run(
         waiting.set()
         try:
             # were the interpreter lock held, nobody could let go, and this would run out
-            outcome.append(ticket.wait(20))
+            outcome.append(ticket.wait(PATIENCE))
         except WaitTimeout as error:
             outcome.append(error)
 
@@ -431,14 +421,14 @@ def test_a_wait_lets_other_threads_run(
         ticket = engine.write(data, file)
         waiter = threading.Thread(target=wait)
         waiter.start()
-        waiting.wait(SECONDS)
+        waiting.wait(PATIENCE)
         steps = 0
         while steps < 10_000:
             os.sched_yield()  # gives the lock away, for the waiter to take it into its wait
             steps += 1
         assert outcome == []
         let_go()
-        waiter.join(SECONDS)
+        waiter.join(PATIENCE)
     assert (outcome, steps) == ([data.size], 10_000)
     assert_array_equal(on_disk(path), data)
 
@@ -466,7 +456,7 @@ def test_every_thread_gets_to_work_though_the_first_is_stuck(
         ticket = engine.write(data, file)
         assert eventually(lambda: stuck() == threads)
         let_go()
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
     assert_array_equal(on_disk(path), data)
 
 
@@ -590,7 +580,7 @@ def test_the_end_of_the_interpreter_waits_for_the_data(
 ) -> None:
     path = directory / "data"
     with interpreter(script, backend, path) as process:
-        _, errors = process.communicate(timeout=SECONDS)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, errors
     assert errors.strip().endswith(says)
     if not says:
@@ -621,7 +611,7 @@ print("started", flush=True)
             assert process.stdout.readline() == "started\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.5)
-        assert (process.wait(SECONDS), process.stderr.read()) == (0, "")
+        assert (process.wait(PATIENCE), process.stderr.read()) == (0, "")
     assert_array_equal(on_disk(path), expected_data())
 
 
@@ -668,7 +658,7 @@ thread.join()
 print("closed")
 """
     with interpreter(script, backend, directory / "data") as process:
-        out, errors = process.communicate(timeout=SECONDS)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert (out, errors, process.returncode) == ("closed\n", "", 0)
 
 
@@ -678,7 +668,7 @@ def test_a_failed_read_at_the_end_of_the_interpreter_is_told_and_crashes_nothing
     path = directory / "data"
     path.write_bytes(bytes(1000))
     with interpreter("engine.read(data, path)", backend, path) as process:
-        _, errors = process.communicate(timeout=SECONDS)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith(
@@ -740,7 +730,7 @@ def test_a_failed_write_that_nobody_waited_for_is_a_line_and_a_status(
     backend: str, directory: Path, script: str, code: int, told: bool
 ) -> None:
     with interpreter(FAILS + script, backend, directory / "data") as process:
-        out, errors = process.communicate(timeout=SECONDS)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, errors
     assert [
         "nobody waited for a transfer that failed: IOFailure: write of " in line
@@ -775,7 +765,7 @@ print(ticket.wait(50), flush=True)
             process.stdin.write("go\n")
             process.stdin.flush()
             assert [process.stdout.readline() for _ in range(3)] == ["interrupted\n"] * 3
-        out, errors = process.communicate("go\n", timeout=SECONDS)
+        out, errors = process.communicate("go\n", timeout=PATIENCE)
     assert (process.returncode, out, errors) == (0, f"{8 << 20}\n", "")
     assert_array_equal(on_disk(path), expected_data())
 
@@ -807,7 +797,7 @@ engine.close()
             assert any("KeyboardInterrupt" in line for line in iter(process.stderr.readline, ""))
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.5)
-        assert process.wait(SECONDS) == -signal.SIGINT
+        assert process.wait(PATIENCE) == -signal.SIGINT
     assert_array_equal(on_disk(path), expected_data())
 
 
@@ -858,7 +848,7 @@ def test_a_forked_child_can_neither_use_nor_hurt_the_engine(
     path = directory / "data"
     random_bytes(1_000_001).tofile(path)
     with interpreter(FORK, backend, path) as process:
-        out, errors = process.communicate(timeout=SECONDS)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert (out, errors, process.returncode) == ("child []\nparent 5\n", "", 0)
     assert_array_equal(on_disk(path), expected_data())
     assert_array_equal(on_disk(directory / "data.copy"), expected_data())
@@ -912,7 +902,7 @@ def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(
 ) -> None:
     path = directory / "data"
     with interpreter(POOLS, backend, path) as process:
-        out, errors = process.communicate(timeout=2 * SECONDS)
+        out, errors = process.communicate(timeout=PATIENCE)
     assert (out, process.returncode) == ("done\n", 0), errors
     for name in ("data", "data.copy"):
         assert_array_equal(on_disk(directory / name), expected_data())

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 import nvme_offload
 from nvme_offload.errors import IOFailure, OffloadError, UnsupportedError, UsageError
@@ -23,8 +24,6 @@ from nvme_offload.io.engine import Engine
 Bytes = npt.NDArray[np.uint8]
 RandomBytes = Callable[[int], Bytes]
 Configure = Callable[..., AioConfig]
-
-SECONDS = 60
 
 
 def on_disk(path: Path) -> Bytes:
@@ -43,7 +42,7 @@ def test_a_size_is_there_from_the_start(
         assert path.stat().st_blocks * 512 >= size
         assert not on_disk(path).any()
         data = random_bytes(size)
-        engine.write(data, file).wait(SECONDS)
+        engine.write(data, file).wait(PATIENCE)
         assert file.size == size
         assert_array_equal(on_disk(path), data)
 
@@ -65,7 +64,7 @@ def test_direct_means_direct(
         # The kernel itself agrees: at its smallest, the alignment that is promised is one that it
         # takes.
         data = random_bytes(file.offset_alignment)
-        engine.write(data, file, file.offset_alignment).wait(SECONDS)
+        engine.write(data, file, file.offset_alignment).wait(PATIENCE)
         assert_array_equal(on_disk(directory / "data")[file.offset_alignment :][: data.size], data)
 
 
@@ -85,7 +84,7 @@ def test_a_filesystem_without_direct_io_is_refused_unless_asked_for(
     ):
         with Engine(config) as engine, engine.open(path, "rw") as file:
             assert not file.direct
-            engine.write(data, file, 1).wait(SECONDS)
+            engine.write(data, file, 1).wait(PATIENCE)
         assert_array_equal(on_disk(path)[1:], data)
         path.unlink()
 
@@ -96,9 +95,9 @@ def test_the_page_cache_is_used_where_that_is_asked_for(
     data = random_bytes(100_001)
     with Engine(configure(direct=False)) as engine, engine.open(directory / "data", "rw") as file:
         assert not file.direct
-        engine.write(data, file, 7).wait(SECONDS)
+        engine.write(data, file, 7).wait(PATIENCE)
         target = np.zeros_like(data)
-        engine.read(target, file, 7).wait(SECONDS)
+        engine.read(target, file, 7).wait(PATIENCE)
     assert_array_equal(target, data)
 
 
@@ -118,7 +117,7 @@ def test_opening_never_truncates(
     assert_array_equal(on_disk(path), model)
     data = random_bytes(777)
     with engine.open(path, mode) as file:
-        engine.write(data, file, 5001).wait(SECONDS)
+        engine.write(data, file, 5001).wait(PATIENCE)
     model[5001:5778] = data
     assert_array_equal(on_disk(path), model)
 
@@ -128,7 +127,7 @@ def test_a_new_file_is_its_owners_alone(engine: Engine, directory: Path, mode: s
     before = os.umask(0)
     try:
         engine.open(directory / "opened", mode).close()
-        engine.write(b"data", directory / "written").wait(SECONDS)
+        engine.write(b"data", directory / "written").wait(PATIENCE)
     finally:
         os.umask(before)
     for name in ("opened", "written"):
@@ -140,7 +139,7 @@ def test_the_rights_of_a_file_that_is_there_stay(engine: Engine, directory: Path
     path.write_bytes(b"before")
     path.chmod(0o644)
     engine.open(path, "rw").close()
-    engine.write(b"after!", path).wait(SECONDS)
+    engine.write(b"after!", path).wait(PATIENCE)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert path.read_bytes() == b"after!"
 
@@ -153,7 +152,7 @@ def test_a_mode_is_kept_to(engine: Engine, directory: Path, random_bytes: Random
     with engine.open(path, "r") as file:
         with pytest.raises(UsageError):
             engine.write(target, file)
-        engine.read(target, file).wait(SECONDS)
+        engine.read(target, file).wait(PATIENCE)
     assert_array_equal(target, model)
     with engine.open(path, "w") as file, pytest.raises(UsageError):
         engine.read(target, file)
@@ -184,9 +183,9 @@ def test_paths_of_every_kind(
 ) -> None:
     path = directory / name
     data, target = random_bytes(5000), np.zeros(5000, np.uint8)
-    engine.write(data, path).wait(SECONDS)
+    engine.write(data, path).wait(PATIENCE)
     assert_array_equal(on_disk(path), data)
-    engine.read(target, str(path)).wait(SECONDS)
+    engine.read(target, str(path)).wait(PATIENCE)
     assert_array_equal(target, data)
     with engine.open(str(path), "r") as file:
         assert file.path == str(path)
@@ -253,7 +252,7 @@ with Engine(AioConfig(backend=backend, direct="auto")) as engine:
     environment = {**os.environ, "PYTHONPATH": str(Path(nvme_offload.__file__).parents[1])}
     arguments = [sys.executable, "-c", script, backend, mode, str(fifo)]
     result = subprocess.run(
-        arguments, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        arguments, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("refused:")
@@ -284,7 +283,7 @@ def test_a_symlink_is_read_through(
     data, target = random_bytes(5000), np.zeros(5000, np.uint8)
     data.tofile(directory / "target")
     (directory / "link").symlink_to(directory / "target")
-    engine.read(target, directory / "link").wait(SECONDS)
+    engine.read(target, directory / "link").wait(PATIENCE)
     assert_array_equal(target, data)
 
 
@@ -294,7 +293,7 @@ def test_a_symlink_on_the_way_is_followed(
     (directory / "real").mkdir()
     (directory / "link").symlink_to(directory / "real")
     data = random_bytes(5000)
-    engine.write(data, directory / "link" / "data").wait(SECONDS)
+    engine.write(data, directory / "link" / "data").wait(PATIENCE)
     assert_array_equal(on_disk(directory / "real" / "data"), data)
 
 
@@ -306,12 +305,12 @@ def test_anonymous_files_have_no_name_and_their_own_bytes(
     files = [engine.open_anonymous(directory, data.size) for data in datas]
     assert list(directory.iterdir()) == []
     for ticket in [engine.write(data, file) for data, file in zip(datas, files, strict=True)]:
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
     for data, file in zip(datas, files, strict=True):
         assert file.size == data.size
         assert str(directory) in file.path
         target = np.zeros_like(data)
-        engine.read(target, file).wait(SECONDS)
+        engine.read(target, file).wait(PATIENCE)
         assert_array_equal(target, data)
         file.close()
     assert list(directory.iterdir()) == []
@@ -335,7 +334,7 @@ def test_syncing_leaves_the_bytes(
     path = directory / "data"
     data = random_bytes(100_001)
     with engine.open(path, "rw") as file:
-        engine.write(data, file, 3).wait(SECONDS)
+        engine.write(data, file, 3).wait(PATIENCE)
         file.sync()
         assert_array_equal(on_disk(path)[3:], data)
         assert file.size == 100_004
@@ -358,13 +357,13 @@ def test_a_closed_file_finishes_what_was_asked_and_takes_no_more(
     ):
         with pytest.raises(UsageError):
             call()
-    assert ticket.wait(SECONDS) == data.size
+    assert ticket.wait(PATIENCE) == data.size
     assert_array_equal(on_disk(path), data)
 
 
 def test_the_end_of_with_closes(engine: Engine, directory: Path) -> None:
     with engine.open(directory / "data", "rw") as file:
-        engine.write(b"data", file).wait(SECONDS)
+        engine.write(b"data", file).wait(PATIENCE)
     with pytest.raises(UsageError):
         engine.write(b"more", file)
     assert (directory / "data").read_bytes() == b"data"
@@ -379,10 +378,10 @@ def test_a_file_that_is_renamed_or_unlinked_is_still_the_one_that_was_opened(
         path.rename(moved)
         path.write_bytes(b"another")
         # odd, so that it also goes by the way of unaligned bytes
-        engine.write(data, file, 1).wait(SECONDS)
+        engine.write(data, file, 1).wait(PATIENCE)
         assert_array_equal(on_disk(moved)[1:], data)
         moved.unlink()
-        engine.read(target, file, 1).wait(SECONDS)
+        engine.read(target, file, 1).wait(PATIENCE)
         assert_array_equal(target, data)
     assert path.read_bytes() == b"another"
     assert [entry.name for entry in directory.iterdir()] == ["data"]

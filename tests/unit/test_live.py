@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.hardware.disk_counters import DiskCounters, Disks, busy_share
@@ -98,13 +99,13 @@ def test_the_lines_come_by_themselves_and_end_with_the_tier(tmp_path, monkeypatc
     live._log.addHandler(handler)
     try:
         use(tier, "a", "b")
-        assert told.wait(60)
+        assert told.wait(PATIENCE)
     finally:
         live._log.removeHandler(handler)
     tier.close()
     del tier
     gc.collect()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -122,7 +123,7 @@ def test_nothing_runs_where_the_log_takes_no_such_lines(tmp_path, caplog):
     tier.close()
     del tier, meter
     gc.collect()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

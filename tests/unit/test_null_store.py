@@ -9,6 +9,7 @@ import errno
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import CancelledError, IOFailure, UsageError
@@ -18,14 +19,13 @@ from nvme_offload.swap.swapper import TensorSwapper
 from sweeps.null import NullStore, UntouchedPool
 
 MIB = 1 << 20
-SECONDS = 60
 
 
 def test_no_byte_is_moved_and_every_one_is_counted() -> None:
     with NullStore() as store:
         memory = np.full(5 * MIB + 3, 7, np.uint8)
-        assert store.put("a", np.zeros_like(memory)).wait(SECONDS) == memory.size
-        assert store.get("a", memory).wait(SECONDS) == memory.size
+        assert store.put("a", np.zeros_like(memory)).wait(PATIENCE) == memory.size
+        assert store.get("a", memory).wait(PATIENCE) == memory.size
         assert np.all(memory == 7)
         stats = store.engine.stats()
         assert (stats.read.bytes, stats.write.bytes) == (memory.size, memory.size)
@@ -39,12 +39,12 @@ def test_transfers_take_no_less_than_the_speeds_say() -> None:
     with NullStore(read_speed, write_speed) as store:
         memory = np.zeros(64 * MIB, np.uint8)
         for name in ("a", "b"):
-            store.put(name, memory).wait(SECONDS)
+            store.put(name, memory).wait(PATIENCE)
         written = store.engine.stats().write
         assert written.busy_seconds >= 2 * memory.size / write_speed
         both = [store.get("a", memory), store.put("b", memory)]
         for ticket in both:
-            ticket.wait(SECONDS)
+            ticket.wait(PATIENCE)
         stats = store.engine.stats()
         longest = max(stats.read.busy_seconds, stats.write.busy_seconds - written.busy_seconds)
         # the slower one, with a part of the other in between
@@ -69,13 +69,13 @@ def test_a_store_and_a_pool_larger_than_the_machine() -> None:
 def test_faults_and_followers_are_as_on_a_drive() -> None:
     with NullStore(faults=[(1, 1, FaultKind.FAIL, errno.EIO)]) as store:
         memory = np.zeros(4096, np.uint8)
-        store.put("a", memory).wait(SECONDS)
+        store.put("a", memory).wait(PATIENCE)
         failing = store.put("b", memory)
         follower = store.get("a", memory, after=[failing])
         with pytest.raises(CancelledError):
-            follower.wait(SECONDS)
+            follower.wait(PATIENCE)
         with pytest.raises(IOFailure):
-            failing.wait(SECONDS)
+            failing.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("name", ["nul", "null:", "null:0:1", "null:1e9", "null:-1:5", "nullable"])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from patience import PATIENCE
 
 from nvme_offload.errors import UsageError
 from nvme_offload.hardware.config import AioConfig
@@ -26,8 +27,8 @@ def test_the_null_backend_moves_nothing_and_says_that_it_did(tmp_path: Path) -> 
         ) as engine,
         engine.open(path, "rw") as file,
     ):
-        assert engine.read(buffer, file).wait(60) == NBYTES
-        assert engine.write(buffer, file).wait(60) == NBYTES
+        assert engine.read(buffer, file).wait(PATIENCE) == NBYTES
+        assert engine.write(buffer, file).wait(PATIENCE) == NBYTES
         assert (engine.stats().read.bytes, engine.stats().write.bytes) == (NBYTES, NBYTES)
     assert path.read_bytes() == bytes(NBYTES)
     assert (buffer == pattern).all()

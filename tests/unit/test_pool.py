@@ -12,13 +12,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE, eventually
 
 from nvme_offload.errors import UnsupportedError, UsageError, WaitTimeout
 from nvme_offload.hardware.config import AioConfig
@@ -26,7 +26,6 @@ from nvme_offload.io.engine import Engine
 from nvme_offload.io.pool import PinnedPool
 
 PAGE = 4096
-SECONDS = 60
 
 
 @pytest.fixture
@@ -38,14 +37,6 @@ def pool() -> Iterator[PinnedPool]:
 
 def pages(pool: PinnedPool, count: int, timeout: float | None = 0) -> torch.Tensor:
     return pool.empty(count * PAGE, torch.uint8, timeout)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether *condition* comes true in time, for what other threads do when they like."""
-    end = time.monotonic() + 20
-    while not (now := condition()) and time.monotonic() < end:
-        os.sched_yield()
-    return now
 
 
 def waiting(pool: PinnedPool, count: int) -> Callable[[], bool]:
@@ -67,7 +58,7 @@ def in_child(code: str, *arguments: str, **environment: str) -> subprocess.Compl
         command,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
         env=variables,
         cwd=Path(__file__).parents[2],
     )
@@ -219,7 +210,7 @@ def test_garbage_collected_inside_the_pools_own_code_does_not_hang_it(pool, monk
         return allocate(nbytes)
 
     monkeypatch.setattr(pool._extents, "allocate", collect_and_allocate)
-    assert pages(pool, 16, SECONDS).numel() == pool.used_bytes == 16 * PAGE
+    assert pages(pool, 16, PATIENCE).numel() == pool.used_bytes == 16 * PAGE
 
 
 def test_tensors_outlive_the_pool_and_its_close():
@@ -303,7 +294,7 @@ def test_a_hole_too_small_is_no_room(pool):
         pages(pool, 5)
 
 
-@pytest.mark.parametrize("timeout", [None, SECONDS, float("inf")])
+@pytest.mark.parametrize("timeout", [None, PATIENCE, float("inf")])
 def test_who_waits_gets_the_room_that_another_thread_gives_back(pool, timeout):
     held = [pages(pool, 16)]
     address = held[0].data_ptr()
@@ -311,18 +302,18 @@ def test_who_waits_gets_the_room_that_another_thread_gives_back(pool, timeout):
         got = threads.submit(pages, pool, 16, timeout)
         assert eventually(waiting(pool, 1))
         held.clear()
-        assert got.result(SECONDS).data_ptr() == address
+        assert got.result(PATIENCE).data_ptr() == address
 
 
 def test_asking_how_much_is_used_takes_no_news_from_the_one_who_waits(pool):
     held = [pages(pool, 8), pages(pool, 8)]
     with ThreadPoolExecutor() as threads:
-        got = threads.submit(pages, pool, 16, SECONDS)
+        got = threads.submit(pages, pool, 16, PATIENCE)
         assert eventually(waiting(pool, 1))
         for used in (8, 0):
             del held[0]
             assert pool.used_bytes in (used * PAGE, 16 * PAGE)
-        assert got.result(SECONDS).numel() == 16 * PAGE
+        assert got.result(PATIENCE).numel() == 16 * PAGE
 
 
 def test_who_waits_is_served_in_order_of_arrival(pool):
@@ -330,7 +321,7 @@ def test_who_waits_is_served_in_order_of_arrival(pool):
     served = []
 
     def note(name: str, count: int) -> None:
-        tensor = pages(pool, count, SECONDS)
+        tensor = pages(pool, count, PATIENCE)
         # no two of them fit beside each other, so that nobody is served in between
         served.append(name)
         del tensor
@@ -346,7 +337,7 @@ def test_who_waits_is_served_in_order_of_arrival(pool):
         assert served == []
         held.clear()
         for one in done:
-            one.result(SECONDS)
+            one.result(PATIENCE)
     assert served == ["large", "second", "third"]
     assert pool.used_bytes == 0
 
@@ -356,23 +347,23 @@ def test_who_gives_up_lets_the_next_one_pass(pool):
     with ThreadPoolExecutor() as threads:
         large = threads.submit(pages, pool, 16, 0.2)
         assert eventually(waiting(pool, 1))
-        small = threads.submit(pages, pool, 1, SECONDS)
+        small = threads.submit(pages, pool, 1, PATIENCE)
         assert eventually(waiting(pool, 2))
         held.pop()
         with pytest.raises(WaitTimeout):
-            large.result(SECONDS)
-        assert small.result(SECONDS).numel() == PAGE
+            large.result(PATIENCE)
+        assert small.result(PATIENCE).numel() == PAGE
 
 
 def test_closing_ends_every_wait(pool):
     held = pages(pool, 16)
     with ThreadPoolExecutor() as threads:
-        got = [threads.submit(pages, pool, 1, SECONDS) for _ in range(3)]
+        got = [threads.submit(pages, pool, 1, PATIENCE) for _ in range(3)]
         assert eventually(waiting(pool, 3))
         pool.close()
         for one in got:
             with pytest.raises(UsageError, match="closed"):
-                one.result(SECONDS)
+                one.result(PATIENCE)
     assert held.numel() == pool.used_bytes
 
 
@@ -399,13 +390,13 @@ def test_a_signal_ends_a_wait_and_leaves_the_pool_in_order(pool, position):
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with ThreadPoolExecutor() as threads:
-            first = [threads.submit(pages, pool, 16, SECONDS) for _ in range(position - 1)]
+            first = [threads.submit(pages, pool, 16, PATIENCE) for _ in range(position - 1)]
             assert eventually(waiting(pool, position - 1) if first else lambda: True)
             threads.submit(lambda: eventually(waiting(pool, position)) and send())
             with pytest.raises(Interrupted):
-                pages(pool, 3, SECONDS)
+                pages(pool, 3, PATIENCE)
             held.clear()
-            assert [one.result(SECONDS).numel() for one in first] == [16 * PAGE] * len(first)
+            assert [one.result(PATIENCE).numel() for one in first] == [16 * PAGE] * len(first)
             first.clear()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -425,11 +416,11 @@ def test_an_engine_reads_into_the_pool_and_keeps_the_room_until_it_is_done(
     with PinnedPool(16 * PAGE) as pool, Engine(AioConfig(backend=backend, direct="auto")) as engine:
         engine.register(pool.memory)
         tensor = pool.empty(data.size, torch.uint8)
-        engine.read(tensor, path).wait(SECONDS)
+        engine.read(tensor, path).wait(PATIENCE)
         assert tensor.numpy().tobytes() == data.tobytes()
         ticket = engine.write(tensor.mul_(2), tmp_path / "twice")
         del tensor
-        ticket.wait(SECONDS)
+        ticket.wait(PATIENCE)
         assert (tmp_path / "twice").read_bytes() == (data * 2).tobytes()
         assert eventually(lambda: pool.used_bytes == 0)
 
@@ -542,7 +533,7 @@ def test_who_waits_for_room_gets_what_a_pool_grows_by():
             grown = executor.submit(pool.empty, PAGE, torch.uint8)
             assert eventually(waiting(pool, 1))
             pool.grow(2 * PAGE)
-            assert grown.result(60).data_ptr() == first.data_ptr() + PAGE
+            assert grown.result(PATIENCE).data_ptr() == first.data_ptr() + PAGE
 
 
 class FakeCuda:
@@ -728,4 +719,4 @@ def test_room_held_only_by_a_finished_request_is_found(tmp_path):
     """Nobody waits for the write, and nobody calls the engine again."""
     with Engine(AioConfig(direct="auto")) as engine, PinnedPool(1 << 20) as pool:
         engine.write(pool.empty(1 << 20, torch.uint8), tmp_path / "data")
-        assert pool.empty(1 << 20, torch.uint8, timeout=60).numel() == 1 << 20
+        assert pool.empty(1 << 20, torch.uint8, timeout=PATIENCE).numel() == 1 << 20

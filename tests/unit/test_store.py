@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 import nvme_offload
 from nvme_offload._aio import FaultKind
@@ -45,7 +46,6 @@ Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 MIB = 1 << 20
-SECONDS = 60
 CONFIG = AioConfig(block_size=64 << 10, queue_depth=8, thread_count=2, direct="auto")
 
 
@@ -73,7 +73,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 def contents(store: TensorStore, name: str) -> Bytes:
     out = np.frombuffer(allocate(store.nbytes(name)), np.uint8)
-    assert store.get(name, out).wait(SECONDS) == out.size
+    assert store.get(name, out).wait(PATIENCE) == out.size
     return out
 
 
@@ -117,7 +117,7 @@ def test_tensors_of_every_size_come_back(
     with store:
         wanted = {str(size): random_bytes(size) for size in sizes}
         tickets = [store.put(name, data) for name, data in wanted.items()]
-        assert [ticket.wait(SECONDS) for ticket in tickets] == sizes
+        assert [ticket.wait(PATIENCE) for ticket in tickets] == sizes
         assert [store.nbytes(name) for name in store.names()] == sizes
         for name, data in wanted.items():
             assert_array_equal(contents(store, name), data)
@@ -154,7 +154,7 @@ def test_every_kind_of_buffer(paths: list[Path], random_bytes: RandomBytes, nbyt
             assert_array_equal(contents(store, name), wanted)
             if isinstance(buffer, torch.Tensor):
                 out = torch.empty_like(buffer.detach())
-                store.get(name, out).wait(SECONDS)
+                store.get(name, out).wait(PATIENCE)
                 assert_array_equal(out.reshape(-1).view(torch.uint8).numpy(), wanted)
 
 
@@ -216,7 +216,7 @@ def test_room_that_was_freed_is_taken_again(
     store: TensorStore, tmp_path: Path, random_bytes: RandomBytes
 ) -> None:
     for number in range(20):
-        store.put(str(number), random_bytes(15 * MIB)).wait(SECONDS)
+        store.put(str(number), random_bytes(15 * MIB)).wait(PATIENCE)
         store.delete(str(number))
     assert len(slab_descriptors(tmp_path)) == 1
 
@@ -249,18 +249,18 @@ def test_a_get_waits_for_the_put_before_it(
     stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
 ) -> None:
     old, new = random_bytes(MIB), random_bytes(MIB)
-    stalling_store.put("a", old).wait(SECONDS)
+    stalling_store.put("a", old).wait(PATIENCE)
     out = np.zeros(MIB, np.uint8)
     with ThreadPoolExecutor(1) as threads, stall() as let_go:
         ticket = stalling_store.put("a", new)
         with pytest.raises(WaitTimeout, match=r"put of tensor 'a' did not finish within 0\.01 s"):
             ticket.wait(0.01)
         assert not ticket.done()
-        got = threads.submit(lambda: stalling_store.get("a", out).wait(SECONDS))
+        got = threads.submit(lambda: stalling_store.get("a", out).wait(PATIENCE))
         assert not wait([got], 0.05).done
         assert stalling_store.names() == ["a"]
         let_go()
-        assert got.result(SECONDS) == MIB
+        assert got.result(PATIENCE) == MIB
     assert_array_equal(out, new)
     assert ticket.done()
     assert ticket.wait() == MIB
@@ -275,7 +275,7 @@ def test_puts_on_one_name_keep_their_order(
         rest = threads.submit(lambda: [stalling_store.put("a", value) for value in values[1:]])
         assert not wait([rest], 0.05).done
         let_go()
-        rest.result(SECONDS)
+        rest.result(PATIENCE)
     assert_array_equal(contents(stalling_store, "a"), values[2])
     assert stalling_store.used_bytes == MIB + PAGE
 
@@ -293,7 +293,7 @@ def test_a_deleted_tensor_keeps_its_room_until_its_put_is_done(
         stalling_store.put("b", others)
         stalling_store.put("a", others[::-1].copy())
         assert stalling_store.used_bytes == 3 * MIB
-    assert ticket.wait(SECONDS) == MIB
+    assert ticket.wait(PATIENCE) == MIB
     assert stalling_store.used_bytes == 2 * MIB
     assert everything(stalling_store) == {"b": others.tobytes(), "a": others[::-1].tobytes()}
 
@@ -301,19 +301,19 @@ def test_a_deleted_tensor_keeps_its_room_until_its_put_is_done(
 def test_a_value_of_another_size_frees_the_old_when_it_is_there(
     stalling_store: TensorStore, stall: Stall, random_bytes: RandomBytes
 ) -> None:
-    stalling_store.put("a", random_bytes(MIB)).wait(SECONDS)
+    stalling_store.put("a", random_bytes(MIB)).wait(PATIENCE)
     new = random_bytes(2 * MIB)
     with stall():
         ticket = stalling_store.put("a", new)
         assert (stalling_store.nbytes("a"), stalling_store.used_bytes) == (2 * MIB, 3 * MIB)
-    ticket.wait(SECONDS)
+    ticket.wait(PATIENCE)
     assert stalling_store.used_bytes == 2 * MIB
     assert_array_equal(contents(stalling_store, "a"), new)
 
 
 def test_dropped_tickets_do_not_pile_up(store: TensorStore, random_bytes: RandomBytes) -> None:
     data = random_bytes(PAGE)
-    store.put("a", data).wait(SECONDS)
+    store.put("a", data).wait(PATIENCE)
     out = np.zeros(PAGE, np.uint8)
     for _ in range(300):
         store.get("a", out)
@@ -335,7 +335,7 @@ def test_many_threads_on_shared_and_own_names(paths: list[Path]) -> None:
             shared = np.full(50_000, number, np.uint8)
             store.put("shared", shared)
             out = np.zeros(50_000, np.uint8)
-            store.get("shared", out).wait(SECONDS)
+            store.get("shared", out).wait(PATIENCE)
             assert np.all(out == out[0]), "of two puts"
             if turn % 7 == 0 and own:
                 gone = next(iter(own))
@@ -343,7 +343,7 @@ def test_many_threads_on_shared_and_own_names(paths: list[Path]) -> None:
                 del own[gone]
             for name, data in own.items():
                 out = np.zeros_like(data)
-                store.get(name, out).wait(SECONDS)
+                store.get(name, out).wait(PATIENCE)
                 assert_array_equal(out, data)
         for name in own:
             store.delete(name)
@@ -392,7 +392,7 @@ def test_reserve_allocates_once_and_by_weight(paths: list[Path], random_bytes: R
             for descriptor in slab_descriptors(path)
         ] == [True, True]
         for number in range(20):
-            store.put(str(number), random_bytes(4 * MIB)).wait(SECONDS)
+            store.put(str(number), random_bytes(4 * MIB)).wait(PATIENCE)
         store.reserve(80 * MIB)
         store.reserve(0)
         assert sizes == [
@@ -444,7 +444,7 @@ def test_a_flipped_bit_on_the_drive_is_found(
     with TensorStore(paths[:2], CONFIG, checksum=True) as store:
         for _ in range(2):  # also where a value was replaced
             data = random_bytes(nbytes)
-            store.put("weights", data).wait(SECONDS)
+            store.put("weights", data).wait(PATIENCE)
         assert_array_equal(contents(store, "weights"), data)
         flipped = 0
         for path in paths[:2]:
@@ -458,7 +458,7 @@ def test_a_flipped_bit_on_the_drive_is_found(
                         flipped += 1
         assert flipped == 1
         with pytest.raises(CorruptionError, match="of tensor 'weights'") as caught:
-            store.get("weights", np.zeros(nbytes, np.uint8)).wait(SECONDS)
+            store.get("weights", np.zeros(nbytes, np.uint8)).wait(PATIENCE)
         assert caught.value.path.startswith(str(paths[1 if nbytes > 5000 else 0]))
         assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
         with pytest.raises(CorruptionError, match="of tensor 'weights'"):
@@ -493,7 +493,7 @@ def test_an_engine_of_the_caller_stays_open(tmp_path: Path, random_bytes: Random
         with TensorStore(tmp_path, engine=engine) as store:
             store.put("a", data)
         assert slab_descriptors(tmp_path) == []
-        engine.write(data, tmp_path / "file").wait(SECONDS)
+        engine.write(data, tmp_path / "file").wait(PATIENCE)
     assert_array_equal(np.fromfile(tmp_path / "file", np.uint8), data)
 
 
@@ -557,7 +557,7 @@ def test_a_forked_child_can_neither_use_nor_hurt_the_store(tmp_path: Path) -> No
         env=environment,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
     )
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", 0)
     assert list(tmp_path.iterdir()) == []
@@ -782,13 +782,13 @@ def test_a_snapshot_is_of_one_moment_for_each_name(
         written = threads.submit(stalling_store.snapshot, tmp_path / "snapshot")
         assert not wait([written], 0.05).done
         let_go()
-        written.result(SECONDS)
+        written.result(PATIENCE)
     with ThreadPoolExecutor(1) as threads:
         with stalling_store._catalog.held(["a"]):
             put = threads.submit(stalling_store.put, "a", second)
             assert not wait([put], 0.05).done
             assert_array_equal(contents(stalling_store, "a"), first)
-        put.result(SECONDS)
+        put.result(PATIENCE)
     with stalling_store._catalog.held(["a"]):
         stalling_store.delete("a")
         stalling_store.put("a", second)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.testing import assert_array_equal
+from patience import PATIENCE
 
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import (
@@ -35,7 +36,6 @@ Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 PAGE = 4096
 MIB = 1 << 20
-SECONDS = 60
 CONFIG = AioConfig(block_size=64 << 10, queue_depth=8, thread_count=2, direct="auto")
 SIZES = [PAGE, 300_001]  # the larger one is cut over the drives
 
@@ -71,7 +71,7 @@ def store(request: pytest.FixtureRequest, stalling_directory: Path) -> Iterator[
 
 def contents(store: TensorStore, name: str) -> Bytes:
     out = np.zeros(store.nbytes(name), np.uint8)
-    store.get(name, out).wait(SECONDS)
+    store.get(name, out).wait(PATIENCE)
     return out
 
 
@@ -83,7 +83,7 @@ def test_a_get_that_names_the_put_need_not_wait_for_it(
     time.
     """
     leaving, coming = random_bytes(nbytes), random_bytes(nbytes)
-    store.put("coming", coming).wait(SECONDS)
+    store.put("coming", coming).wait(PATIENCE)
     memory, again = leaving.copy(), np.zeros(nbytes, np.uint8)
     with stall() as let_go:
         put = store.put("leaving", memory)
@@ -93,7 +93,7 @@ def test_a_get_that_names_the_put_need_not_wait_for_it(
         assert not (get.done())
         assert not (back.done())
         let_go()
-        assert back.wait(SECONDS) == nbytes
+        assert back.wait(PATIENCE) == nbytes
     assert_array_equal(memory, coming)
     assert_array_equal(again, leaving)
     assert_array_equal(contents(store, "leaving"), leaving)
@@ -104,14 +104,14 @@ def test_a_get_after_a_put_has_its_value_whatever_its_size(
     store: TensorStore, stall: Stall, random_bytes: RandomBytes, sizes: list[int]
 ) -> None:
     old, new = (random_bytes(nbytes) for nbytes in sizes)
-    store.put("a", old).wait(SECONDS)
+    store.put("a", old).wait(PATIENCE)
     out, third = np.zeros_like(new), random_bytes(new.size)
     with stall() as let_go:
         put = store.put("a", new)
         get = store.get("a", out, after=[put])
         let_go()
     replaced = store.put("a", third, after=[get])  # waits for the put, which it replaces
-    assert replaced.wait(SECONDS) == third.size
+    assert replaced.wait(PATIENCE) == third.size
     assert_array_equal(out, new)
     assert_array_equal(contents(store, "a"), third)
     assert store.used_bytes == -(-third.size // PAGE) * PAGE
@@ -121,7 +121,7 @@ def test_a_put_that_names_the_gets_need_not_wait_for_them(
     store: TensorStore, stall: Stall, random_bytes: RandomBytes
 ) -> None:
     old, new, other = random_bytes(PAGE), random_bytes(PAGE), random_bytes(PAGE)
-    store.put("a", old).wait(SECONDS)
+    store.put("a", old).wait(PATIENCE)
     outs = [np.zeros_like(old) for _ in range(3)]
     with stall() as let_go:
         blocker = store.put("b", other)
@@ -129,7 +129,7 @@ def test_a_put_that_names_the_gets_need_not_wait_for_them(
         put = store.put("a", new, after=gets)
         assert not put.done()
         let_go()
-        assert put.wait(SECONDS) == PAGE
+        assert put.wait(PATIENCE) == PAGE
     for out in outs:
         assert_array_equal(out, old)
     assert_array_equal(contents(store, "a"), new)
@@ -144,7 +144,7 @@ def test_a_cancelled_put_leaves_what_was_there(
     """
     old = random_bytes(nbytes)
     for name in ("same", "other"):
-        store.put(name, old).wait(SECONDS)
+        store.put(name, old).wait(PATIENCE)
     used = store.used_bytes
     with stall() as let_go:
         blocker = store.put("b", random_bytes(PAGE))
@@ -163,7 +163,7 @@ def test_a_cancelled_put_leaves_what_was_there(
         with pytest.raises(CancelledError, match="a transfer that it waited for failed"):
             get.wait(0)
         let_go()
-        blocker.wait(SECONDS)
+        blocker.wait(PATIENCE)
     assert sorted(store.names()) == ["b", "other", "same"]
     assert store.used_bytes == used + PAGE
     assert_array_equal(contents(store, "same"), old)
@@ -174,7 +174,7 @@ def test_a_cancelled_get_leaves_its_memory_and_the_value(
     store: TensorStore, stall: Stall, random_bytes: RandomBytes
 ) -> None:
     data = random_bytes(SIZES[1])
-    store.put("a", data).wait(SECONDS)
+    store.put("a", data).wait(PATIENCE)
     out = np.zeros_like(data)
     with stall() as let_go:
         blocker = store.put("b", random_bytes(PAGE))
@@ -182,10 +182,10 @@ def test_a_cancelled_get_leaves_its_memory_and_the_value(
         assert get.cancel()
         assert get.done()
         let_go()
-        blocker.wait(SECONDS)
+        blocker.wait(PATIENCE)
     assert not out.any()
     assert not store.get("a", out).cancel() or not out.any()
-    store.put("a", data[::-1].copy()).wait(SECONDS)  # nobody reads it any more
+    store.put("a", data[::-1].copy()).wait(PATIENCE)  # nobody reads it any more
     assert_array_equal(contents(store, "a"), data[::-1])
 
 
@@ -198,11 +198,11 @@ def test_what_started_is_not_cancelled(
         follower = store.get("a", np.zeros_like(data), after=[put])
         while put.cancel():  # until a worker was quicker
             with pytest.raises(CancelledError):
-                follower.wait(SECONDS)
+                follower.wait(PATIENCE)
             put = store.put("a", data)
             follower = store.get("a", np.zeros_like(data), after=[put])
         let_go()
-        assert follower.wait(SECONDS) == data.size
+        assert follower.wait(PATIENCE) == data.size
         assert not put.cancel()
         assert not follower.cancel()
     assert_array_equal(contents(store, "a"), data)
@@ -240,8 +240,8 @@ def test_another_stores_ticket(stalling_directory: Path, random_bytes: RandomByt
         store_on(stalling_directory) as stranger,
     ):
         with store_on(stalling_directory, config=None, engine=engine) as two:
-            two.put("a", data).wait(SECONDS)
-            two.get("a", out, after=[one.put("b", data)]).wait(SECONDS)
+            two.put("a", data).wait(PATIENCE)
+            two.get("a", out, after=[one.put("b", data)]).wait(PATIENCE)
         with pytest.raises(UsageError, match="its own engine"):
             one.put("c", data, after=[stranger.put("x", data)])
         assert one.names() == ["b"]
@@ -262,13 +262,13 @@ def test_a_put_that_fails_takes_its_followers_with_it(
         Engine(CONFIG, _faults=[(count, 1 << 20, FaultKind.FAIL, errno.EIO)]) as engine,
         store_on(tmp_path, config=None, engine=engine) as store,
     ):
-        store.put("coming", coming).wait(SECONDS)
+        store.put("coming", coming).wait(PATIENCE)
         put = store.put("leaving", memory)
         get = store.get("coming", memory, after=[put])
         with pytest.raises(CancelledError, match="of tensor 'coming'"):
-            get.wait(SECONDS)
+            get.wait(PATIENCE)
         with pytest.raises(IOFailure, match="of tensor 'leaving'"):
-            put.wait(SECONDS)
+            put.wait(PATIENCE)
         assert_array_equal(memory, leaving)
         assert store.nbytes("coming") == coming.size
         with pytest.raises(IOFailure, match="of tensor 'leaving'"):
@@ -281,7 +281,7 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
     """The sum is that of the put which is under way, not that of the value before it."""
     old, new = random_bytes(SIZES[1]), random_bytes(SIZES[1])
     with store_on(stalling_directory, checksum=True) as store:
-        store.put("a", old).wait(SECONDS)
+        store.put("a", old).wait(PATIENCE)
         extent = store._catalog.current("a").extents[0]
         with stall() as let_go:
             put = store.put("a", new)
@@ -293,4 +293,4 @@ def test_bytes_that_change_between_a_put_and_the_get_after_it_are_found(
             )  # type: ignore[list-item]
             let_go()
             with pytest.raises(CorruptionError, match="of tensor 'a'"):
-                damaged.wait(SECONDS)
+                damaged.wait(PATIENCE)

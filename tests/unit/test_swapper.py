@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload.errors import OutOfHostMemoryError, UsageError, WaitTimeout
 from nvme_offload.hardware.config import AioConfig
@@ -338,7 +339,7 @@ def test_threads_take_turns(make_swapper: MakeSwapper) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert wrong == []
 
 

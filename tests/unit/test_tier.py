@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.swap.tier import Tier
@@ -77,7 +78,7 @@ def test_what_nobody_closed_is_closed_in_its_order_when_the_interpreter_ends(wha
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     said = [line for line in ended.stderr.splitlines() if "is on the root filesystem" not in line]
     assert (ended.returncode, said) == (0, [])

@@ -20,9 +20,9 @@ import forked
 import nvme_offload
 
 sys.path.append(str(Path(__file__).parents[1]))
+from patience import PATIENCE
 from ports import free_port
 
-PATIENCE = float(os.environ.get("PATIENCE", "500"))  # seconds that a run may take
 SCRIPT = Path(__file__).with_name("training.py")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import Life
-from launch import PATIENCE, Case, Rank, each_by_itself, finish, start
+from launch import Case, Rank, each_by_itself, finish, start
+from patience import PATIENCE
 
 pytestmark = pytest.mark.releases
 SCRIPT = Path(__file__).with_name("checkpointing.py")

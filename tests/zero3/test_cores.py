@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 pytestmark = pytest.mark.deepspeed
 pytest.importorskip("deepspeed")
 
-from launch import PATIENCE  # noqa: E402
 from ports import free_port  # noqa: E402
 
 from nvme_offload.zero3.agreement import cores_for_each  # noqa: E402

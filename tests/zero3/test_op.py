@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from nvme_offload import CorruptionError, IOFailure, NoSpaceError, TruncatedError, UsageError
 from nvme_offload.zero3 import op, operation
@@ -33,7 +34,6 @@ Mount = Callable[[str], Path]
 Stall = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 MIB = 1 << 20
-SECONDS = 120
 PAGE = 4096
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -553,7 +553,7 @@ def test_the_end_of_the_interpreter_finishes_what_is_pending(tmp_path):
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "w")],
         check=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
     )
     assert torch.equal(on_disk(tmp_path / "w"), torch.full((32 * MIB,), 5, dtype=torch.uint8))
 
@@ -579,7 +579,7 @@ def test_a_forked_child_can_go_on(tmp_path):
     assert torch.equal(back, data + 1)
     """
     subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True, timeout=SECONDS
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], check=True, timeout=PATIENCE
     )
 
 
@@ -984,7 +984,7 @@ def both_sides(
             [sys.executable, "-c", SCENARIOS, side, str(directory), str(answer)],
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=PATIENCE,
         )
         if side != "ours" and ran.returncode == 1 and "ImportError" in ran.stderr:
             pytest.skip(
@@ -1039,7 +1039,7 @@ def run_with_deepspeed(directory: Path, code: str, *arguments: str) -> str:
         cwd=directory,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PATIENCE,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return ran.stdout

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import PATIENCE, Case, finish, start
+from launch import Case, finish, start
+from patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("recovering.py")
 SMALLEST = {"host_memory": "smallest"}

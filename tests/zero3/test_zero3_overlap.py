@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import PATIENCE, Case, differences, finish, start, train
+from launch import Case, differences, finish, start, train
+from patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("overlapping.py")
 SMALLEST = {"host_memory": "smallest"}
