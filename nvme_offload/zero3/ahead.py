@@ -9,13 +9,12 @@ Nothing here depends on what is updated: all ranks, which gather together, do th
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
+from itertools import accumulate
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params, z3_leaf_module
-
-_COUNTED = 1000  # parameters that are ahead; more are enough, whatever their size
 
 
 def bound(coordinator: Any) -> None:
@@ -26,16 +25,21 @@ def bound(coordinator: Any) -> None:
 
 class _Ahead:
     """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass, and in those
-    that follow it gathers ahead by a queue of the uses that are to come.
+    that follow it gathers ahead by a queue of the uses of parameters that are to come: those that
+    left it are gathered, or were used.
 
     _turn: the step of the recorded pass at which its backward part begins, None without one.
-    _backward: the uses in that part, while they are not in the queue.
+    _steps: of each use in the forward part, in the order of the queue.
+    _elements: of the uses in the forward part before each, and of all of them.
+    _backward: the uses in the backward part, while they are not in the queue.
     """
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self._fetch = coordinator.fetch_sub_module
         self._turn: int | None = None
+        self._steps: list[int] = []
+        self._elements: list[int] = [0]
         self._backward: list[Any] = []
 
     def fetch(self, current_submodule: Any, forward: bool) -> None:
@@ -50,10 +54,10 @@ class _Ahead:
         if not self._coordinator.is_complete_trace() or (turn is not None and step >= turn):
             self._fetch(current_submodule, forward)
             return
-        if step == 0 and turn is not None:
-            self._take_out(turn)
+        if step == 0:
+            self._begin(turn)
         bucket = self._get("prefetch_bucket_sz")
-        self._set("prefetch_bucket_sz", bucket - self._elements_ahead(current_submodule, bucket))
+        self._set("prefetch_bucket_sz", max(bucket - self._elements_ahead(step), 0))
         try:
             self._fetch(current_submodule, forward)
         finally:
@@ -61,22 +65,22 @@ class _Ahead:
         if turn is not None and step == turn - 1:
             self._get("param_queue").extend(self._backward)
 
-    def _take_out(self, turn: int) -> None:
+    def _begin(self, turn: int | None) -> None:
         """Have the forward part of a pass gather nothing for the part from *turn* on. In an evaluation
         none follows: it would be in flight for good, and `GatheredParameters` refuses that.
         """
-        queue = self._get("param_queue")
-        self._backward = [use for use in queue if use.step_id_last_used_at >= turn]
-        self._set("param_queue", deque(use for use in queue if use.step_id_last_used_at < turn))
+        uses = list(self._get("param_queue"))
+        steps = [use.step_id_last_used_at for use in uses]
+        end = len(uses) if turn is None else bisect(steps, turn - 1)
+        self._steps = steps[:end]
+        self._elements = list(accumulate((use.param.ds_numel for use in uses[:end]), initial=0))
+        self._backward = uses[end:]
+        self._set("param_queue", deque(uses[:end]))
 
-    def _elements_ahead(self, module: Any, bucket: int) -> int:
-        """Of what is gathered and not used yet, *module* aside; at most *bucket*."""
-        ahead = self._get("inflight_param_registry")
-        if len(ahead) > _COUNTED:
-            return bucket
-        own = set(iter_params(module, recurse=z3_leaf_module(module)))
-        elements: int = sum(param.ds_numel for param in ahead if param not in own)
-        return min(bucket, elements)
+    def _elements_ahead(self, step: int) -> int:
+        """Of the uses after *step* that left the queue."""
+        left = len(self._steps) - len(self._get("param_queue"))
+        return self._elements[left] - self._elements[min(left, bisect(self._steps, step))]
 
     # DeepSpeed's own attributes.
 

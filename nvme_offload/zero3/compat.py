@@ -163,12 +163,7 @@ CONTRACT: Mapping[str, str] = {
         forward_hooks
         get_param_coordinator()
     """,
-    "deepspeed.runtime.zero.partitioned_param_coordinator": """
-        iter_params(module, recurse)
-        z3_leaf_module(model)
-    """,
     "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": """
-        _PartitionedParameterCoordinator__inflight_param_registry
         _PartitionedParameterCoordinator__param_queue
         _PartitionedParameterCoordinator__prefetch_bucket_sz
         _PartitionedParameterCoordinator__step_id

@@ -321,15 +321,30 @@ def test_a_schedulers_and_a_hooked_optimizer(tmp_path):
     )
 
 
-def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path):
+# none gathered ahead, and all
+@pytest.mark.parametrize(("parameters", "bucket"), [("nvme", 0), ("none", 10**6)])
+def test_what_a_step_costs_grows_with_the_sub_groups_and_no_faster(tmp_path, parameters, bucket):
     # the first step comes before the order of use is known; waits make a step's lines vary by 3 %
     lines = []
     for layers in (16, 32, 64):
         place = tmp_path / str(layers)
         place.mkdir()
-        result = run(place, "growth", ALONE.but(model=f"{layers} layers", parameters="nvme"))
+        case = ALONE.but(
+            model=f"{layers} layers",
+            parameters=parameters,
+            zero={"stage3_prefetch_bucket_size": bucket},
+        )
+        result = run(place, "growth", case)
         assert result["sub-groups"] == layers
-        lines.append((result["lines"][0], min(result["lines"][1:])))
+        first, *rest = result["lines"]
+        lines.append(
+            [
+                count
+                for of in ("ahead", "all")
+                for count in (first[of], min(step[of] for step in rest))
+            ]
+        )
     # twice the sub-groups that are added: 2.0 to 2.1 times the lines, where it were 4 for a square
     for sixteen, thirty_two, sixty_four in zip(*lines, strict=True):
         assert sixty_four - thirty_two <= 2.4 * (thirty_two - sixteen), lines
+    assert min(lines[0]) > 0
