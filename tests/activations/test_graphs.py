@@ -303,7 +303,7 @@ def test_memory_and_files_go_with_the_last_who_needs_them(tmp_path: Path) -> Non
 
 IN_A_CHILD = """
 import multiprocessing, sys, torch
-sys.path.append(sys.argv[1])
+sys.path += sys.argv[1:3]
 torch.set_num_threads(1)
 from activation_models import gradients, made, same
 from test_graphs import loss_of, trained
@@ -322,7 +322,7 @@ def in_a_child():
 model, x = made("layers")
 expected = gradients(model, x)
 model.zero_grad(set_to_none=True)
-offload = save_on_nvme(sys.argv[2], 1 << 10, 96 << 10)
+offload = save_on_nvme(sys.argv[3], 1 << 10, 96 << 10)
 with offload:
     loss = loss_of(model, x, 1)
     child = multiprocessing.get_context("fork").Process(target=in_a_child)
@@ -337,7 +337,8 @@ assert offload.stats().saved_bytes > 0
 
 def test_a_forked_child_computes_in_its_own_memory(tmp_path: Path) -> None:
     # a process whose autograd has no threads yet, so that it can fork
-    command = [sys.executable, "-c", IN_A_CHILD, str(Path(__file__).parent), str(tmp_path)]
+    here, tests = Path(__file__).parents[:2]
+    command = [sys.executable, "-c", IN_A_CHILD, str(here), str(tests), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
 from patience import PATIENCE
 
 from nvme_offload.errors import UsageError
