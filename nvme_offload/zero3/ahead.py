@@ -66,8 +66,9 @@ class _Ahead:
             self._get("param_queue").extend(self._backward)
 
     def _begin(self, turn: int | None) -> None:
-        """Have the forward part of a pass gather nothing for the part from *turn* on. In an evaluation
-        none follows: it would be in flight for good, and `GatheredParameters` refuses that.
+        """Add up the uses of the forward part of a pass, and have it gather nothing for the part from
+        *turn* on. In an evaluation none follows: it would be in flight for good, and
+        `GatheredParameters` refuses that.
         """
         uses = list(self._get("param_queue"))
         steps = [use.step_id_last_used_at for use in uses]
