@@ -317,10 +317,9 @@ def compare_weights(engine: Any, place: str) -> list[str]:
     )
 
     found = get_fp32_state_dict_from_zero_checkpoint(place, "tag")
-    convert_zero_checkpoint_to_fp32_state_dict(
-        place, str(Path(place) / "converted"), max_shard_size=None, tag="tag"
-    )
-    (converted,) = (torch.load(path) for path in (Path(place) / "converted").glob("*.bin"))
+    own = Path(place) / f"converted {engine.global_rank}"  # the others write theirs meanwhile
+    convert_zero_checkpoint_to_fp32_state_dict(place, str(own), max_shard_size=None, tag="tag")
+    (converted,) = (torch.load(path) for path in own.glob("*.bin"))
     wrong = []
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
