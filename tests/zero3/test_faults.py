@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from launch import Case, differences, run, train
+from patience import SOON
 
 from nvme_offload.errors import NoSpaceError
 
@@ -66,8 +66,9 @@ def test_what_passes_leaves_no_trace(disturbed, faults):
     ("first", "error", "kind"), [(0, ENOSPC, "NoSpaceError"), (60, EIO, "IOFailure")]
 )
 def test_what_stays_is_an_error_of_its_type_on_every_rank_soon(tmp_path, first, error, kind):
-    began = time.monotonic()
-    ranks = run([STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]])
+    ranks = run(
+        [STREAMED], tmp_path, ranks=2, faults=[[first, ALWAYS, "FAIL", error]], timeout=SOON
+    )
     results = [result for rank in ranks for result in rank.results]
     assert len(results) == 2, [rank.complaints for rank in ranks]
     # 1 where a second transfer had failed by then, which nobody waits for any more
@@ -79,9 +80,6 @@ def test_what_stays_is_an_error_of_its_type_on_every_rank_soon(tmp_path, first, 
             (kind, True),
             ("RuntimeError", False),
         ], result
-    # seconds, most of them of importing; on a machine that others use, minutes. Left alone, a
-    # rank waits for the other for half an hour.
-    assert time.monotonic() - began < 900
 
 
 @pytest.mark.slow
@@ -92,6 +90,7 @@ def test_one_rank_that_fails_does_not_leave_the_other_waiting(tmp_path):
         ranks=2,
         faulty_rank=1,
         faults=[[60, ALWAYS, "FAIL", EIO]],
+        timeout=SOON,
     )
     assert [result["error"] for result in broken.results] == ["IOFailure"], broken.complaints
     assert well.status is not None
