@@ -355,9 +355,12 @@ def _reasons(
 ) -> list[str]:
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     tried = len({seen.ask.setting for seen in evidence.observations})
+    why = "with the others a step would be longer than with this"
+    if alike > 1:
+        why = f"{alike} of those cannot be told from the best, and this is the cheapest of them"
     reasons = [
-        f"Of {tried} settings tried, {len(costs)} went to the finals; {alike} of those cannot be told from the best, and this is the cheapest of "
-        f"them: {format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}{each}."
+        f"Of {tried} settings tried, {len(costs)} went to the finals; {why}: "
+        f"{format_bytes(chosen.bytes_in_flight)} in flight, {chosen.thread_count} thread{'' if chosen.thread_count == 1 else 's'}{each}."
     ]
     if chosen != fastest:
         saved = -math.expm1(costs[fastest].value - costs[chosen].value)
