@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE, SOON
+from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
 
@@ -104,7 +104,7 @@ def test_a_signal_beside_the_choice_ends_it_as_well(disk: Path, tmp_path: Path, 
             assert process.stderr is not None
             assert any(line.startswith(topic) for line in process.stderr)
             process.send_signal(signal.SIGTERM)
-            out, rest = process.communicate(timeout=SOON)
+            out, rest = process.communicate(timeout=10)
         finally:
             process.kill()
     assert (process.returncode, out) == (143, "")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE, SOON
+from patience import PATIENCE
 
 from nvme_offload.hardware.profile import Profile
 from nvme_offload.sweep import ranks
@@ -122,7 +122,7 @@ def test_ranks_end_with_their_parent(
         else:
             process.send_signal(number)
         # comes to an end when no process has these pipes any more
-        out, rest = process.communicate(timeout=SOON)
+        out, rest = process.communicate(timeout=10)
     assert (process.returncode, out) == (code, "")
     lines = [
         line for line in rest.splitlines() if not line.startswith(("filling", "screen", "narrow"))
@@ -139,7 +139,7 @@ def test_ranks_end_with_their_parent(
 def test_a_rank_that_is_killed_fails_the_sweep_with_one_line(disk: Path, tmp_path: Path) -> None:
     with sweeping(disk, tmp_path, "screen") as (process, children):
         os.kill(children[1], signal.SIGKILL)
-        out, rest = process.communicate(timeout=SOON)
+        out, rest = process.communicate(timeout=10)
     assert (process.returncode, out) == (1, "")
     last = [line for line in rest.splitlines() if not line.startswith("screen")]
     assert last == [
