@@ -17,6 +17,7 @@ from nvme_offload.hardware.drive import describe
 from nvme_offload.hardware.profile import PHASES, Profile
 from nvme_offload.sweep import several
 from nvme_offload.sweep.preflight import Refusal
+from nvme_offload.units import format_speed
 
 SWEEP = [sys.executable, "-m", "nvme_offload.sweep"]
 
@@ -60,10 +61,8 @@ def test_two_paths_are_swept_and_used_together(
         )
         assert set(one.alone) == set(one.together) == set(PHASES)
         assert all(speed > 0 for speed in (*one.alone.values(), *one.together.values()))
-        assert (
-            f"  {one.path}: read {one.together['read']:.2f} ({one.alone['read']:.2f})"
-            in result.stdout
-        )
+        read, alone = format_speed(one.together["read"]), format_speed(one.alone["read"])
+        assert f"  {one.path}: read {read} ({alone})" in result.stdout
     assert [sorted(Path(path).iterdir()) for path in paths] == before
 
 
