@@ -17,16 +17,21 @@ from typing import Any
 import torch
 
 
-def bound(coordinator: Any) -> None:
+def bound(coordinator: Any) -> Ahead:
     """Have the forward passes of *coordinator*, of one engine, gather less ahead."""
     compiler: Any = torch.compiler
-    coordinator.fetch_sub_module = compiler.disable(_Ahead(coordinator).fetch)
+    ahead = Ahead(coordinator)
+    coordinator.fetch_sub_module = compiler.disable(ahead.fetch)
+    return ahead
 
 
-class _Ahead:
+class Ahead:
     """Each use of a module is a step of a pass. DeepSpeed records the steps of one pass, and in those
     that follow it gathers ahead by a queue of the uses of parameters that are to come: those that
     left it are gathered, or were used.
+
+    Attributes: *fetches*, the uses of modules so far. What one of them gathers, DeepSpeed asks for in
+    the order of a set.
 
     _turn: the step of the recorded pass at which its backward part begins, None without one.
     _steps: of each use in the forward part, in the order of the queue.
@@ -35,6 +40,7 @@ class _Ahead:
     """
 
     def __init__(self, coordinator: Any) -> None:
+        self.fetches = 0
         self._coordinator = coordinator
         self._fetch = coordinator.fetch_sub_module
         self._turn: int | None = None
@@ -44,6 +50,7 @@ class _Ahead:
 
     def fetch(self, current_submodule: Any, forward: bool) -> None:
         """DeepSpeed's, with less ahead in the forward part of a pass that was recorded."""
+        self.fetches += 1
         step = self._get("step_id")
         if self._coordinator.is_record_trace():
             if step == 0:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,7 +55,8 @@ class Overlap:
 
     def __init__(self, stage3: Stage3) -> None:
         self._stage3 = stage3
-        self.updates = Updates(stage3.tier)
+        gathered = ahead.bound(stage3.parameter_offload.get_param_coordinator())
+        self.updates = Updates(stage3.tier, lambda: gathered.fetches)
         self.scaling = Scaling(1.0, 0.0)
         self._noted: list[list[Callable[[], None]]] | None = None  # in a step, by sub-group
         self._has_states = False  # a step has made them, since the engine was made or loaded
@@ -62,7 +64,7 @@ class Overlap:
         self._optimizer: Any = None  # of the step: it has the options of then
         self._order: list[int] = []  # in which the sub-groups of the last step are updated
         self._places: dict[int, int] = {}  # of each in it
-        ahead.bound(stage3.parameter_offload.get_param_coordinator())
+        self._wanted: list[int] = []  # the order of the last forward pass
         for name in _NOTED:
             setattr(stage3, name, functools.partial(self._do_or_note, getattr(stage3, name), name))
 
@@ -166,15 +168,28 @@ class Overlap:
         return self._order[place : place + count]
 
     def _in_order(self) -> list[int]:
-        """The sub-groups in the order in which the last forward pass used them, or in the model's."""
+        """The sub-groups in the order of the step before, which has been planned for; or in that in
+        which the last two forward passes used them, if both had the same other one.
+
+        At first it is the model's. What was used together, or not at all, stays in the order that it
+        has.
+        """
         groups = self._stage3.fp16_groups
         if _needs_order(self._stage3):
             return list(range(len(groups)))
-        place = {id(param): place for place, param in enumerate(self._stage3.module.parameters())}
-        places = [min(place.get(id(param), 0) for param in group) for group in groups]
-        used = {index: number for number, index in enumerate(self.updates.uses)}
-        last = max(len(used), 1)
-        return sorted(range(len(groups)), key=lambda index: (used.get(index, last), places[index]))
+        order = self._order
+        if not order:
+            place = {
+                id(param): place for place, param in enumerate(self._stage3.module.parameters())
+            }
+            places = [min(place.get(id(param), 0) for param in group) for group in groups]
+            order = sorted(range(len(groups)), key=places.__getitem__)
+        used = self.updates.uses
+        uses = [used[index] for index in order if index in used]
+        last, self._wanted = self._wanted, order
+        if uses != sorted(uses):
+            self._wanted = sorted(order, key=lambda index: used.get(index, math.inf))
+        return self._wanted if self._wanted == last else order
 
     # In the thread.
 

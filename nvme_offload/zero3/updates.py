@@ -31,19 +31,20 @@ class Update(NamedTuple):
 
 class Updates:
     """Makes the updates of one step after the other in a thread, which lasts for a step. *tier* is
-    where they read and write.
+    where they read and write; *now* says what uses come together, by an increasing number.
 
     An update that fails ends them: the step was only partly applied. Whoever waits next is told
     what went wrong, and whoever waits after that, that it did, until `abandon`.
 
-    Attributes: *uses*, the sub-groups of the step in the order in which they were first used;
-    *waited_seconds*, that callers have waited, and *drive_seconds*, that the thread has waited for
-    the drive, since `take_waits` was last called.
+    Attributes: *uses*, when each sub-group of the step was first used, by *now*; *waited_seconds*,
+    that callers have waited, and *drive_seconds*, that the thread has waited for the drive, since
+    `take_waits` was last called.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, now: Callable[[], int]) -> None:
         self.tier = tier
-        self.uses: list[int] = []
+        self.uses: dict[int, int] = {}
+        self._now = now
         self.waited_seconds = 0.0
         self.drive_seconds = 0.0
         self._lock = threading.Condition()  # guards all attributes
@@ -71,7 +72,7 @@ class Updates:
         with self._lock:
             assert self._thread is None
             assert not self._failed
-            self.uses = []
+            self.uses = {}
             self._left = {update.sub_group: update for update in updates}
             self._held = dict(self._left)
             for update in updates:
@@ -100,7 +101,7 @@ class Updates:
             if index in self._left:
                 self._tell()
             if index in self._held:
-                self.uses.append(index)
+                self.uses[index] = self._now()
                 self._let_go(index)
 
     def wait(self) -> None:

@@ -53,6 +53,7 @@ def main(request: dict[str, Any]) -> None:
     training = Training(Case(**request["case"]), request["directory"], True, watch)
     what = {
         "gate": gate,
+        "order": order,
         "look": look,
         "beside": beside,
         "fault": fault,
@@ -150,6 +151,18 @@ def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
     }
 
 
+def order(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """The sub-groups in the order of their updates, of each step that is overlapped."""
+    engine = trained(training, made, 1)
+    made.clear()
+    for step in range(1, training.case.steps):
+        training._step(engine, step, 0)  # its forward pass waits for the updates of the one before
+    engine.optimizer.finish_updates()
+    count = len(everything(engine))
+    orders = [made[start : start + count] for start in range(0, len(made), count)]
+    return {"all": everything(engine), "orders": orders}
+
+
 def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
     import deepspeed
     from deepspeed import utils
@@ -174,10 +187,10 @@ def look(training: Training, made: Made, request: dict[str, Any]) -> dict[str, A
             pass
 
     result: dict[str, Any] = {"all": everything(engine), "gathered": after(gather)}
-    # the order of uses is that of the updates of the next step: first what was gathered
-    engine.optimizer.finish_updates()
-    forward(training, engine)
-    result["of the next step"] = after(engine.optimizer.finish_updates)
+    # twice it is used first, and then is the first in the order of updates
+    for _ in range(2):
+        forward(training, engine)
+        result["then"] = after(gather)
     looks = {
         "saved": lambda: engine.save_checkpoint(str(Path(request["directory"], "kept"))),
         "fragment": lambda: utils.safe_get_full_fp32_param(params[0]),
