@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <limits>
@@ -36,6 +37,9 @@ constexpr float kLeastNormal = 1.0F / (1 << 14);  // smallest normal IEEE half
 constexpr std::uint32_t kHalfInfinity = 0xf8;     // the code of infinity
 constexpr std::uint32_t kLeastExponent = 32;
 constexpr std::uint32_t kNotFinite = 255;
+constexpr float kRange = 1.0F / (1 << 30);  // the least unsigned code over its block's maximum
+constexpr float kNegligibleRatio = 64;      // of exp_avg below a denominator
+constexpr std::size_t kFewOfBlock = kBlock / 16;  // may be below the least code
 constexpr std::uint32_t top_octave(bool is_signed) { return is_signed ? 0 : 15; }
 
 template <typename To, typename From>
@@ -247,6 +251,53 @@ MULTIVERSIONED void decode_part(const std::uint8_t* codes, const std::uint8_t* e
   }
 }
 
+/// How many of *values* are above zero and below the least code of the block, *least*.
+INLINE std::size_t count_below(const float* __restrict values, std::size_t count, float& least) {
+  std::int32_t largest = 0;  // as numbers, bit patterns of negative values are below zero
+  std::uint32_t magnitude = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto bits = bits_as<std::uint32_t>(values[i]);
+    largest = std::max(largest, bits_as<std::int32_t>(bits));
+    magnitude = std::max(magnitude, bits & kMagnitude);
+  }
+  if (magnitude > kInfinity) return 0;  // a NaN: nothing is below it
+  least = bits_as<float>(largest) * kRange;
+  const auto bound = bits_as<std::int32_t>(least);
+  std::uint32_t below = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto bits = bits_as<std::int32_t>(values[i]);
+    below += static_cast<std::uint32_t>(bits > 0) & static_cast<std::uint32_t>(bits < bound);
+  }
+  return below;
+}
+
+/// Whether more than a few of *values*, *count* of a block, are below its least code and matter.
+INLINE bool matters(const float* values, const float* first, std::size_t count, float least,
+                    float eps) {
+  std::size_t found = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(values[i] > 0 && values[i] < least)) continue;
+    const float root = std::sqrt(values[i]);
+    const float update = first == nullptr ? root * 8 : std::abs(first[i]) * kNegligibleRatio;
+    found += update >= root + eps;
+  }
+  return found > kFewOfBlock;
+}
+
+MULTIVERSIONED void mark_far_part(const float* values, const float* first, std::uint8_t* far,
+                                  std::size_t count, double eps) {
+  for (std::size_t begin = 0; begin < count; begin += kBlock, ++far) {
+    const std::size_t size = std::min(kBlock, count - begin);
+    float least = 0;
+    if (count_below(values + begin, size, least) > kFewOfBlock &&
+        std::sqrt(least) > static_cast<float>(eps / 8) &&
+        matters(values + begin, first == nullptr ? nullptr : first + begin, size, least,
+                static_cast<float>(eps))) {
+      *far = 1;
+    }
+  }
+}
+
 }  // namespace
 
 void split(const std::uint32_t* master, std::uint16_t* working, std::uint16_t* low,
@@ -298,6 +349,14 @@ void decode(const std::uint8_t* codes, const std::uint8_t* exponents, float* val
             std::size_t count, bool is_signed, unsigned threads) {
   parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
     decode_part(codes + begin, exponents + begin / kBlock, values + begin, end - begin, is_signed);
+  });
+}
+
+void mark_far(const float* values, const float* first, std::uint8_t* far, std::size_t count,
+              double eps, unsigned threads) {
+  parallel_for(count, threads, [=](std::size_t begin, std::size_t end) {
+    mark_far_part(values + begin, first == nullptr ? nullptr : first + begin, far + begin / kBlock,
+                  end - begin, eps);
   });
 }
 

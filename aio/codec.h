@@ -48,4 +48,9 @@ void encode(const float* values, std::uint8_t* codes, std::uint8_t* exponents, s
 void decode(const std::uint8_t* codes, const std::uint8_t* exponents, float* values,
             std::size_t count, bool is_signed, unsigned threads);
 
+/// Sets the byte of each block of second moments, *values*, for which codes are too few, to 1.
+/// *first*: the first moments, or null. See nvme_offload/optimizer_states/widening.py.
+void mark_far(const float* values, const float* first, std::uint8_t* far, std::size_t count,
+              double eps, unsigned threads);
+
 }  // namespace nvme_offload

@@ -601,4 +601,15 @@ PYBIND11_MODULE(_aio, module) {
         });
       },
       "codes"_a, "exponents"_a, "values"_a, "count"_a, "signed"_a, "threads"_a);
+  module.def(
+      "mark_far",
+      [](std::uintptr_t values, std::uintptr_t first, std::uintptr_t far, std::size_t count,
+         double eps, unsigned threads) {
+        without_gil([&] {
+          return mark_far(at<float>(values), at<float>(first), at<std::uint8_t>(far), count, eps,
+                          threads),
+                 true;
+        });
+      },
+      "values"_a, "first"_a, "far"_a, "count"_a, "eps"_a, "threads"_a);
 }

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .. import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .rounding import BLOCK, block_names
@@ -96,27 +97,40 @@ def far_blocks(
         dtype=torch.bool,
         device=next(iter(states.values())).device if states else None,
     )
+    mark = _mark_far if far.is_cpu else mark_far_by_torch
     for key, slot in layout.states.items():
-        if not slot.rounded or slot.signed:
-            continue
-        size = _chunk_elements(states[key])
-        for start in range(0, layout.numel, size):
-            values = _in_blocks(states[key][start : start + size])
-            least = values.amax(dim=1, keepdim=True) * _RANGE
-            roots = values.sqrt()
-            updates = (
-                roots * 8
-                if first is None
-                else _in_blocks(first[start : start + size]).abs() * _NEGLIGIBLE_RATIO
-            )
-            matter = (
-                (values > 0)
-                & (values < least)
-                & (least.sqrt() > eps / 8)
-                & (updates >= roots + eps)
-            )
-            far[start // BLOCK :][: len(values)] |= matter.sum(dim=1) > BLOCK // 16
+        if slot.rounded and not slot.signed:
+            mark(states[key], first, far, eps)
     return far if bool(far.any()) else None
+
+
+def _mark_far(
+    values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
+) -> None:
+    """`mark_far_by_torch`, on the CPU."""
+    import torch
+
+    pointers = values.data_ptr(), 0 if first is None else first.data_ptr(), far.data_ptr()
+    _aio.mark_far(*pointers, values.numel(), eps, torch.get_num_threads())
+
+
+def mark_far_by_torch(
+    values: torch.Tensor, first: torch.Tensor | None, far: torch.Tensor, eps: float
+) -> None:
+    """Set *far* of each block of second moments, *values*, that has too many which matter; *first*
+    moments are theirs.
+    """
+    for start in range(0, values.numel(), CHUNK):
+        part = _in_blocks(values[start : start + CHUNK])
+        least = part.amax(dim=1, keepdim=True) * _RANGE
+        roots = part.sqrt()
+        updates = (
+            roots * 8
+            if first is None
+            else _in_blocks(first[start : start + CHUNK]).abs() * _NEGLIGIBLE_RATIO
+        )
+        matter = (part > 0) & (part < least) & (least.sqrt() > eps / 8) & (updates >= roots + eps)
+        far[start // BLOCK :][: len(part)] |= matter.sum(dim=1) > BLOCK // 16
 
 
 def round_near(

@@ -40,6 +40,7 @@ extern "C" void c_round_to_24(std::uint32_t* v, std::size_t n, const std::uint32
 extern "C" void c_encode(const float* v, std::uint8_t* c, std::uint8_t* e, std::size_t n, bool s, const std::uint32_t* t, const std::uint32_t* f,
                          const std::uint32_t* a) { encode(v, c, e, n, s, {t, f, a}, 1); }
 extern "C" void c_decode(const std::uint8_t* c, const std::uint8_t* e, float* v, std::size_t n, bool s) { decode(c, e, v, n, s, 1); }
+extern "C" void c_mark_far(const float* v, const float* m, std::uint8_t* f, std::size_t n) { mark_far(v, m, f, n, 1e-8, 1); }
 """
 
 
@@ -162,3 +163,18 @@ def test_encode_and_decode(codec: Codec, signed: bool) -> None:
         told.append((codes.tobytes(), exponents.tobytes(), back.tobytes()))
     assert told[0] == told[1]
     assert len(set(codes.tolist())) > 100  # what was compared is not one value over and over
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_far_blocks(codec: Codec, has_first: bool) -> None:
+    first = patterns().view(np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        second = np.square(first)
+    told = []
+    for each in (codec, Codec(None)):
+        far = np.zeros(-(-NUMEL // BLOCK), np.uint8)
+        eps = () if each is codec else (1e-8,)
+        each.call("mark_far", second, first if has_first else 0, far, NUMEL, *eps)
+        told.append(far.tolist())
+    assert told[0] == told[1]
+    assert set(told[0]) == {0, 1}
