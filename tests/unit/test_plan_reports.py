@@ -237,6 +237,7 @@ def of_llama() -> Iterator[Case]:
 # GB. A report's tables of steps begin with the model, and have its seconds in the fourth cell.
 
 SHAPES = {
+    "Llama 3.2 1B": Model(1_235_814_400, 262_668_288, 262_668_288, 16, 2048, 128_256),
     "Llama 3.2 3B": Model(3_212_749_824, 394_002_432, 394_002_432, 28, 3072, 128_256),
     "Llama 3.1 8B": Model(8_030_261_248, 525_336_576, 525_336_576, 32, 4096, 128_256),
     "Llama 2 13B": LLAMA_13B,
@@ -385,6 +386,23 @@ def of_systems() -> Iterator[Case]:
             float(cells[1]),
             budget * 10**9 or None,
             work=Work(2048, 4),
+        )
+    for run, model, budget, mixed in (  # likewise, of the last step
+        ("3B, third", SHAPES["Llama 3.2 3B"], 10_000_000_000, 2.4e9),
+        ("1B, first, ended after 110 s", SHAPES["Llama 3.2 1B"], 6_200_000_000, 1.86e9),
+    ):
+        (cells,) = rows("systems-h100.md", run, "")
+        yield Case(
+            f"systems-h100.md: ZeRO-3, {run}",
+            "nvme-optimizer-compact",
+            model,
+            on(
+                Machine(H100, 134 << 30, H200_COPIES),
+                {"read": 2.5e9, "write": 3.0e9, "mixed": mixed},
+            ),
+            float(cells[2].replace("*", "").split()[-1]),
+            budget,
+            work=Work(2048, 64),
         )
 
 
