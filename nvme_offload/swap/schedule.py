@@ -385,7 +385,10 @@ class Schedule:
         if self.order.followed and not any(map(self.order.repeats, known)):
             near = self.order.now + 2 * len(known) + _HINT_SLACK
             positions = [self.order.next_use(name) for name in known]
-            if all(position is not None and position < near for position in positions):
+            places = [
+                position for position in positions if position is not None and position < near
+            ]
+            if len(places) == len(known) and places == sorted(places):
                 return
         waiting = set(self._hints) if len(self._hints) < 2 * len(known) else None
         self.order.hint(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,6 +148,20 @@ def test_hints_read_ahead_where_nothing_is_learned(
         swapper.release(f"n{number}", changed=False)
     assert store.stats().gets == 3
     assert (swapper.stats().misses, swapper.stats().unused_prefetches) == (3, 0)
+
+
+def test_hints_of_another_order_than_the_learned_are_followed(make_swapper: MakeSwapper) -> None:
+    count, values = 24, 12
+    swapper = make_swapper(values)
+    contents = fill(swapper, count)
+    drawn = random.Random(7)
+    for _ in range(4):
+        order = drawn.sample(range(count), count)
+        swapper.prefetch([f"n{number}" for number in order])
+        before, after = train(swapper, order, contents)
+    read = (after.bytes_read - before.bytes_read) // SIZE
+    assert read <= count - values + 6  # 3 more than in a cycle
+    assert after.unused_prefetches - before.unused_prefetches <= 3
 
 
 def test_several_are_in_use_at_once_and_each_is_its_own(make_swapper: MakeSwapper) -> None:
