@@ -277,6 +277,7 @@ def test_whoever_looks_at_a_weight_waits_for_its_own_update(tmp_path):
     result = run(tmp_path, "look", ALONE.but(parameters="nvme"))
     assert result["gathered"] == result["all"][:6]  # in the model's order
     assert result["then"] == [5]
+    assert '"overlap_step" with parameters on a drive reads' in result["complaints"]
     for name in ("saved", "fragment", "state", "zero.Init", "destroyed"):
         assert result[name] == result["all"], name
 
