@@ -23,6 +23,8 @@ from nvme_offload.optimizer_states.eight_bit import (
     encode_by_torch,
 )
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 # values that share a row of random numbers, and the part of a tensor that a thread works on
 ROW = 1 << 16
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, ROW - 1, ROW, ROW + 1, 4 * ROW, 5 * ROW + BLOCK + 3]
@@ -42,14 +44,6 @@ def check(values: torch.Tensor, *, signed: bool, seed: int = 0) -> None:
         found.append((codes, exponents, again.view(torch.int32)))
     for ours, reference in zip(*found, strict=True):
         assert torch.equal(ours, reference)
-
-
-@pytest.fixture(autouse=True, params=[1, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @signed_or_not

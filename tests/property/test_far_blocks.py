@@ -16,6 +16,8 @@ from bit_patterns import SPECIAL, patterns
 from nvme_offload.optimizer_states import BLOCK, far_blocks, state_format
 from nvme_offload.optimizer_states.widening import mark_far_by_torch
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 ROW = 1 << 16  # what a thread works on
 SIZES = [0, 1, 17, BLOCK - 1, BLOCK, BLOCK + 20, ROW, ROW + 1, 3 * ROW + BLOCK + 33]
 EPS = [0.0, 1e-30, 1e-15, 1e-8, 1e-3, float("inf"), float("nan")]
@@ -41,14 +43,6 @@ def moments(numel: int, octaves: int) -> tuple[torch.Tensor, torch.Tensor]:
     second = torch.exp2(-octaves * torch.rand(numel, generator=drawn))
     away = torch.exp2(20 * torch.rand(numel, generator=drawn) - 10)
     return second.sqrt() * away * torch.randn(numel, generator=drawn).sign(), second
-
-
-@pytest.fixture(autouse=True, params=[1, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("numel", SIZES)
