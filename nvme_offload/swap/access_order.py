@@ -105,13 +105,13 @@ class AccessOrder:
         self.foretold = True
         return True
 
-    def use(self, name: str, nbytes: int, created: bool) -> None:
-        """*name* is used now."""
+    def use(self, name: str, nbytes: int, created: bool, in_order: bool = True) -> None:
+        """*name* is used now; not learned unless *in_order*."""
         if name in self._hints:
             while self._hints.popitem(last=False)[0] != name:
                 pass  # hinted earlier, and skipped
-        if name in self._repeated:
-            self._repeated.remove(name)
+        if not in_order or name in self._repeated:
+            self._repeated.discard(name)
             self._last_at.pop(name, None)
             return
         self._last_at[name] = len(self._record)

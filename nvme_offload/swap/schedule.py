@@ -239,9 +239,9 @@ class Schedule:
                 self._count_placed(entry)
         self._need(entry, created=True)
 
-    def need(self, name: str) -> None:
+    def need(self, name: str, in_order: bool = True) -> None:
         """Request the contents of *name*: `plan` provides them, `take` hands them out once it is
-        `ready`.
+        `ready`. The use is not learned unless *in_order*.
 
         Raises: UsageError when there is no such value or it is in use, OutOfHostMemoryError when it
         cannot fit.
@@ -251,7 +251,7 @@ class Schedule:
         if entry.block is None:
             self._check_fits(name, entry.nbytes, entry.size)
         entry.read_failed = False
-        self._need(entry, created=False)
+        self._need(entry, created=False, in_order=in_order)
 
     def ready(self, name: str) -> bool:
         """Whether the needed value *name* can be taken; for other values, whether memory has their
@@ -1063,7 +1063,7 @@ class Schedule:
 
     # Prefetch.
 
-    def _need(self, entry: _Entry, created: bool) -> None:
+    def _need(self, entry: _Entry, created: bool, in_order: bool = True) -> None:
         self._needed = entry
         entry.stamp = 0  # not a candidate
         self._creates = created
@@ -1073,7 +1073,7 @@ class Schedule:
         self._uses += 1
         order = self.order
         expected = order.now + 1
-        order.use(entry.name, entry.nbytes, created)
+        order.use(entry.name, entry.nbytes, created, in_order)
         if order.full:
             self.step()
         if self._cursor < order.now:

@@ -185,13 +185,17 @@ class TensorSwapper(Closing):
             self._commit(name)  # what `retain` kept is of the value that was replaced
             return tensor
 
-    def swap_in(self, name: str) -> torch.Tensor:
+    def swap_in(self, name: str, *, in_order: bool = True) -> torch.Tensor:
         """Bring a value into memory. It is in use. Waits for the drive and for memory.
 
         Parameters
         ----------
         name : str
             The name.
+        in_order : bool
+            Whether the use is part of the order that is learned. It is not where it comes between
+            those of another thread, by chance: a hint of `prefetch` then keeps the value, or has it
+            read ahead.
 
         Returns
         -------
@@ -212,7 +216,7 @@ class TensorSwapper(Closing):
         """
         with self._lock:
             self._live()
-            self._schedule.need(name)
+            self._schedule.need(name, in_order)
             self._read_errors.pop(name, None)
             tensor, was_read = self._obtain(name)
             self._misses += was_read

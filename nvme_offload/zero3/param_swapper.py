@@ -134,6 +134,8 @@ class ParameterSwapper:
 
         def store(param: Any, source: torch.Tensor) -> None:
             self._create(param, source.numel()).copy_(source)
+            if updates.is_worker():  # the forward pass waits for it
+                self.tier.swapper.prefetch([self._name(param)])
             self._release(param, changed=True)
 
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
@@ -221,9 +223,10 @@ class ParameterSwapper:
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
         dtype = _dtype(param)  # waits for an update, which must not be done in `copy`
+        in_order = updates.is_worker() or not updates.beside(self.tier)
 
         def copy() -> torch.Tensor:
-            partition = self.tier.swapper.swap_in(self._take(param)).view(dtype)
+            partition = self.tier.swapper.swap_in(self._take(param), in_order=in_order).view(dtype)
             try:
                 # Both are synchronous, so the host memory can be released.
                 return (

@@ -95,11 +95,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.tier, self.clock = tier, StepClock(tier)
         if Settings.of(self._ds_config).overlap_step and self.swaps_natively:
             self.overlap = Overlap(self)
-            if self.params_in_nvme_and_cpu:
-                _log.warning(
-                    '"overlap_step" with parameters on a drive reads two to three times as much as without, since the order of reads is another in each step: '
-                    "leave it out, or keep parameters in memory"
-                )
         elif Settings.of(self._ds_config).overlap_step:
             tell_left_out(set(), "no optimizer states are on a drive")
 

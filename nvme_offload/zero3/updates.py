@@ -53,6 +53,7 @@ class Updates:
         self._thread: threading.Thread | None = None  # while there is something to make
         self._busy = False
         self._paused = 0
+        self._beside = False  # no caller has waited for all updates since they were started
         self._stopping = False
         self._failed = False
         self._error: BaseException | None = None  # why, until somebody is told
@@ -73,6 +74,7 @@ class Updates:
             assert self._thread is None
             assert not self._failed
             self.uses = {}
+            self._beside = True
             self._left = {update.sub_group: update for update in updates}
             self._held = dict(self._left)
             for update in updates:
@@ -112,6 +114,7 @@ class Updates:
             self._wait_for(lambda: self._thread is None)
             if self._failed:
                 self._tell()
+            self._beside = False
             for index in list(self._held):
                 self._let_go(index)
 
@@ -120,6 +123,7 @@ class Updates:
         if not self.is_worker():
             with self._lock:
                 self._wait_for(lambda: self._thread is None)
+                self._beside = False
 
     def abandon(self) -> BaseException | None:
         """Forget what has failed, after what can be made. Returns: why, if nobody was told."""
@@ -240,6 +244,13 @@ def paused(tier: Tier) -> Iterator[None]:
         for updates in _of(tier):
             stack.enter_context(updates.paused())
         yield
+
+
+def beside(tier: Tier) -> bool:
+    """Whether uses of *tier*'s values come beside those of updates, or may have: their place among
+    them is another in each step.
+    """
+    return any(updates._beside for updates in _of(tier))
 
 
 def quiesce_all() -> None:

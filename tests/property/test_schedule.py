@@ -190,8 +190,8 @@ class Machine:
         self.obtain(name)
         self.change(name)
 
-    def need(self, name: str) -> None:
-        self.schedule.need(name)
+    def need(self, name: str, in_order: bool = True) -> None:
+        self.schedule.need(name, in_order)
         self.obtain(name)
         held = self.held[name]
         assert self.holds(name, held.offset, held.nbytes, self.truth[name]), "stale or lost bytes"
@@ -679,6 +679,75 @@ def test_training_has_room_in_the_least_that_is_said_to_do(sizes, drawn, accumul
             machine.release(f"states{index}", changed=True)
         machine.schedule.step()
     event(f"{min(len(groups), 4)} sub-groups, some reads: {machine.reads > 0}")
+
+
+@pytest.mark.parametrize("resting", [0.0, 0.5])
+@pytest.mark.parametrize("behind", [1, 3, 24])
+def test_uses_that_take_turns_with_those_of_another_thread_cost_no_reads(behind, resting):
+    """A forward pass reads parameters while updates make new ones, at most *behind* layers later, in
+    turns that are others in each step; a share of *resting* parameters is not used. What is hinted
+    stays, and all else is as if the pass came before.
+    """
+    layers, parts = range(24), range(4)
+
+    def reads(beside: bool) -> int:
+        turns, machine = random.Random(1), Machine(Schedule(60 * PAGE), random.Random(2))
+        for layer, part in itertools.product(layers, parts):
+            machine.create(f"parameter{layer}.{part}", PAGE)
+            machine.release(f"parameter{layer}.{part}", changed=True)
+        for layer in layers:
+            machine.create(f"states{layer}", 12 * PAGE)
+            machine.release(f"states{layer}", changed=True)
+
+        def use(layer, in_order=True):
+            names = [f"parameter{layer}.{part}" for part in used[layer]]
+            machine.schedule.hint(names)
+            for name in names:
+                machine.need(name, in_order)
+                machine.release(name, changed=False)
+            machine.end_any()
+
+        def update(layer):
+            machine.need(f"gradient{layer}")
+            machine.discard(f"gradient{layer}")
+            machine.need(f"states{layer}")
+            for part in parts:
+                machine.create(f"parameter{layer}.{part}", PAGE)
+                if beside:
+                    machine.schedule.hint([f"parameter{layer}.{part}"])
+                machine.release(f"parameter{layer}.{part}", changed=True)
+            machine.release(f"states{layer}", changed=True)
+
+        for layer in layers:
+            machine.create(f"gradient{layer}", 4 * PAGE)
+            machine.release(f"gradient{layer}", changed=True)
+        for step in range(12):
+            if step == 4:
+                settled = machine.reads
+            rests = random.Random(step)
+            used = [[part for part in parts if rests.random() >= resting] for _ in layers]
+            passed = 0
+            for layer in layers if beside else ():
+                update(layer)
+                while passed <= layer and (layer - passed >= behind or turns.random() < 0.5):
+                    use(passed, in_order=False)
+                    passed += 1
+            if beside:
+                machine.schedule.step()
+            for layer in layers[passed:]:
+                use(layer, in_order=not beside)
+            for layer in reversed(layers):
+                machine.create(f"gradient{layer}", 4 * PAGE)
+                use(layer)
+                machine.release(f"gradient{layer}", changed=True)
+            if not beside:
+                for layer in layers:
+                    update(layer)
+                machine.schedule.step()
+        return machine.reads - settled
+
+    # 0.65 to 0.81 of them; of uses in order 0.76 to 1.54
+    assert 0 < reads(beside=True) < 0.85 * reads(beside=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,8 +226,14 @@ def dropped() -> nn.Module:
     return Dropped(*(nn.Linear(64, 64) for _ in range(6)), features=64)
 
 
-def layers(count: int) -> nn.Module:
-    return Chain(*(nn.Linear(8, 8, bias=False) for _ in range(count)), features=8)
+def layers(count: int, features: int = 8) -> nn.Module:
+    return Chain(
+        *(nn.Linear(features, features, bias=False) for _ in range(count)), features=features
+    )
+
+
+def wide() -> nn.Module:
+    return layers(24, 64)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -244,6 +250,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         tied,
         sometimes,
         dropped,
+        wide,
     )
 } | {f"{count} layers": functools.partial(layers, count) for count in (16, 32, 64)}
 

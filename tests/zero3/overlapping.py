@@ -2,14 +2,16 @@
 `test_zero3_overlap.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
-`main`'s. No update is made before somebody waits for one, but in "beside".
+`main`'s. No update is made before somebody waits for one, but in "beside" and "reads".
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +48,7 @@ def main(request: dict[str, Any]) -> None:
     answers, deepspeed = begin(request)
     watch = Watch()
     watch.enable([])
-    if request["what"] != "beside":
+    if request["what"] not in ("beside", "reads"):
         only_when_awaited()
     made = Made()
     made.watch()
@@ -61,6 +63,7 @@ def main(request: dict[str, Any]) -> None:
         "end": end,
         "optimizers": optimizers,
         "growth": growth,
+        "reads": reads,
     }
     result = what[request["what"]](training, made, request)
     print(json.dumps(result), file=answers, flush=True)
@@ -122,6 +125,39 @@ def growth(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
         threading.settrace(None)  # type: ignore[arg-type]
         counts.append({"ahead": lines["ahead.py"], "all": lines.total()})
     return {"sub-groups": len(everything(engine)), "lines": counts}
+
+
+def reads(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """The bytes that each step reads, with `"overlap_step"` and without. Updates and layers take a
+    time that is another in each step.
+    """
+    from nvme_offload.zero3.overlap import Overlap
+
+    step_optimizer = Overlap.step_optimizer
+
+    def taking_time(overlap: Any, index: int) -> None:
+        time.sleep(random.random() * 0.004)
+        step_optimizer(overlap, index)
+
+    Overlap.step_optimizer = taking_time  # type: ignore[method-assign]
+    found = {}
+    for name, overlaps in (("with", True), ("without", False)):
+        case = training.case.but(section={**training.case.section, "overlap_step": overlaps})
+        place = Path(request["directory"], name)
+        place.mkdir()
+        each = Training(case, str(place), True, training.watch)
+        engine = each._engine(0)
+        for layer in engine.module.layers:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(random.random() * 0.004))
+        swapper = engine.optimizer.tier.swapper
+        before, found[name] = 0, []
+        for step in range(case.steps):
+            each._step(engine, step, 0)
+            so_far = swapper.stats().bytes_read
+            found[name].append(so_far - before)
+            before = so_far
+        engine.destroy()
+    return found
 
 
 def gate(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +270,10 @@ def beside(training: Training, made: Made, request: dict[str, Any]) -> dict[str,
         go.release()
         wait_for(updates, is_true)
 
-    def swapping_in(swapper: Any, name: str) -> Any:
+    def swapping_in(swapper: Any, name: str, **named: Any) -> Any:
         if full and not waited.is_set() and threading.current_thread() is threading.main_thread():
             raise OutOfHostMemoryError("no room beside an update")
-        return swap_in(swapper, name)
+        return swap_in(swapper, name, **named)
 
     engine = trained(training, made)
     engine.optimizer.finish_updates()
