@@ -67,6 +67,22 @@ def format_bytes(count: int) -> str:
     return f"{count} byte{'' if count == 1 else 's'}"
 
 
+def format_gb(count: float) -> str:
+    """Format a size in decimal units, as speeds are.
+
+    Parameters
+    ----------
+    count : float
+        Bytes.
+
+    Returns
+    -------
+    str
+        Three significant digits, or a whole number: "14.9 GB", "0.00312 GB", "1,120 GB".
+    """
+    return f"{count / 1e9:,.0f} GB" if count >= 1e12 else f"{count / 1e9:.3g} GB"
+
+
 def format_speed(gb_per_s: float) -> str:
     """Format a speed.
 

@@ -35,6 +35,7 @@ from ..hardware import gpu_models
 from ..hardware.drive import describe
 from ..hardware.machine import Gpu, available_bytes, copy_bytes_per_second, gpu_count, gpus
 from ..hardware.profile import Profile
+from ..units import format_gb
 from .model import Model
 from .passes import Work, activation_bytes, free_tokens, operations, saved_bytes
 from .placement import (
@@ -514,7 +515,7 @@ def _plan(
         least = fewest_bytes(strategy, model, world)
         if kept < least:
             problems.append(
-                f"{_gb(kept)} of host memory a rank for the swapper, which needs at least {_gb(least)}"
+                f"{format_gb(kept)} of host memory a rank for the swapper, which needs at least {format_gb(least)}"
             )
         host_bytes += kept
     moved = _moved(strategy, model, world, kept, machine.gpu is not None)
@@ -533,17 +534,17 @@ def _plan(
             gpu_bytes += replaced
     if machine.gpu and gpu_bytes + beside + CONTEXT_BYTES > machine.gpu.memory_bytes:
         problems.append(
-            f"{_gb(gpu_bytes + beside + CONTEXT_BYTES)} of GPU memory, and a GPU has {_gb(machine.gpu.memory_bytes)}"
+            f"{format_gb(gpu_bytes + beside + CONTEXT_BYTES)} of GPU memory, and a GPU has {format_gb(machine.gpu.memory_bytes)}"
         )
     if host_bytes * world.ranks > machine.host_bytes:
         problems.append(
-            f"{_gb(host_bytes * world.ranks)} of host memory, and {_gb(machine.host_bytes)} are available"
+            f"{format_gb(host_bytes * world.ranks)} of host memory, and {format_gb(machine.host_bytes)} are available"
         )
     if need.drive_bytes and not machine.drives:
         problems.append("a drive: no drive given, pass --path")
     elif drive_bytes * world.ranks > machine.free_bytes:
         problems.append(
-            f"{_gb(drive_bytes * world.ranks)} on the drive, and {_gb(machine.free_bytes)} are free"
+            f"{format_gb(drive_bytes * world.ranks)} on the drive, and {format_gb(machine.free_bytes)} are free"
         )
     phases, known = _phases(strategy, model, machine, world, work, moved)
     seconds = sum(phase.seconds for phase in phases) if known else None
@@ -753,10 +754,6 @@ def _term(
         amount / per_second,
         f"{amount / scale:.3g} {unit} / {per_second / scale:.3g} {unit}/s",
     )
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:,.0f} GB" if count >= 1e12 else f"{count / 1e9:.3g} GB"
 
 
 def _gpu_speeds(gpu: Gpu | None) -> tuple[float | None, float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OffloadError
 from ..hardware import profile_shelf
 from ..hardware.disk_counters import Disks, busy_share
+from ..units import format_gb, format_speed
 from . import live
 
 if TYPE_CHECKING:
@@ -70,19 +71,19 @@ class DriveUse:
 
     def __str__(self) -> str:
         text = (
-            f"step {self.step}: {self._duration()}; read {self.bytes_read / 1e9:.2f} GB and wrote {self.bytes_written / 1e9:.2f} GB, "
-            f"{self.bytes_per_second / 1e9:.2f} GB/s; waited {self.waited_seconds:.2f} s for the drive ({self.waited_seconds / self.seconds:.0%})"
+            f"step {self.step}: {self._duration()}; read {format_gb(self.bytes_read)} and wrote {format_gb(self.bytes_written)}, "
+            f"{format_speed(self.bytes_per_second / 1e9)} GB/s; waited {self.waited_seconds:.2f} s for the drive ({self.waited_seconds / self.seconds:.0%})"
         )
         if self.tuned_bytes_per_second is not None:
-            text += f", which does {self.tuned_bytes_per_second / 1e9:.2f} GB/s by its profile"
+            text += f", which does {format_speed(self.tuned_bytes_per_second / 1e9)} GB/s by its profile"
         if self.busy_share is not None:
             text += f"; the drive was busy {self.busy_share:.0%} of the time"
-        return f"{text}; {self.resident_bytes / 1e9:.2f} GB in host memory; {self._written()}"
+        return f"{text}; {format_gb(self.resident_bytes)} in host memory; {self._written()}"
 
     def _written(self) -> str:
-        text = f"written so far {self.total_written_bytes / 1e9:.2f} GB"
+        text = f"written so far {format_gb(self.total_written_bytes)}"
         if self.disk_written_bytes is not None:
-            text += f" of the {self.disk_written_bytes / 1e9:.2f} GB to the disk since the machine was started"
+            text += f" of the {format_gb(self.disk_written_bytes)} to the disk since the machine was started"
         return text
 
     def _duration(self) -> str:

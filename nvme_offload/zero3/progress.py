@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..swap.drive_use import DriveUse
+from ..units import format_gb
 from .step_stats import last_step
 
 _log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class Progress:
         seen, self._all = self._all, _Sum()
         if seen.steps:
             _log.info(
-                "%d steps in %.3g s, %.3g s each: %.0f%% of it waiting for the drive; read %.3g GB and wrote %.3g GB, %.3g GB/s",
+                "%d steps in %.3g s, %.3g s each: %.0f%% of it waiting for the drive; read %s and wrote %s, %.3g GB/s",
                 *(seen.steps, seen.seconds, seen.seconds / seen.steps, 100 * seen.wait_share),
-                *(seen.bytes_read / 1e9, seen.bytes_written / 1e9, seen.gb_per_s),
+                *(format_gb(seen.bytes_read), format_gb(seen.bytes_written), seen.gb_per_s),
             )

@@ -242,11 +242,11 @@ def test_a_step_s_use_has_what_was_written_and_how_busy_the_disk_was(tier, monke
     assert (used.busy_share, used.disk_written_bytes) == (0.0, 3 * 10**9)
     assert "the drive was busy 0% of the time" in str(used)
     assert str(used).endswith(
-        "written so far 0.00 GB of the 3.00 GB to the disk since the machine was started"
+        "written so far 0.0021 GB of the 3 GB to the disk since the machine was started"
     )
     use(tier, "a")
     counted = None
     used = DriveUse(step=2, seconds=1.0, **meter.take())
     assert (used.bytes_written, used.total_written_bytes) == (0, 2 * MIB)
     assert (used.busy_share, used.disk_written_bytes) == (None, None)
-    assert str(used).endswith("in host memory; written so far 0.00 GB")
+    assert str(used).endswith("in host memory; written so far 0.0021 GB")

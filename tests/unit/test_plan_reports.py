@@ -463,6 +463,7 @@ CASES = [
 ]
 
 _SHARED = "the report says that other jobs shared the two cores and the drive"
+_DRIFTED = "fio found 3.4 GB/s at the start of that report, and 1.9 at its end"
 _PROCESSORS = "compute on processors is not predicted"
 NOT_PREDICTED = {
     "training-vda-busy.json: stock-nvme 1": _SHARED,
@@ -472,6 +473,9 @@ NOT_PREDICTED = {
     "training-vda-others.json: ours-auto 0": _SHARED,
     "training-vda-others.json: ours-op 0": _SHARED,
     "training-vda-others.json: stock-none 0": _SHARED,
+    "training-vda-overlap.json: ours-600MB 1": _DRIFTED,
+    "training-vda-overlap.json: ours-600MB 2": _DRIFTED,
+    "training-vda-overlap.json: ours-all-600MB 2": _DRIFTED,
     "optimizer-vda-4GiB.json: exact 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: split 0": "its drive was not measured",
     "optimizer-vda-4GiB.json: compact 0": "its drive was not measured",
@@ -479,7 +483,7 @@ NOT_PREDICTED = {
     **{
         case.name: "ZeRO-3's overlap_step is not among the ways of plan"
         for case in CASES
-        if case.name.startswith("training-vda-overlap.json: ours-overlap")
+        if re.match(r"training-vda-overlap.json: ours-(all-)?overlap", case.name)
     },
 }
 # Adam of a billion parameters in a GPU's memory takes 0.02 s, of which launches are a half.

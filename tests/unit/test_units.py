@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nvme_offload.units import format_bytes, parse_bytes
+from nvme_offload.units import format_bytes, format_gb, parse_bytes
 
 FACTORS = {
     "": 1,
@@ -120,3 +120,17 @@ def test_what_people_read_is_within_half_a_percent_and_never_scientific(count: i
     number, prefix = format_bytes(count).removesuffix("B").split()
     assert "e" not in number
     assert abs(float(number) * FACTORS[prefix] - count) <= 0.005 * count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 GB"),
+        (3_124_000, "0.00312 GB"),
+        (14_920_000_000, "14.9 GB"),
+        (999_000_000_000, "999 GB"),
+        (1_120_400_000_000, "1,120 GB"),
+    ],
+)
+def test_decimal_sizes_have_three_digits_or_are_whole(count, text):
+    assert format_gb(count) == text
