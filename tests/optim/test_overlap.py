@@ -37,6 +37,7 @@ from reference import (
 )
 
 import nvme_offload.store.store
+from nvme_offload import save_on_nvme
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import IOFailure, UnsupportedError, UsageError
 from nvme_offload.io.engine import Engine
@@ -254,6 +255,33 @@ def test_a_scaler_that_overflows(tmp_path):
         assert all(waiting(ours))
         assert optimizer.stats().step == STEPS - 1
     assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_with_what_a_forward_pass_saves_on_the_drive_too(tmp_path, in_backward):
+    def run(net, optimizer, offload):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with offload:
+                loss = loss_of(net, step)
+            loss.backward()
+            optimizer.step()
+        return list(net.parameters())
+
+    plain, ours = model(), model()
+    expected = run(plain, torch.optim.AdamW(plain.parameters()), contextlib.nullcontext())
+    offload = save_on_nvme(tmp_path, min_bytes=64, host_memory=12_288)
+    with NVMeOptimizer(
+        ours.parameters(),
+        paths=tmp_path,
+        host_memory=200_000,
+        overlap_step=True,
+        step_in_backward=in_backward,
+    ) as optimizer:
+        assert differing(run(ours, optimizer, offload), expected) == []
+    assert offload.stats().bytes_read > 0
+    offload.close()
 
 
 @pytest.mark.usefixtures("only_when_awaited")

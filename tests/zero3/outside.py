@@ -7,6 +7,7 @@ what else the model wants is made of that tensor.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable
@@ -291,4 +292,36 @@ def with_accelerate(config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"engine": model, "losses": losses}
 
 
-PROGRAMS = {"trainer": with_trainer, "accelerate": with_accelerate}
+def with_activations_offloaded(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """What forward passes save goes to the same drive, by this package; by stock it stays."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = _language_model("Llama", **FEWER_HEADS)
+    offload: Any = contextlib.nullcontext()
+    if "nvme_offload" in config:
+        from nvme_offload import save_on_nvme
+
+        offload = save_on_nvme(place, min_bytes=64, host_memory=4096)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    losses = []
+    for step in range(5):
+        words = (torch.arange(24).view(2, 12) * (step + 3)) % 90 + 3
+        with offload:
+            loss = engine(input_ids=words, labels=words).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if "nvme_offload" in config:
+        assert offload.stats().bytes_read > 0
+        offload.close()
+    return {"engine": engine, "losses": losses}
+
+
+PROGRAMS = {
+    "trainer": with_trainer,
+    "accelerate": with_accelerate,
+    "activations": with_activations_offloaded,
+}

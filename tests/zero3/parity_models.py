@@ -47,6 +47,9 @@ CASES = {
     "llama, moving average": ALL.but(model="llama", loop="average"),
     "llama, fragment functions": ALL.but(model="llama", fragments=True),
     "llama, the Trainer, resumed": HOSTED.but(program="trainer"),
+    "llama, activations on the drive, overlap_step": ALL.but(
+        program="activations", section={"host_memory": 1_000_000, "overlap_step": True}
+    ),
     "llama, Accelerate": HOSTED.but(program="accelerate", top={"gradient_clipping": 1.0}),
 }
 ON_TWO_RANKS = {"llama": CASES["llama"], "mixtral": CASES["mixtral"], "lora": CASES["lora"]}

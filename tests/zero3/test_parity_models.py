@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from launch import differences  # where there is transformers
 from parity_models import CASES, pairs
 
-HANDFUL = ("llama", "t5", "mixtral")
+HANDFUL = ("llama", "t5", "mixtral", "llama, activations on the drive, overlap_step")
 
 
 @pytest.fixture(scope="module")
