@@ -6,7 +6,9 @@ partition that is swapped in is copied to the accelerator at once, where the all
 anyway. So no host memory is held between two calls, and the budget suffices however many parameters
 DeepSpeed keeps alive.
 
-With `overlap_step`, a forward pass reads partitions while a thread updates others.
+With `overlap_step`, a forward pass reads partitions while a thread updates others, in turns that are
+others in each step. So these reads are no part of the order that is learned, and a hint keeps what
+was updated until it is read.
 """
 
 from __future__ import annotations
