@@ -80,7 +80,9 @@ def format_gb(count: float) -> str:
     str
         Three significant digits, or a whole number: "14.9 GB", "0.00312 GB", "1,120 GB".
     """
-    return f"{count / 1e9:,.0f} GB" if count >= 1e12 else f"{count / 1e9:.3g} GB"
+    scaled = count / 1e9
+    # by way of Decimal, which is never scientific
+    return f"{scaled:,.0f} GB" if scaled >= 999.5 else f"{Decimal(f'{scaled:.3g}'):f} GB"
 
 
 def format_speed(gb_per_s: float) -> str:

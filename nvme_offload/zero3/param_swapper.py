@@ -225,7 +225,7 @@ class ParameterSwapper:
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
         dtype = _dtype(param)  # waits for an update, which must not be done in `copy`
-        in_order = updates.is_worker() or not updates.beside(self.tier)
+        in_order = not updates.beside(self.tier)
 
         def copy() -> torch.Tensor:
             partition = self.tier.swapper.swap_in(self._take(param), in_order=in_order).view(dtype)

@@ -247,10 +247,10 @@ def paused(tier: Tier) -> Iterator[None]:
 
 
 def beside(tier: Tier) -> bool:
-    """Whether uses of *tier*'s values come beside those of updates, or may have: their place among
-    them is another in each step.
+    """Whether this thread's uses of *tier*'s values come beside those of updates, or may have: their
+    place among them is another in each step.
     """
-    return any(updates._beside for updates in _of(tier))
+    return not is_worker() and any(updates._beside for updates in _of(tier))
 
 
 def quiesce_all() -> None:

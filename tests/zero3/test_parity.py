@@ -215,7 +215,7 @@ def pairs(cases: dict[str, Case], directory: Path, ranks: int = 1) -> Results:
 def once(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Callable[..., Results]:
-    """`pairs`, for each set of cases once, of those that the tests of this session are for."""
+    """`pairs`, for each set of cases once, of those that the tests of this run are for."""
     found: dict[tuple[str, ...], Results] = {}
     here = (
         item

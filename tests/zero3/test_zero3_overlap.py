@@ -144,7 +144,7 @@ def both(
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory, request):
-    """The results of those cases that the tests of this session are for."""
+    """The results of those cases that the tests of this run are for."""
     wanted = {
         item.callspec.params.get("name")
         for item in request.session.items
