@@ -346,7 +346,7 @@ def test_nothing_of_a_finished_request_is_held(
     def let_go() -> bool:
         engine.write(b"more", directory / "other").wait(PATIENCE)
         gc.collect()
-        return all(one() is None for one in held) and open_descriptors() == descriptors
+        return all(one() is None for one in held) and open_descriptors() <= descriptors
 
     assert eventually(let_go)
 
@@ -361,7 +361,7 @@ def test_nothing_of_a_failed_request_is_held(engine: Engine, directory: Path) ->
         engine.read(buffer, path).wait(PATIENCE)
     del buffer, caught
     gc.collect()
-    assert eventually(lambda: held() is None and open_descriptors() == descriptors)
+    assert eventually(lambda: held() is None and open_descriptors() <= descriptors)
 
 
 def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
@@ -374,7 +374,7 @@ def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
     tickets = [engine.write(bytes(5001), directory / str(place)) for place in range(50)]
     for ticket in tickets:
         ticket.wait(PATIENCE)
-    assert eventually(lambda: open_descriptors() == descriptors)
+    assert eventually(lambda: open_descriptors() <= descriptors)
     assert [ticket.wait(0) for ticket in tickets] == [5001] * 50
 
 
@@ -911,10 +911,21 @@ def test_process_pools_and_data_loaders_fork_beside_a_busy_engine(
 # What the system has of
 
 
-def resources() -> tuple[int, int, int]:
-    """What this process has: threads, descriptors, queues of libaio, whose events are mapped."""
-    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-    return threads, open_descriptors(), Path("/proc/self/maps").read_text().count("[aio]")
+def resources() -> dict[str, int]:
+    """What this process has of each kind. A thread that was joined, the timer of the test before
+    among them, and a queue of libaio may still be there for a moment: more is a leak, less is none.
+    """
+    return {
+        "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+        "descriptors": open_descriptors(),
+        # of libaio, whose events are mapped
+        "queues": Path("/proc/self/maps").read_text().count("[aio]"),
+    }
+
+
+def more_than(before: dict[str, int]) -> dict[str, int]:
+    """What this process has more of than *before*."""
+    return {kind: have for kind, have in resources().items() if have > before[kind]}
 
 
 def test_engines_leave_nothing_behind(
@@ -935,7 +946,7 @@ def test_engines_leave_nothing_behind(
     # the kernel takes its time to end a queue, though not for many at once
     with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(use, range(300)))) == 300
-    assert eventually(lambda: resources() == before)
+    assert eventually(lambda: not more_than(before)), (before, more_than(before))
 
 
 def test_an_engine_that_cannot_be_made_is_a_typed_error(
@@ -955,4 +966,4 @@ def test_an_engine_that_cannot_be_made_is_a_typed_error(
         engine.close()
     assert all(refused)
     assert len(made) + len(refused) == 10
-    assert eventually(lambda: resources() == before)
+    assert eventually(lambda: not more_than(before)), (before, more_than(before))
