@@ -94,7 +94,8 @@ class Tier:
         self._resources.callback(self.store.close)
         self._swapper: TensorSwapper | None = None
         self._pool: PinnedPool | None = None
-        self._abandoned: deque[Collection[str]] = deque()  # names whose owners were collected
+        # of owners that are gone: names, and bytes that they announced
+        self._abandoned: deque[tuple[Collection[str], Collection[int]]] = deque()
         self._needed_bytes = 0
         self._most_bytes = 0  # the reserved size of the pool
         self._has_little_room = False  # on the drives: not for all values
@@ -113,8 +114,12 @@ class Tier:
         if self._swapper is None:
             raise UsageError("no host memory was requested yet")
         while self._abandoned:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                _discard(self._swapper, self._abandoned.popleft())
+            try:
+                names, announced = self._abandoned.popleft()
+            except IndexError:
+                break  # another thread was faster
+            self.give_back(sum(announced))
+            self._discard(self._swapper, names)
         return self._swapper
 
     def counters(self) -> SwapperStats | None:
@@ -123,14 +128,23 @@ class Tier:
         return swapper.stats() if swapper is not None else None
 
     def forget(self, names: Collection[str]) -> None:
-        """Discard the values *names* that exist."""
-        _discard(self.swapper, names)
+        """Discard the values *names* that exist, those of `make_scratch` among them."""
+        self._discard(self.swapper, names)
 
-    def abandon_with(self, owner: object, names: Collection[str]) -> None:
-        """Discard the values in *names*, as it is then, after *owner* is garbage-collected."""
-        # Deferred: the garbage collector may run in the middle of any line, including the swapper's
-        # and the store's own.
-        weakref.finalize(owner, self._abandoned.append, names).atexit = False
+    def abandon(self, names: Collection[str], announced: Collection[int] = ()) -> None:
+        """As `forget` *names* and `give_back` the bytes *announced*, when the swapper is used next.
+
+        Takes no lock and waits for nothing: for the garbage collector, which may run in the middle
+        of any line, including the swapper's and the store's own.
+        """
+        self._abandoned.append((names, announced))
+
+    def abandon_with(
+        self, owner: object, names: Collection[str], announced: Collection[int] = ()
+    ) -> None:
+        """`abandon` *names* and *announced*, as they are then, after *owner* is garbage-collected."""
+        left = names, announced
+        weakref.finalize(owner, self._abandoned.append, left).atexit = False
 
     def require(self, nbytes: int) -> None:
         """Announce that *nbytes* more of host memory are useful: the pool grows as far as the
@@ -146,6 +160,8 @@ class Tier:
         MemoryError
             The memory cannot be mapped.
         """
+        if self._swapper is not None:
+            _ = self.swapper  # gives back what was abandoned
         self._needed_bytes += nbytes
         wanted = min(max(self._needed_bytes, _LEAST_BYTES), self.cap_bytes)
         if self._swapper is None:
@@ -163,7 +179,7 @@ class Tier:
         self._needed_bytes -= nbytes
 
     def make_scratch(self, name: str, nbytes: int) -> None:
-        """Allocate *nbytes* of host memory until `drop_scratch`: see `scratch`. Raises: as
+        """Allocate *nbytes* of host memory until *name* is forgotten: see `scratch`. Raises: as
         `TensorSwapper.create`.
         """
         # lowest: in the middle it would fragment the rest
@@ -175,10 +191,11 @@ class Tier:
         """
         return self._scratch[name]
 
-    def drop_scratch(self, name: str) -> None:
-        """Free the memory of `make_scratch`."""
-        if self._scratch.pop(name, None) is not None:
-            self.swapper.discard(name)
+    def _discard(self, swapper: TensorSwapper, names: Collection[str]) -> None:
+        for name in names:
+            self._scratch.pop(name, None)
+            if name in swapper:
+                swapper.discard(name)
 
     @property
     def _held_bytes(self) -> int:
@@ -408,12 +425,6 @@ def _check_profile(path: str) -> None:
                 "%s is on %s, and nvme-sweep measured it on %s: mount that drive, or run `nvme-sweep %s` for this one, which has no tuned settings",
                 *(path, drive.device, was, path),
             )
-
-
-def _discard(swapper: TensorSwapper, names: Collection[str]) -> None:
-    for name in names:
-        if name in swapper:
-            swapper.discard(name)
 
 
 def _close(resources: contextlib.ExitStack) -> None:

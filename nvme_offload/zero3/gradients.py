@@ -28,7 +28,7 @@ class Gradients:
     *wait_for_copies* returns when no copy to or from the accelerator that was started here is in
     flight.
 
-    Lifetime: forgotten by `close`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
+    Lifetime: forgotten after `abandon`, or when this is dropped. Raises: as `TensorSwapper`, wherever a
     gradient is brought or stored.
     """
 
@@ -56,12 +56,14 @@ class Gradients:
         self._taken: str | None = None  # the value that is in use, or is about to be
         self._scratch = f"{prefix}/widened"
         tier.make_scratch(self._scratch, max(numels) * widened_dtype.itemsize)
-        tier.abandon_with(self, [*self._names, *self._replacements])
+        self._owned = [*self._names, *self._replacements, self._scratch]
+        tier.abandon_with(self, self._owned)
 
-    def close(self) -> None:
-        """Forget everything. Nothing else may be called afterwards."""
-        self.forget_all()
-        self._tier.drop_scratch(self._scratch)
+    def abandon(self) -> None:
+        """Forget everything: see `Tier.abandon`. Nothing else may be called afterwards."""
+        if self._open is not None:
+            self._wait_for_copies()
+        self._tier.abandon(self._owned)
 
     def name(self, index: int) -> str:
         """The name in the tier of the gradient of sub-group *index*."""

@@ -118,16 +118,14 @@ class OptimizerSwapper:
         )
         tier.abandon_with(self, self._names)
         if not self._in_place:
+            self._names += self._unpacked_name, self._working_name
             layout = state_format.layout(largest, states, working.dtype, self._optimizer_name)
             tier.make_scratch(self._unpacked_name, state_format.unpacked_elements(layout) * 4)
             tier.make_scratch(self._working_name, largest * working.dtype.itemsize)
 
-    def close(self) -> None:
-        """Forget all values. A second call does nothing."""
-        self.tier.forget(self._names)
-        self._names.clear()
-        self.tier.drop_scratch(self._unpacked_name)
-        self.tier.drop_scratch(self._working_name)
+    def abandon(self) -> None:
+        """Forget all values: see `Tier.abandon`. Nothing else may be called afterwards."""
+        self.tier.abandon(self._names)
 
     def name(self, parameter: torch.Tensor) -> str:
         """The name in the tier of *parameter* and its states."""

@@ -52,8 +52,9 @@ class ParameterSwapper:
         # By ds_id: memory from `get_buffer`, until `swap_out_and_release`.
         self._filling: dict[int, torch.Tensor] = {}
         self._names: set[str] = set()
+        self._announced: list[int] = []  # bytes of each name
         self._taken: str | None = None  # the name that is in use, or is about to be
-        self.tier.abandon_with(self, self._names)
+        self.tier.abandon_with(self, self._names, self._announced)
 
     # When parameters are first partitioned, and when the user has changed them.
 
@@ -221,6 +222,7 @@ class ParameterSwapper:
                 )
             self._names.add(name)
             self.tier.require(nbytes)
+            self._announced.append(nbytes)
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,7 +14,9 @@ import inspect
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -280,18 +282,31 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
     def destroy(self) -> None:
         """Drop the states, as the base drops its hooks. Raises: what went wrong in the last updates;
         all is dropped all the same.
+
+        From a `__del__`, such as that of DeepSpeed's engine, it leaves that to the next use of the
+        tier, and waits for no updates: the garbage collector may run in the middle of a call of
+        another engine that has the tier's locks.
         """
+        if _is_in_del():
+            if self.overlap is None or not self.overlap.updates.afterwards(self._drop):
+                self._drop()
+            return
         error = self.overlap.updates.abandon() if self.overlap is not None else None
+        self._drop()
+        if self.swaps_natively:
+            quiesce(self.tier)
+            self.tier.forget(())  # what was abandoned
+        if error is not None:
+            raise error
+
+    def _drop(self) -> None:
         super().destroy()
         compat.let_go_of(self.module)
         if self.swaps_natively:
-            quiesce(self.tier)
-            self._gradients.close()
-            self.optimizer_swapper.close()
-            self.tier.give_back(self._whole_bytes)
+            self._gradients.abandon()
+            self.optimizer_swapper.abandon()
+            self.tier.abandon((), [self._whole_bytes])
             self._whole_bytes = 0
-        if error is not None:
-            raise error
 
     # Gradients.
 
@@ -777,6 +792,14 @@ def as_mapping(ds_config: Any) -> Mapping[str, Any]:
 
     mapping: Mapping[str, Any] = DeepSpeedConfig(ds_config)._param_dict
     return mapping
+
+
+def _is_in_del() -> bool:
+    """Whether this is called, by whatever calls, from a `__del__`."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _with_shape(param: Any) -> contextlib.AbstractContextManager[None]:

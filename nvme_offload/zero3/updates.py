@@ -57,6 +57,7 @@ class Updates:
         self._stopping = False
         self._failed = False
         self._error: BaseException | None = None  # why, until somebody is told
+        self._afterwards: Callable[[], None] | None = None
         _all.add(self)
         weakref.finalize(self, _end, weakref.ref(self))
 
@@ -150,6 +151,13 @@ class Updates:
                 self._paused -= 1
                 self._lock.notify_all()
 
+    def afterwards(self, act: Callable[[], None]) -> bool:
+        """Have the thread do *act* when it ends. Returns: whether there is one. Nobody waits."""
+        with self._lock:
+            if self._thread is not None:
+                self._afterwards = act
+            return self._thread is not None
+
     def is_worker(self) -> bool:
         """Whether this is the thread that makes them."""
         return threading.current_thread() is self._thread
@@ -217,7 +225,10 @@ class Updates:
         finally:
             with self._lock:
                 self._busy, self._thread = False, None
+                afterwards, self._afterwards = self._afterwards, None
                 self._lock.notify_all()
+            if afterwards is not None:
+                afterwards()
 
 
 def partly_applied() -> OffloadError:

@@ -48,6 +48,21 @@ def test_memory_grows_to_the_cap_and_no_further(tier):
     assert tier._pool.nbytes == 256 << 20
 
 
+def test_what_the_collector_abandons_goes_at_the_next_use(tier):
+    tier.require(1 << 20)
+    tier.make_scratch("scratch", 4096)
+    tier.swapper.swap_out("value", torch.zeros(4096))
+    tier.require(1 << 20)
+    swapper = tier.swapper
+    with tier.store._catalog.lock:  # as in the middle of a call of this thread
+        tier.abandon({"scratch", "value", "no value"}, [1 << 20])
+    assert "value" in swapper
+    assert "value" not in tier.swapper
+    with pytest.raises(KeyError):
+        tier.scratch("scratch")
+    assert tier._needed_bytes == 1 << 20
+
+
 LEFT_OPEN = {
     "optimizer": """
 from nvme_offload import NVMeOptimizer

@@ -2,11 +2,13 @@
 `test_zero3_overlap.py` asks for.
 
 The one argument is a JSON object: "directory"; "case", as `launch.Case` has it; "what", a name of
-`main`'s. No update is made before somebody waits for one, but in "beside" and "reads".
+`main`'s. No update is made before somebody waits for one, but in "beside", "reads" and "broken".
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import random
 import sys
@@ -48,7 +50,7 @@ def main(request: dict[str, Any]) -> None:
     answers, deepspeed = begin(request)
     watch = Watch()
     watch.enable([])
-    if request["what"] not in ("beside", "reads"):
+    if request["what"] not in ("beside", "reads", "broken"):
         only_when_awaited()
     made = Made()
     made.watch()
@@ -59,6 +61,7 @@ def main(request: dict[str, Any]) -> None:
         "look": look,
         "beside": beside,
         "fault": fault,
+        "broken": broken,
         "destroy": destroy,
         "end": end,
         "optimizers": optimizers,
@@ -362,6 +365,59 @@ def fault(training: Training, made: Made, request: dict[str, Any]) -> dict[str, 
     result |= {"whole": whole, "end": training._final(engine)}
     engine.destroy()
     return result
+
+
+def broken(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:
+    """Of each of request["transfers"], with request["count"] that fail from there on: what was
+    told, and whether the end, gone on to from a checkpoint, is that without.
+    """
+    import nvme_offload.store.store
+    from nvme_offload import OffloadError
+    from nvme_offload._aio import FaultKind
+    from nvme_offload.io.engine import Engine
+
+    told: Counter[str] = Counter()
+
+    def life(first: int, count: int) -> dict[str, Any] | None:
+        """The end; none where an error came before there was a checkpoint."""
+        directory = Path(request["directory"], str(first))  # of another tier and store each
+        directory.mkdir()
+        place = str(directory / "kept")
+        nvme_offload.store.store.Engine = functools.partial(  # type: ignore[attr-defined,misc]
+            Engine, _faults=[(first, count, FaultKind.FAIL, errno.EIO)] if count else []
+        )
+        one = Training(Case(**request["case"]), str(directory), True, training.watch)
+        engine, saved, step = one._engine(0), False, 0
+        while True:
+            try:
+                if saved and step == 0:
+                    engine.load_checkpoint(place, tag="tag")  # on whose reads more may fail
+                    step = 1
+                while step < 5:
+                    one._step(engine, step, 0)
+                    step += 1
+                    if not saved:
+                        engine.save_checkpoint(place, tag="tag")
+                        saved = True
+                end = one._final(engine)
+                break
+            except OffloadError as error:
+                if not saved:
+                    told["early"] += 1
+                    return None
+                of_updates = "in the updates of step" in str(getattr(error, "__notes__", ""))
+                told["an update" if of_updates else type(error).__name__] += 1
+                step = 0
+        engine.destroy()
+        return end
+
+    whole = life(0, 0)
+    differing = [
+        transfer
+        for transfer in request["transfers"]
+        if life(transfer, request["count"]) not in (whole, None)
+    ]
+    return {"differing": differing, "told": told}
 
 
 def destroy(training: Training, made: Made, request: dict[str, Any]) -> dict[str, Any]:

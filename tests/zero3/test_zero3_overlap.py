@@ -334,6 +334,20 @@ def test_an_error_of_the_drive_names_the_step_and_a_load_goes_on(tmp_path, told)
     assert result["end"] == result["whole"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 6])  # what was read ahead in vain is read again
+def test_whichever_transfer_fails_a_load_goes_on_with_the_same_bits(tmp_path, count):
+    case = STREAMED.but(parameters="nvme", clipping=0.3)
+    transfers = list(range(350, 700, 10))  # of those from the first checkpoint to the end
+    result = run(tmp_path, "broken", case, transfers=transfers, count=count)
+    assert result["differing"] == []
+    told = result["told"]
+    assert set(told) <= {"an update", "IOFailure", "early"}
+    assert told["IOFailure"] > 0
+    assert count == 1 or told["an update"] > 0
+    assert told.get("early", 0) < len(transfers) / 4
+
+
 def test_an_error_nobody_was_told_of_is_raised_by_destroy(tmp_path):
     result = run(tmp_path, "destroy", ALONE.but(parameters="nvme"))
     assert result["error"] == "IOFailure"

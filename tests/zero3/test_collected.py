@@ -1,0 +1,36 @@
+"""The garbage collector may find an engine in the middle of any line, of another engine's too."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from launch import Case, finish, start
+
+SCRIPT = Path(__file__).with_name("collecting.py")
+CASE = Case(
+    model="blocks", parameters="nvme", sub_group_size=5000, section={"host_memory": 500_000}
+)
+CASES = {
+    "plain": CASE,
+    "overlap": CASE.but(section={**CASE.section, "overlap_step": True}),
+    "compact": CASE.but(section={"host_memory": 2_000_000, "state_format": "compact"}),
+}
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_found_by_the_collector_stops_and_leaves_nothing(name, destroyed, tmp_path):
+    with start(
+        [],
+        tmp_path,
+        script=SCRIPT,
+        case=dataclasses.asdict(CASES[name]),
+        destroyed=destroyed,
+    ) as (process,):
+        ended = finish(process, 60)
+    assert ended.status == 0, ended.complaints
+    (result,) = ended.results
+    assert result["among"] == result["alone"]
+    assert result["amid"] >= 3
