@@ -199,9 +199,13 @@ class UpdateQueue:
         with self.lock:
             self._stopping = True
             self.lock.notify_all()
-            thread, self._thread = self._thread, None
-        if thread is not None and not self._is_worker(thread):
-            thread.join()
+            thread = self._thread
+            if thread is not None and not self._is_worker(thread):
+                # Before it is joined: this thread may have the lock already, where a `__del__`
+                # calls this in the midst of `use`, and waiting gives that up.
+                wait_for(self.lock, lambda: self._thread is None or not thread.is_alive())
+                thread.join()
+            self._thread = None
         self.abandon()
 
     def abandon(self) -> None:
@@ -363,7 +367,11 @@ def _work(reference: weakref.ref[UpdateQueue], lock: threading.Condition) -> Non
         with lock:
             while True:
                 queue = reference()
-                if queue is None or queue._stopping:
+                if queue is None:
+                    return
+                if queue._stopping:
+                    queue._thread = None
+                    lock.notify_all()
                     return
                 job = queue.take()
                 if job is not None:

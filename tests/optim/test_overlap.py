@@ -1126,6 +1126,22 @@ def test_an_optimizer_that_is_dropped_with_updates_to_come_makes_them(tmp_path, 
     assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
 
 
+def test_a_del_may_close_it_in_the_midst_of_a_use(tmp_path):
+    net, optimizer = begun(tmp_path)
+
+    def use():
+        with optimizer._queue.lock:  # the collector may run while this thread has it
+            optimizer.step()
+            optimizer.close()
+
+    using = threading.Thread(target=use, daemon=True)
+    using.start()
+    using.join(60)
+    assert not using.is_alive()
+    assert threads() == []
+    assert differing(list(net.parameters()), list(in_memory(3).parameters())) == []
+
+
 def test_one_that_has_failed_is_garbage_with_its_model(tmp_path, monkeypatch):
     net, optimizer = begun(tmp_path)
     Failing(optimizer, monkeypatch, 1 << 30)

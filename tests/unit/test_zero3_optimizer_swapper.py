@@ -43,7 +43,7 @@ def test_states_that_are_far_apart_are_told_of_once(tmp_path, caplog, decades):
             parameter.grad = noise * torch.logspace(0, -decades, 256).repeat(4)
             optimizer.step()
             swapper.swap_out_optimizer_state(parameter)
-    swapper.close()
+    swapper.abandon()
     tier.close()
     assert caplog.text.count(
         "has too few bits for second moments of one block that are more than 30 octaves apart"

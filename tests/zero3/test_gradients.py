@@ -117,14 +117,14 @@ def test_what_is_forgotten_is_gone(make):
     assert len(tier.swapper.names()) == 1
     assert not any(gradients.widened(index).any() for index in range(4))
     assert gradients.add(0, [(0, some(6000, 5))], to_earlier=True)[0].equal(some(6000, 5))
-    gradients.close()
+    gradients.abandon()
     assert tier.swapper.names() == []
 
 
 @pytest.mark.parametrize("nbytes", [SMALLEST, 1 << 20])
 def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbytes):
     tier, _ = make(nbytes)
-    _.close()
+    _.abandon()
     gradients = LastGradients(tier, NUMELS, torch.bfloat16, torch.float32, lambda: None)
     first, second = some(1000, 1), some(1000, 2)
     totals = gradients.add(0, [(500, first), (1500, first)], to_earlier=False)
@@ -154,7 +154,7 @@ def test_last_ones_stay_as_the_optimizer_left_them_until_others_come(make, nbyte
     gradients.forget_all()
     assert not gradients.widened(0).any()
     assert torch.equal(gradients.add(0, [(500, first)], to_earlier=True)[0], first)
-    gradients.close()
+    gradients.abandon()
     assert tier.swapper.names() == []
 
 
