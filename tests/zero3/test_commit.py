@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("checkpointing.py")
 CASE = Case(name="states", states="nvme", persistence=100)
+OVERLAPPED = CASE.but(parameters="nvme", section={"overlap_step": True})
 TAG = {"tag": "tag"}  # which "latest" names a moment later
 KillPoints = Callable[[Path], tuple[dict[str, str], Path]]
 
@@ -52,9 +53,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "case"), [(1, CASE), (2, CASE), (1, OVERLAPPED)])
 def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
-    ranks: int, tmp_path: Path, kill_points: KillPoints, monkeypatch: pytest.MonkeyPatch
+    ranks: int, case: Case, tmp_path: Path, kill_points: KillPoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "checkpoints"
     place.mkdir()
@@ -63,7 +64,9 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
         for name, value in environment.items():
             patch.setenv(name, value)
         whole = run(
-            [Life("whole", CASE, saves=[[1, str(place)], [2, str(place)]])], tmp_path, ranks
+            [Life("whole", case, saves=[[1, str(place)], [2, str(place)]], looks=case is CASE)],
+            tmp_path,
+            ranks,
         )["whole"]
     assert whole["differ"] == []
     found = [*sorted(image for image in images.iterdir() if image.is_dir()), place]
@@ -86,11 +89,11 @@ def test_a_kill_at_any_call_of_any_rank_leaves_one_whole_checkpoint(
     assert states[2] == contents(place / "tag")
     assert set(named) == {"", "tag"}
     lives = [
-        Life(image.name, CASE, first=step, load=str(image), load_arguments=TAG)
+        Life(image.name, case, first=step, load=str(image), load_arguments=TAG)
         for image, step in zip(turns[1:], (1, 1, 2), strict=True)
     ]
     again = Life(
-        "again", CASE, first=1, load=str(turns[2]), load_arguments=TAG, saves=[[2, str(turns[2])]]
+        "again", case, first=1, load=str(turns[2]), load_arguments=TAG, saves=[[2, str(turns[2])]]
     )
     loaded = run([*lives, again], tmp_path, ranks)
     for name, result in loaded.items():
