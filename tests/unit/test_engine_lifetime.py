@@ -346,7 +346,7 @@ def test_nothing_of_a_finished_request_is_held(
     def let_go() -> bool:
         engine.write(b"more", directory / "other").wait(PATIENCE)
         gc.collect()
-        return all(one() is None for one in held) and open_descriptors() <= descriptors
+        return all(one() is None for one in held) and open_descriptors() == descriptors
 
     assert eventually(let_go)
 
@@ -361,7 +361,7 @@ def test_nothing_of_a_failed_request_is_held(engine: Engine, directory: Path) ->
         engine.read(buffer, path).wait(PATIENCE)
     del buffer, caught
     gc.collect()
-    assert eventually(lambda: held() is None and open_descriptors() <= descriptors)
+    assert eventually(lambda: held() is None and open_descriptors() == descriptors)
 
 
 def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
@@ -374,7 +374,7 @@ def test_a_kept_ticket_of_a_finished_request_keeps_no_file_open(
     tickets = [engine.write(bytes(5001), directory / str(place)) for place in range(50)]
     for ticket in tickets:
         ticket.wait(PATIENCE)
-    assert eventually(lambda: open_descriptors() <= descriptors)
+    assert eventually(lambda: open_descriptors() == descriptors)
     assert [ticket.wait(0) for ticket in tickets] == [5001] * 50
 
 
