@@ -128,8 +128,8 @@ class MemoryTable {
   std::vector<iovec> regions_;
 };
 
-/// io_uring. Entries that the kernel does not accept at once stay in the ring, and are submitted by
-/// the next call.
+/// io_uring. Between two calls the submission ring is empty: entries that the kernel did not accept
+/// are taken back.
 class UringBackend final : public Backend {
  public:
   UringBackend(std::uint32_t queue_depth, WakeSignal& wake)
@@ -164,25 +164,33 @@ class UringBackend final : public Backend {
   }
 
   std::size_t submit(const Transfer* const* transfers, std::size_t count, int& error) override {
-    enable();
-    if (broken_ != 0) {
-      error = broken_;
-      return 0;
-    }
+    if ((error = enable()) != 0) return 0;
     // the ring has an entry for each slot
     for (std::size_t i = 0; i < count; ++i) prepare(*transfers[i]);
-    note(::io_uring_submit(&ring_));
-    return count;
+    const int result = ::io_uring_submit(&ring_);
+    const std::size_t accepted = count - take_back();
+    for (std::size_t i = accepted; i < count; ++i) release(transfers[i]->slot);
+    if (accepted < count) error = result < 0 ? -result : EAGAIN;
+    return accepted;
   }
 
   int reap(std::vector<Completion>& completions, bool wait) override {
-    enable();
+    int error = enable();
     files_.forget_unused(wait && in_flight_ == 0);
-    if (broken_ == 0) {
+    if (error == 0) {
       if (wait && !armed_) arm();
-      note(wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_));
+      const int result =
+          wait ? ::io_uring_submit_and_wait(&ring_, 1) : ::io_uring_submit_and_get_events(&ring_);
+      if (result < 0 && result != -EINTR) error = -result;
+      if (take_back() > 0) {
+        armed_ = false;
+        if (error == 0) error = EAGAIN;  // without the poll a wait could miss new work
+      }
     }
-    const int error = broken_ != 0 ? give_up(completions, wait) : 0;
+    if (error != 0 && in_flight_ == 0) {
+      if (wait) wake_.wait();
+      return 0;
+    }
     unsigned head = 0;
     unsigned seen = 0;
     io_uring_cqe* entry = nullptr;
@@ -192,7 +200,9 @@ class UringBackend final : public Backend {
         armed_ = false;
         wake_.lower();
       } else {
-        finish(completions, entry->user_data, entry->res);
+        const auto slot = static_cast<std::uint32_t>(entry->user_data);
+        release(slot);
+        completions.push_back({slot, entry->res});
       }
     }
     ::io_uring_cq_advance(&ring_, seen);
@@ -200,8 +210,7 @@ class UringBackend final : public Backend {
   }
 
   std::size_t register_memory(std::byte* data, std::size_t nbytes) override {
-    enable();
-    return memory_.add(&ring_, data, nbytes);
+    return enable() == 0 ? memory_.add(&ring_, data, nbytes) : 0;
   }
 
  private:
@@ -211,16 +220,18 @@ class UringBackend final : public Backend {
     return ::io_uring_queue_init_params(entries, &ring_, &parameters);
   }
 
-  /// Called by the worker: a single-issuer ring belongs to the thread that enables it.
-  void enable() {
-    if (enabled_) return;
-    enabled_ = true;
+  /// Called by the worker: a single-issuer ring belongs to the thread that enables it. Returns 0 or
+  /// an errno.
+  int enable() {
+    if (enabled_) return 0;
     // Not io_uring_enable_rings(): the shared library of liburing 2.3 (Debian 12) does not export
     // it.
     if (::syscall(SYS_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) !=
         0)
-      broken_ = errno;
+      return errno;
+    enabled_ = true;
     files_.enable(&ring_);
+    return 0;
   }
 
   void prepare(const Transfer& transfer) {
@@ -251,36 +262,19 @@ class UringBackend final : public Backend {
     armed_ = true;
   }
 
-  /// Records the result of io_uring_enter. Shortages pass; after any other error this ring is
-  /// broken.
-  void note(int result) {
-    if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) broken_ = -result;
+  /// Removes the entries that the kernel has not accepted from the submission ring, which it reads
+  /// only inside io_uring_enter. Returns their number.
+  unsigned take_back() {
+    io_uring_sq& ring = ring_.sq;
+    const unsigned head = *ring.khead;
+    const unsigned refused = ring.sqe_tail - head;
+    ring.sqe_head = ring.sqe_tail = *ring.ktail = head;
+    return refused;
   }
 
-  /// Fails the transfers that the kernel has not accepted and never will. Where there are none,
-  /// *wait* waits for those in flight, or else for new ones, which fail too. Returns 0 or an errno.
-  int give_up(std::vector<Completion>& completions, bool wait) {
-    const std::size_t known = completions.size();
-    const unsigned mask = *ring_.sq.kring_mask;
-    for (unsigned place = *ring_.sq.khead; place != ring_.sq.sqe_tail; ++place) {
-      io_uring_sqe& entry = ring_.sq.sqes[place & mask];
-      if (entry.user_data == kWake) continue;
-      finish(completions, entry.user_data, -broken_);
-      entry.user_data = kWake;
-    }
-    if (!wait || completions.size() > known) return 0;
-    if (in_flight_ == 0) {
-      wake_.wait();
-      return 0;
-    }
-    io_uring_cqe* entry = nullptr;
-    return -::io_uring_wait_cqe(&ring_, &entry);
-  }
-
-  void finish(std::vector<Completion>& completions, std::uint64_t slot, int result) {
+  void release(std::uint32_t slot) {
     files_.release(places_[slot]);
     in_flight_ -= 1;
-    completions.push_back({static_cast<std::uint32_t>(slot), result});
   }
 
   WakeSignal& wake_;
@@ -291,7 +285,6 @@ class UringBackend final : public Backend {
   std::size_t in_flight_ = 0;
   bool enabled_ = false;
   bool armed_ = false;
-  int broken_ = 0;  // the errno that broke the ring, or 0
 };
 
 }  // namespace

@@ -249,17 +249,27 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
 
 int File::write_through(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   const int descriptor = direct_ ? buffered_descriptor_ : descriptor_;
+  const auto error_of = [](auto call) { return restarted(call) == 0 ? 0 : errno; };
   const auto synced = [&](unsigned flags) {
-    return restarted([&] {
+    return error_of([&] {
       return ::sync_file_range(descriptor, static_cast<off64_t>(offset),
                                static_cast<off64_t>(nbytes), flags);
     });
   };
-  synced(SYNC_FILE_RANGE_WRITE);  // start before taking the lock, while others wait
+  // A container may refuse the call, and a filesystem lack it.
+  const auto is_refusal = [](int error) {
+    return error == EPERM || error == EACCES || error == ENOSYS || error == EOPNOTSUPP;
+  };
+  // Start before taking the lock, while others wait. A full drive may be reported here, and only
+  // here: by a filesystem that allocates blocks at write-back.
+  int error = synced(SYNC_FILE_RANGE_WRITE);
   const std::lock_guard lock(write_back_mutex_);
   constexpr unsigned kAll =
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-  if (write_back_error_ == 0 && synced(kAll) != 0) write_back_error_ = errno;
+  if (error == 0) error = synced(kAll);
+  // Under the lock, because it takes the error of every range.
+  if (is_refusal(error)) error = error_of([&] { return ::fdatasync(descriptor); });
+  if (write_back_error_ == 0) write_back_error_ = error;
   return write_back_error_;
 }
 

@@ -24,6 +24,10 @@ using std::chrono::microseconds;
 constexpr std::uint32_t kMaxStalls = 120;
 constexpr microseconds kLongestPause{10'000};
 
+/// The longest sleep while some transfers are in flight and others pause: Backend::reap waits for
+/// completions without a limit.
+constexpr microseconds kPollPause{500};
+
 /// The kernel merges adjacent blocks when it gets more than two at a time (AIO_PLUG_THRESHOLD in
 /// fs/aio.c, IO_PLUG_THRESHOLD in io_uring/io_uring.c). The drive then sees a few large requests
 /// instead of many of the block size, and its queue drains in steps. Keeping them apart gains a
@@ -68,6 +72,7 @@ Worker::Worker(Engine& engine, const std::shared_ptr<FaultScript>& script)
   for (std::uint32_t i = backend_->depth(); i-- > 0;) free_.push_back(i);
   accepted_.reserve(depth);
   ready_.reserve(depth);
+  paused_.reserve(depth);
   retired.reserve(depth);
   finished.reserve(depth + 1);
   completions_.reserve(depth + 1);
@@ -115,6 +120,7 @@ void Worker::run() {
       if (prepare(index)) submit_ready();  // submit before work on the next block's bytes
     }
     accepted_.clear();
+    resume_paused();
     submit_ready();
     reap();
     if (reserving != nullptr) reserve();
@@ -196,16 +202,12 @@ void Worker::submit_ready() {
     first += accepted;
     in_flight_ += accepted;
     if (accepted == count) continue;
-    Slot& refused = slots_[ready_[first]->slot];
     if (is_transient(error)) {
       if (in_flight_ > 0) break;  // the queue is full: completions will free it
-      refused.stalls += 1;
-      longest_stall_ = std::max(longest_stall_, refused.stalls);
-      if (refused.stalls <= kMaxStalls) break;
-      // The queue takes nothing: the transfers behind this one have waited as long.
-      while (first < ready_.size()) fail(slots_[ready_[first++]->slot], error);
+      // The queue takes nothing: the transfers behind this one wait as long.
+      for (; first < ready_.size(); ++first) retry_later(slots_[ready_[first]->slot], error);
     } else {
-      fail(refused, error);
+      fail(slots_[ready_[first]->slot], error);
       first += 1;
     }
   }
@@ -220,16 +222,14 @@ void Worker::reserve() {
 }
 
 void Worker::reap() {
-  // Nothing is in flight to wait for, and a transfer made no progress: pause before the retry.
-  if (longest_stall_ > 0 && in_flight_ == 0)
-    std::this_thread::sleep_for(pause_after(longest_stall_));
-  longest_stall_ = 0;
-  const bool nothing_to_take = in_flight_ > 0 ? may_sleep || free_slots() == 0 || !ready_.empty()
-                                              : may_sleep && ready_.empty();
+  const bool takes_no_block = may_sleep || free_slots() == 0;
+  const bool nothing_to_take =
+      in_flight_ > 0 ? takes_no_block || !ready_.empty() : takes_no_block && ready_.empty();
   const bool nothing_to_give = retired.empty() && handled_ == completions_.size() &&
                                reserving == nullptr && newly_registered == 0;
   const std::size_t known = completions_.size();
-  const int error = backend_->reap(completions_, nothing_to_take && nothing_to_give);
+  const bool wait = nothing_to_take && nothing_to_give && !wait_for_paused();
+  const int error = backend_->reap(completions_, wait);
   if (error != 0) std::this_thread::sleep_for(kLongestPause);
   in_flight_ -= completions_.size() - known;
   // After work on a block's bytes, refill its slot before handling the next completion: the drive
@@ -296,16 +296,37 @@ bool Worker::handle_completion(Slot& slot, std::int64_t result) {
   return false;
 }
 
-/// Retries the slot, or fails it after too many attempts without progress.
+/// Retries the slot after a pause, or fails it after too many attempts without progress.
 void Worker::retry_later(Slot& slot, int error) {
   slot.stalls += 1;
-  longest_stall_ = std::max(longest_stall_, slot.stalls);
   if (slot.stalls > kMaxStalls) {
     fail(slot, error);
-  } else {
-    slot.retries += 1;
-    queue_rest(slot);
+    return;
   }
+  slot.retries += 1;
+  slot.due = Clock::now() + pause_after(slot.stalls);
+  paused_.push_back(&slot);
+}
+
+/// Queues the paused transfers that are due.
+void Worker::resume_paused() {
+  if (paused_.empty()) return;
+  const Clock::time_point now = Clock::now();
+  const auto still_paused = [&](Slot* slot) { return slot->due > now; };
+  const auto due = std::stable_partition(paused_.begin(), paused_.end(), still_paused);
+  std::for_each(due, paused_.end(), [this](Slot* slot) { queue_rest(*slot); });
+  paused_.erase(due, paused_.end());
+}
+
+/// Where transfers are paused, waits for the first that is due, or for new work. Returns whether
+/// any are.
+bool Worker::wait_for_paused() {
+  if (paused_.empty()) return false;
+  const auto sooner = [](const Slot* one, const Slot* other) { return one->due < other->due; };
+  Clock::time_point end = (*std::min_element(paused_.begin(), paused_.end(), sooner))->due;
+  if (in_flight_ > 0) end = std::min(end, Clock::now() + kPollPause);
+  wake_.wait_until(end);
+  return true;
 }
 
 void Worker::fail(Slot& slot, int error) {

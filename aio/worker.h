@@ -29,6 +29,7 @@ struct Slot {
   std::byte* memory = nullptr;    // the caller's memory or the bounce buffer
   std::uint64_t file_offset = 0;  // where the range starts in the file
   std::uint32_t stalls = 0;       // consecutive attempts without progress
+  Clock::time_point due;          // when a stalled transfer is submitted again
   std::uint32_t retries = 0;
   std::uint64_t sum = 0;  // the block's contribution to the checksum
   std::optional<Failure> failure;
@@ -90,6 +91,8 @@ class Worker {
   void reap();
   bool handle_completion(Slot& slot, std::int64_t result);
   void retry_later(Slot& slot, int error);
+  void resume_paused();
+  bool wait_for_paused();
   void fail(Slot& slot, int error);
 
   Engine& engine_;
@@ -99,12 +102,12 @@ class Worker {
   std::vector<std::uint32_t> free_;
   std::vector<std::uint32_t> accepted_;  // slots with a new block
   std::vector<const Transfer*> ready_;   // to be submitted to the kernel
+  std::vector<Slot*> paused_;            // stalled, each until it is due
   std::vector<Completion> completions_;
   std::size_t handled_ = 0;  // how many of completions_ are handled
   // how many entries of *memory* were registered with the kernel queue
   std::size_t registered_ = 0;
-  std::size_t in_flight_ = 0;        // transfers that the kernel has
-  std::uint32_t longest_stall_ = 0;  // of the transfers without progress since the last reap
+  std::size_t in_flight_ = 0;  // transfers that the kernel has
   std::thread thread_;
 };
 

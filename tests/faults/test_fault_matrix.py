@@ -5,6 +5,7 @@ error; nothing left pending.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,12 +213,14 @@ def test_a_drive_that_never_takes_a_block_is_an_error_and_not_a_hang(
         operation = ("read", "write")[number]
         place = Range(tmp_path / operation, "aligned")
         place.lay_for(operation)
+        start = time.monotonic()
         with pytest.raises(IOFailure) as caught:
             place.run(config, operation, [(0, 1 << 40, kind, value)])
+        assert time.monotonic() - start > 1, "the retries did not pause"
         assert caught.value.errno == (value or errno.EIO)
         assert caught.value.done == 0
 
-    at_once(fail, 2)  # an engine tries for seconds before it gives up
+    at_once(fail, 2)
 
 
 def test_a_zero_at_the_end_of_the_file_is_truncation(tmp_path: Path, config: AioConfig) -> None:

@@ -405,8 +405,7 @@ def switches():
     statuses = [task.read_text() for task in pathlib.Path("/proc/self/task").glob("*/status")]
     return [re.findall(r"ctxt_switches:\\s+(\\d+)", status) for status in statuses if status.startswith("Name:\\tnvme-offload")]
 
-system_call = int(sys.argv[1])
-forbid(system_call, 1)
+forbid(int(sys.argv[1]), int(sys.argv[2]))
 data = numpy.ones(1 << 20, numpy.uint8)
 with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread_count=2, direct="auto")) as engine, engine.open("data", "rw") as file:
     tickets = [engine.write(data, file), engine.read(data[: 1 << 10], file), engine.write(data, file, 1 << 20)]
@@ -430,15 +429,21 @@ with Engine(AioConfig(backend="io_uring", block_size=4096, queue_depth=4, thread
 
 
 @pytest.mark.parametrize(
-    "system_call", [IO_URING_ENTER, IO_URING_REGISTER], ids=["enter", "register"]
+    ("system_call", "error"),
+    [
+        (IO_URING_ENTER, errno.EPERM),
+        (IO_URING_ENTER, errno.EAGAIN),
+        (IO_URING_REGISTER, errno.EPERM),
+    ],
+    ids=["enter", "enter for want of memory", "register"],
 )
 def test_a_ring_that_is_made_and_takes_nothing_is_a_typed_error(
-    io_uring: None, directory: Path, system_call: int
+    io_uring: None, directory: Path, system_call: int, error: int
 ) -> None:
     (directory / "data").write_bytes(bytes(2 << 20))
-    assert told_by(HALF_FORBIDDEN, system_call, directory=directory) == [f"{errno.EPERM} 0"] * 3 + [
-        "asleep"
-    ]
+    assert told_by(HALF_FORBIDDEN, system_call, error, directory=directory) == [
+        f"{error} 0"
+    ] * 3 + ["asleep"]
     assert not on_disk(directory / "data").any()
 
 
