@@ -1,0 +1,170 @@
+"""Exceptions at any line of the package: Ctrl-C can come between two lines, and memory can run out in
+any of them.
+
+`places` lists the lines that a call executes. `raising` raises an exception at one of them. `sample`
+chooses some of many. `deadline` ends a call that hangs. Both work with threads that were started
+under `watched`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import nvme_offload
+
+PACKAGE = str(Path(nvme_offload.__file__).parent) + "/"
+# Of the times that a line runs in one step: the first, and later ones by which the state is another.
+OCCURRENCES = (1, 2, 5)
+# Where a thread of the package loops for as long as it lives. Its frame is there already when an
+# exception is to be raised.
+_LOOPS = ("_work",)
+
+
+class Place(NamedTuple):
+    """The *occurrence*th time that a *line* of a *file* of the package is about to run."""
+
+    file: str
+    line: int
+    occurrence: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}#{self.occurrence}"
+
+
+class Hang(BaseException):
+    """A call has not ended in time. It has the stack."""
+
+
+class _Tracer:
+    """Calls *on_line* before each line of the package, in the threads that it is set in, while it
+    is not None.
+    """
+
+    def __init__(self) -> None:
+        self.on_line: Callable[[str, int], None] | None = None
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE):
+            return None
+        if self.on_line is None and code.co_name not in _LOOPS:
+            return None
+        file = code.co_filename[len(PACKAGE) :]
+
+        def local(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "line" and self.on_line is not None:
+                self.on_line(file, frame.f_lineno)
+            return local
+
+        return local
+
+
+_tracer = _Tracer()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Let `places` and `raising` see the threads, too, that are started in the context."""
+    before = threading.gettrace()
+    threading.settrace(_tracer)
+    try:
+        yield
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _on_line(call: Callable[[str, int], None]) -> Iterator[None]:
+    before = sys.gettrace()
+    _tracer.on_line = call
+    sys.settrace(_tracer)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        _tracer.on_line = None
+
+
+def places(
+    call: Callable[[], Any], occurrences: Sequence[int] = OCCURRENCES, *, but: Sequence[str] = ()
+) -> list[Place]:
+    """The lines of the package that *call* executes, but for files that begin with any of *but*."""
+    counts: Counter[tuple[str, int]] = Counter()
+
+    def count(file: str, line: int) -> None:
+        counts[file, line] += 1
+
+    with _on_line(count):
+        call()
+    return sorted(
+        Place(file, line, occurrence)
+        for (file, line), count in counts.items()
+        for occurrence in occurrences
+        if occurrence <= count and not file.startswith(tuple(but))
+    )
+
+
+class Raising:
+    """What `raising` has raised. *where* is the stack then; None if it never came to the place."""
+
+    def __init__(self) -> None:
+        self.where: str | None = None
+
+
+@contextlib.contextmanager
+def raising(place: Place, error: BaseException) -> Iterator[Raising]:
+    """Raise *error* when *place* is reached, once."""
+    raised, count = Raising(), 0
+
+    def look(file: str, line: int) -> None:
+        nonlocal count
+        if (file, line) == place[:2]:
+            count += 1
+            if count == place.occurrence:
+                _tracer.on_line = None
+                raised.where = stack(4)
+                raise error
+
+    with _on_line(look):
+        yield raised
+
+
+def sample(found: Sequence[Place], most: int, first: int = 0) -> Sequence[Place]:
+    """At most *most* of the places that were *found*, spread evenly, from the *first* on."""
+    step = max(-(-len(found) // most), 1)
+    return found[first % step :: step]
+
+
+def stack(depth: int) -> str:
+    """The innermost frames of the package."""
+    frames = [
+        f"{frame.filename[len(PACKAGE) :]}:{frame.lineno}"
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(PACKAGE)
+    ]
+    return " < ".join(frames[: -depth - 1 : -1])
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise `Hang` in the main thread when the context takes longer."""
+
+    def late(*_: Any) -> None:
+        raise Hang(stack(8))
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
