@@ -39,6 +39,7 @@ CONTRACT: Mapping[str, str] = {
         _configure_tensor_swapping(offload_optimizer_config, aio_config)
         _create_fp16_partitions_with_defragmentation(fp16_param_groups)
         _create_fp16_sub_groups(params_group)
+        _create_param_groups_fp16_flat_cpu_memory()
         _finalize_offload_gradient_accumulation() >=0.19.5
         _get_fp32_grad_state_partition(param, release_swap_buffers)
         _get_fp32_opt_state_partition(param, release_swap_buffers, optim_state_key)
@@ -98,7 +99,6 @@ CONTRACT: Mapping[str, str] = {
         loss_scale
         loss_scaler
         master_weights_and_grads_dtype >=0.18
-        max_params_in_cpu
         micro_step_id
         module
         norm_for_param_grads
@@ -106,6 +106,7 @@ CONTRACT: Mapping[str, str] = {
         optimizer
         optimizer_swapper
         overflow
+        param_groups_fp16_flat_cpu_memory
         param_names >=0.18
         params_already_reduced
         params_in_ipg_bucket <0.17.2
@@ -121,6 +122,7 @@ CONTRACT: Mapping[str, str] = {
         swap_optimizer
         timers
         torch_autocast_gradscaler >=0.17.6
+        trainable_param_groups
     """,
     "deepspeed.runtime.zero.stage3:IPGBucketZ3": """
         elements >=0.17.2
@@ -179,8 +181,10 @@ CONTRACT: Mapping[str, str] = {
         ZeroParamStatus
         ds_id
         ds_numel
+        ds_process_group
         ds_status
         ds_tensor
+        final_location
         nvme_swapper
         partition_numel
         status
@@ -194,6 +198,7 @@ CONTRACT: Mapping[str, str] = {
         AVAILABLE
         NOT_AVAILABLE
     """,
+    "deepspeed.runtime.zero.offload_config:OffloadDeviceEnum": "nvme",
     "deepspeed.runtime.utils": "is_optimized_parameter(param) >=0.19.5",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine": """
         commit(info) >=0.17

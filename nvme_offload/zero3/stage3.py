@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ..errors import UsageError
 from ..io import archive
@@ -112,7 +113,6 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             _log_unused_keys(self._ds_config)
         # the swapper reads 16-bit parameters in bulk anyway
         self.offload_optimizer_fast_init = False
-        self.max_params_in_cpu = 0  # host_memory decides what stays in memory
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         if self.native and self.swap_optimizer:
@@ -125,6 +125,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             if isinstance(param.nvme_swapper, ParameterSwapper):
                 # The base does the same with trained parameters when it moves them to host memory.
                 param.nvme_swapper.convert(param, self.dtype)
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        if not (self.native and self.params_in_nvme_and_cpu):
+            super()._create_param_groups_fp16_flat_cpu_memory()
+            return
+        # host_memory decides what stays in memory. The base would make a placeholder of one element
+        # here, and keep a sub-group of one element in it.
+        self.param_groups_fp16_flat_cpu_memory += [
+            torch.empty(0, dtype=self.dtype) for _ in self.trainable_param_groups
+        ]
 
     def _open_tier(self, param_groups: Any) -> None:
         """Compute what is to be kept, and check that memory and drives have room for it. Raises:
@@ -565,6 +575,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             if (
                 isinstance(param.nvme_swapper, ParameterSwapper)
                 and not awaited.is_awaited(param)  # nobody has read it
+                and param.ds_tensor.final_location == OffloadDeviceEnum.nvme
                 and not param.nvme_swapper.is_offloaded(param)
             ):
                 param.nvme_swapper.remove_partition_and_release_buffers([param])

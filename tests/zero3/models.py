@@ -163,6 +163,10 @@ def odd() -> nn.Module:
     )
 
 
+def gain() -> nn.Module:
+    return Chain(Scale(), nn.Linear(33, 40), nn.Linear(40, 3), features=33)
+
+
 def misaligned() -> nn.Module:
     return Chain(
         Bias(1000),
@@ -240,6 +244,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     made.__name__: made
     for made in (
         odd,
+        gain,
         misaligned,
         blocks,
         frozen,

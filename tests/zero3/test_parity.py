@@ -34,6 +34,10 @@ CASES = {
         section=SMALLEST,
     ),
     "small-sub-groups": Case(sub_group_size=100, section=SMALLEST),
+    "one-element-first": Case(model="gain", parameters="nvme", sub_group_size=1),
+    "one-element-first-states-cpu": Case(
+        model="gain", parameters="nvme", states="cpu", sub_group_size=1, persistence=100
+    ),
     "1000-before-2048x2048": Case(model="misaligned", section=SMALLEST),
     "both-on-the-drive": Case(
         model="blocks", parameters="nvme", section=SMALLEST, steps=4, evaluate=True
