@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
-from .param_swapper import parameter_tier, return_to_device
+from .param_swapper import return_to_device, swappers_of
 from .settings import SECTION
 from .shared_tier import trained
 from .stage3 import as_mapping
@@ -26,11 +26,9 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     ) -> None:
         return_to_device(module)
         super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
-        self._tier = parameter_tier(module)
-        self.clock: StepClock | None = None
-        if self._tier is not None:
-            self.clock = StepClock(self._tier)
-            trained.discard(self._tier)
+        self._tiers = [swapper.tier for swapper in swappers_of(module)]
+        self.clock = StepClock(self._tiers[0]) if self._tiers else None
+        trained.difference_update(self._tiers)
         self._depth = 0
         self.forward_hooks.append(module.register_forward_pre_hook(self._begin_pass, prepend=True))
         self.forward_hooks.append(module.register_forward_hook(self._end_pass, always_call=True))
@@ -50,11 +48,12 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
     def _end_pass(self, *_: Any) -> None:
         # For DeepSpeed, a Lightning step is a forward pass in which the module calls itself.
         self._depth -= 1
-        if self._depth == 0 and self._tier is not None and self.clock is not None:
+        if self._depth == 0 and self.clock is not None:
             self.clock.end()
-            if self._tier.swapper.learned and self._tier not in trained:
-                # Otherwise the order learned from an earlier training would be prefetched for ever.
-                self._tier.swapper.step()
+            for tier in self._tiers:
+                if tier.swapper.learned and tier not in trained:
+                    # Otherwise the order learned from an earlier training would be prefetched for ever.
+                    tier.swapper.step()
 
     def _restore_from_bit16_weights(self) -> None:
         """Do nothing: there are no master weights. DeepSpeed calls this all the same, and its class

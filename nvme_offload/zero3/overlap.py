@@ -22,7 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from ..optimizer_states import compiling
 from ..optimizer_states.traits import known
 from . import ahead, compat
-from .shared_tier import trained
 from .updates import Update, Updates, quiesce_all
 
 if TYPE_CHECKING:
@@ -206,8 +205,7 @@ class Overlap:
         stage3 = self._stage3
         with like():
             stage3.forget_gradients()
-        stage3.tier.swapper.step()
-        trained.add(stage3.tier)
+        stage3.end_period()
         stage3.partly_changed = False
         self._optimizer = None
 

@@ -6,6 +6,9 @@ partition that is swapped in is copied to the accelerator at once, where the all
 anyway. So no host memory is held between two calls, and the budget suffices however many parameters
 DeepSpeed keeps alive.
 
+DeepSpeed passes a list of parameters to the swapper of the first one, also where the others belong
+to another `zero.Init` or another engine. Each method therefore uses the swapper of each parameter.
+
 With `overlap_step`, a forward pass reads partitions while a thread updates others, in turns that are
 others in each step. So these reads are no part of the order that is learned, and a hint keeps what
 was updated until it is read.
@@ -16,15 +19,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..errors import OutOfHostMemoryError, UsageError
+from ..optimizer_states.fingerprint import fingerprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
@@ -33,28 +39,34 @@ from .shared_tier import tier_of
 
 _MANY = 1 << 30
 _PAGE_BYTES = 4096  # the least that a partition takes
-_serial = itertools.count()
 _Result = TypeVar("_Result")
 
 
-class ParameterSwapper:
-    """Keeps parameter partitions in the tier of *ds_config*. Its keys buffer_count, buffer_size and
-    max_in_cpu are not used: host_memory is the one budget.
-
-    Lifetime: the partitions are forgotten when this is dropped. Raises: UsageError; IOFailure or
-    UnsupportedError when the directory cannot be used.
+class _Value:
+    """The value of one parameter in *tier*: discarded together with this object, which the
+    parameter owns.
     """
 
-    def __init__(self, ds_config: Any, model_dtype: torch.dtype) -> None:
-        self.dtype = model_dtype  # of most parameters; adapters may have a wider one
-        self.tier = tier_of(ds_config._param_dict)
-        self._prefix = f"parameter{next(_serial)}"
+    def __init__(self, tier: Tier, name: str, nbytes: int) -> None:
+        self.name = name
+        # Of a copy on the accelerator that the gathered parameter may share: see `_has_changed`.
+        self.read: torch.Tensor | None = None
+        tier.require(nbytes)
+        tier.abandon_with(self, [name], [nbytes])
+
+
+class ParameterSwapper:
+    """Keeps parameter partitions in *tier*, which has one such swapper: see `swapper_of`.
+
+    Lifetime: a partition is forgotten when its parameter is dropped. Raises: UsageError; IOFailure
+    or UnsupportedError when the directory cannot be used.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
         # By ds_id: memory from `get_buffer`, until `swap_out_and_release`.
         self._filling: dict[int, torch.Tensor] = {}
-        self._names: set[str] = set()
-        self._announced: list[int] = []  # bytes of each name
         self._taken: str | None = None  # the name that is in use, or is about to be
-        self.tier.abandon_with(self, self._names, self._announced)
 
     # When parameters are first partitioned, and when the user has changed them.
 
@@ -72,14 +84,8 @@ class ParameterSwapper:
         self, params: Sequence[Any], async_op: bool = False, force_buffer_release: bool = False
     ) -> None:
         """Store the partitions of *params* as they are now. The write goes on in the background."""
-        updates.quiesce(self.tier)
         for param in params:
-            buffer = self._filling.pop(param.ds_id, None)
-            if buffer is None:
-                buffer = self._create(param, param.ds_tensor.ds_numel)
-                buffer.copy_(param.ds_tensor.data.view(-1))
-            self._release(param, changed=True)
-        self.remove_partition_and_release_buffers(params)
+            param.nvme_swapper._swap_out(param)
 
     def convert(self, param: Any, dtype: torch.dtype) -> None:
         """Keep *param*'s partition in *dtype* from now on."""
@@ -93,12 +99,15 @@ class ParameterSwapper:
         self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: Any = None
     ) -> None:
         """Copy the partitions of *params* to the accelerator; with *async_op* only prefetch them."""
-        self.tier.swapper.prefetch([self._name(param) for param in params])
+        by_swapper: dict[ParameterSwapper, list[str]] = {}
+        for param in params:
+            by_swapper.setdefault(param.nvme_swapper, []).append(_name(param))
+        for swapper, names in by_swapper.items():
+            swapper.tier.swapper.prefetch(names)
         if async_op:
             return
         for param in params:
-            param.ds_tensor.data = self._read(param, get_accelerator().current_device_name())
-            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+            param.nvme_swapper._swap_in(param)
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         """Copy the partition of *param* to *dest_buffer*, on any device."""
@@ -111,8 +120,9 @@ class ParameterSwapper:
         for param in params:
             if param.ds_status == ZeroParamStatus.INFLIGHT:
                 continue
-            param.ds_tensor.data = _placeholder(param)
-            param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+            if _has_changed(param):
+                param.nvme_swapper._swap_out(param)
+            _drop_copy(param)
 
     def available_swap_in_buffers(self) -> int:
         """How many partitions may be prefetched: any number, the swapper takes only what it has
@@ -135,14 +145,9 @@ class ParameterSwapper:
         parameters' dtype.
         """
 
-        def store(param: Any, source: torch.Tensor) -> None:
-            self._create(param, source.numel()).copy_(source)
-            if updates.is_worker():  # the forward pass waits for it
-                self.tier.swapper.prefetch([self._name(param)])
-            self._release(param, changed=True)
-
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
-            self._used(functools.partial(store, param, source))
+            swapper = param.nvme_swapper
+            swapper._used(functools.partial(swapper._store, param, source))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
         """Do nothing: there is one budget."""
@@ -183,6 +188,28 @@ class ParameterSwapper:
             with contextlib.suppress(UsageError):  # not swapped in yet, or released already
                 self.tier.swapper.release(name, changed=True)
 
+    def _swap_out(self, param: Any) -> None:
+        """Store the partition of *param* and drop it."""
+        updates.quiesce(self.tier)
+        buffer = self._filling.pop(param.ds_id, None)
+        if buffer is None:
+            buffer = self._create(param, param.ds_tensor.ds_numel)
+            buffer.copy_(param.ds_tensor.data.view(-1))
+        self._release(param, changed=True)
+        _drop_copy(param)
+
+    def _swap_in(self, param: Any) -> None:
+        param.ds_tensor.data = self._read(param, get_accelerator().current_device_name())
+        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        if _may_be_shared(param):
+            param.nvme_value.read = fingerprint(param.ds_tensor.data)
+
+    def _store(self, param: Any, source: torch.Tensor) -> None:
+        self._create(param, source.numel()).copy_(source)
+        if updates.is_worker():  # the forward pass waits for it
+            self.tier.swapper.prefetch([_name(param)])
+        self._release(param, changed=True)
+
     def _used(self, use: Callable[[], _Result]) -> _Result:
         """What *use* returns, which has one value in use meanwhile, while other threads' calls wait.
 
@@ -202,27 +229,23 @@ class ParameterSwapper:
         nothing unnoted.
         """
         self._give_back()
-        self._taken = name = self._name(param)
+        self._taken = name = _name(param)
         return name
 
     def _release(self, param: Any, changed: bool) -> None:
-        self.tier.swapper.release(self._name(param), changed=changed)
+        self.tier.swapper.release(_name(param), changed=changed)
         self._taken = None
 
-    def _name(self, param: Any) -> str:
-        return f"{self._prefix}/{param.ds_id}"
-
     def _create(self, param: Any, numel: int) -> torch.Tensor:
-        name, dtype = self._name(param), _dtype(param)
-        if name not in self._names:
+        name, dtype = _name(param), _dtype(param)
+        value: _Value | None = getattr(param, "nvme_value", None)
+        if value is None or value.name != name:
             nbytes = -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
             if nbytes > self.tier.cap_bytes:
                 raise UsageError(
                     f'"host_memory" of {format_bytes(self.tier.cap_bytes)} cannot hold a parameter of {numel} elements: allow at least {nbytes} bytes'
                 )
-            self._names.add(name)
-            self.tier.require(nbytes)
-            self._announced.append(nbytes)
+            param.nvme_value = _Value(self.tier, name, nbytes)
         return self.tier.swapper.create(self._take(param), numel * dtype.itemsize).view(dtype)
 
     def _read(self, param: Any, device: Any, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -242,6 +265,33 @@ class ParameterSwapper:
                 self._release(param, changed=False)
 
         return self._used(copy)
+
+
+def _name(param: Any) -> str:
+    # DeepSpeed numbers the parameters of a process, whichever `zero.Init` partitions them.
+    return f"parameter/{param.ds_id}"
+
+
+def _drop_copy(param: Any) -> None:
+    param.nvme_value.read = None
+    param.ds_tensor.data = _placeholder(param)
+    param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _may_be_shared(param: Any) -> bool:
+    """Whether the gathered *param* may be the memory of its partition: a group of one rank gathers
+    several parameters without copying. Where the accelerator is the CPU, "device": "cpu" therefore
+    keeps a change to them without modifier_rank. Source: `_no_gather_coalesced`.
+    """
+    if param.ds_tensor.data.device.type != "cpu":
+        return False
+    return bool(dist.get_world_size(group=param.ds_process_group) == 1)
+
+
+def _has_changed(param: Any) -> bool:
+    """Whether the copy of *param*'s partition was changed since it was read."""
+    value: _Value = param.nvme_value
+    return value.read is not None and not value.read.equal(fingerprint(param.ds_tensor.data))
 
 
 def _dtype(param: Any) -> torch.dtype:
@@ -269,11 +319,24 @@ def is_offloaded(param: Any) -> bool:
     return isinstance(swapper, ParameterSwapper) and swapper.is_offloaded(param)
 
 
-def parameter_tier(module: torch.nn.Module) -> Tier | None:
-    """The tier of *module*'s parameters; None where none is offloaded."""
+def swapper_of(tier: Tier) -> ParameterSwapper:
+    """The swapper for the parameters in *tier*."""
+    found = _swappers.get(tier)
+    if found is None:
+        found = _swappers[tier] = ParameterSwapper(tier)
+    return found
+
+
+_swappers: weakref.WeakValueDictionary[Tier, ParameterSwapper] = weakref.WeakValueDictionary()
+
+
+def swappers_of(module: torch.nn.Module) -> list[ParameterSwapper]:
+    """The swappers of *module*'s parameters: several where these belong to contexts of `zero.Init`
+    with different settings; none where nothing is offloaded.
+    """
     swappers = (getattr(param, "nvme_swapper", None) for param in module.parameters())
-    return next(
-        (swapper.tier for swapper in swappers if isinstance(swapper, ParameterSwapper)), None
+    return list(
+        dict.fromkeys(swapper for swapper in swappers if isinstance(swapper, ParameterSwapper))
     )
 
 
@@ -298,7 +361,8 @@ def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        native = Settings.of(ds_config._param_dict).swappers == "native"
-        return (ParameterSwapper if native else original)(ds_config, model_dtype)
+        if Settings.of(ds_config._param_dict).swappers != "native":
+            return original(ds_config, model_dtype)
+        return swapper_of(tier_of(ds_config._param_dict))
 
     return make

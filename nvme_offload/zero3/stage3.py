@@ -35,7 +35,7 @@ from .gradients import Gradients
 from .last_gradients import LastGradients
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
 from .overlap import Overlap, tell_left_out
-from .param_swapper import ParameterSwapper, parameter_tier, return_to_device
+from .param_swapper import ParameterSwapper, return_to_device, swappers_of
 from .settings import Settings
 from .shared_tier import tier_of, trained
 from .step_stats import StepClock
@@ -93,9 +93,13 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         except BaseException:
             compat.let_go_of(module)
             raise
-        tier = self.tier if self.swaps_natively else parameter_tier(module)
-        if tier is not None:
-            self.tier, self.clock = tier, StepClock(tier)
+        tiers = [swapper.tier for swapper in swappers_of(module)]
+        if self.swaps_natively:
+            tiers.insert(0, self.tier)
+        self._tiers = list(dict.fromkeys(tiers))
+        if self._tiers:
+            self.tier = self._tiers[0]
+            self.clock = StepClock(self.tier)
         if Settings.of(self._ds_config).overlap_step and self.swaps_natively:
             self.overlap = Overlap(self)
         elif Settings.of(self._ds_config).overlap_step:
@@ -157,7 +161,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             + (self.master_weights_and_grads_dtype.itemsize if self._keeps_last else 0),
             scratch=self.master_weights_and_grads_dtype.itemsize + unpacked,
             parameter=self.dtype.itemsize
-            if param_groups[0]["params"][0].nvme_swapper is not None
+            if any(
+                param.nvme_swapper is not None
+                for group in param_groups
+                for param in group["params"]
+            )
             else 0,
         )
         self._elementwise = is_elementwise(self.optimizer)
@@ -496,11 +504,16 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             self.give_back()
             raise
         if not (self.overflow or overlaps):
-            self.tier.swapper.step()
-            trained.add(self.tier)
+            self.end_period()
         stats = self.clock.end(*self._update_waits())
         if stats.step % self._steps_per_print == 0 and dist.get_rank() == 0:
             _log.info("%s", stats)
+
+    def end_period(self) -> None:
+        """A step has used all values: the swappers learn their order."""
+        for tier in self._tiers:
+            tier.swapper.step()
+            trained.add(tier)
 
     def _update_waits(self) -> tuple[float, float]:
         """Seconds since the last call: that the program waited for updates, and these for the drive."""
@@ -597,12 +610,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         if self.swaps_natively:
             self._gradients.give_back()
             self.optimizer_swapper.give_back()
-        for swapper in {
-            getattr(param, "nvme_swapper", None)
-            for param in itertools.chain.from_iterable(self.fp16_groups)
-        }:
-            if isinstance(swapper, ParameterSwapper):
-                swapper.give_back()
+        for swapper in swappers_of(self.module):
+            swapper.give_back()
 
     def begin_load(self) -> None:
         """Release what an interrupted call left in use, and forget all gradients: they are of

@@ -17,6 +17,7 @@ import pytest
 from launch import Case, differences, train
 
 SMALLEST = {"host_memory": "smallest"}
+ROOM = {"host_memory": 700_000}  # for a sub-group, not for all
 LAST = {**SMALLEST, "missing_gradients": "last"}
 Results = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
@@ -111,6 +112,32 @@ CASES = {
             },
         },
     ),
+    "two-contexts": Case(program="two contexts", parameters="nvme", section=ROOM),
+    "two-contexts-sub-groups": Case(
+        program="two contexts", parameters="nvme", sub_group_size=5000, section=ROOM
+    ),
+    "two-contexts-states-cpu": Case(
+        program="two contexts", parameters="nvme", states="cpu", section=ROOM
+    ),
+    "two-contexts-persistent": Case(
+        program="two contexts", parameters="nvme", persistence=1_000_000, section=ROOM
+    ),
+    "two-contexts-last": Case(
+        program="two contexts", parameters="nvme", section={**ROOM, "missing_gradients": "last"}
+    ),
+    "reference-follows": Case(program="two engines", parameters="nvme", section=ROOM),
+    "changed-without-a-rank": Case(
+        program="changed without a rank", parameters="nvme", section=ROOM
+    ),
+    "changed-without-a-rank-persistent": Case(
+        program="changed without a rank", parameters="nvme", persistence=1_000_000, section=ROOM
+    ),
+    "changed-without-a-rank-overlap": Case(
+        program="changed without a rank",
+        parameters="nvme",
+        section={**ROOM, "overlap_step": True},
+    ),
+    "inference-first": Case(program="inference first", parameters="nvme", section=ROOM),
     # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have
     # none; also where it is scaled, and where it is infinite.
     "last-gradients": Case(
@@ -170,6 +197,10 @@ ON_TWO_RANKS = {
     "fragments": Case(fragments=True, model="blocks", section=SMALLEST),
     "inference": Case(optimizer="none", states="none", parameters="nvme"),
     "last-gradients": CASES["last-gradients-fp16"],
+    "one-element-first": Case(model="gain", parameters="nvme", sub_group_size=1),
+    "two-contexts": CASES["two-contexts"],
+    "changed-without-a-rank": CASES["changed-without-a-rank"],
+    "reference-follows": CASES["reference-follows"],
 }
 
 CPU_ADAM = {

@@ -33,6 +33,7 @@ from looking import LOOPS as LOOKING
 from models import ELEMENTWISE, MODELS, OPTIMIZERS, SCALAR
 from outside import LOOPS, PROGRAMS
 from outside import MODELS as OUTSIDE
+from several import PROGRAMS as SEVERAL
 
 SCALES = {
     "bf16": {"bf16": {"enabled": True}},
@@ -265,12 +266,13 @@ class Training:
     def _of_program(self) -> dict[str, Any]:
         place = Path(self.directory, "ours" if self.ours else "stock")
         place.mkdir()
-        made = PROGRAMS[self.case.program](self.config, place)
+        made = (PROGRAMS | SEVERAL)[self.case.program](self.config, place)
         self.told["losses"] = [float(loss).hex() for loss in made["losses"]]
         return {
             **self.told,
             **self._final(made["engine"]),
             "traffic": self.watch.traffic() if self.ours else {},
+            "host_memory": self.config.get("nvme_offload", {}).get("host_memory"),
         }
 
     def _config(self, directory: str) -> dict[str, Any]:

@@ -1,0 +1,192 @@
+"""Programs for `Case.program` in which parameters come from several contexts of `zero.Init` or
+belong to several engines, or change outside of the optimizer's step. Each is given the
+configuration and a directory.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+FEATURES = 64
+
+
+def layers(count: int, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    made = nn.Sequential()
+    for _ in range(count):
+        made.append(nn.Linear(FEATURES, FEATURES))
+        made.append(nn.Tanh())
+    return made
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(step)).bfloat16()
+
+
+def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
+def without_states(config: dict[str, Any]) -> dict[str, Any]:
+    """*config* for an engine without an optimizer."""
+    zero = dict(config["zero_optimization"])
+    zero.pop("offload_optimizer", None)
+    return {**config, "zero_optimization": zero}
+
+
+def elsewhere(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """*config* with another directory and budget, where it offloads to a drive."""
+    zero = dict(config["zero_optimization"])
+    if "nvme_offload" not in config:
+        return config
+    place.mkdir(exist_ok=True)
+    for key in ("offload_param", "offload_optimizer"):
+        if zero.get(key, {}).get("device") == "nvme":
+            zero[key] = {**zero[key], "nvme_path": str(place)}
+    section = {**config["nvme_offload"], "host_memory": 300_000}
+    return {**config, "zero_optimization": zero, "nvme_offload": section}
+
+
+def step(engine: Any, number: int, target: torch.Tensor | float = 1.0) -> float:
+    loss = (engine(batch(number)).float() - target).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+def two_contexts(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A model whose parts were made in one context each, the last with other settings, and a
+    part that no context has made.
+    """
+    import deepspeed
+
+    parts = []
+    for seed, settings in enumerate((config, config, elsewhere(config, place / "other"))):
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            parts.append(layers(2, seed))
+    model = nn.Sequential(*parts, layers(1, 3).bfloat16())
+    made = list(nn.Sequential(*parts).parameters())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(made, modifier_rank=0):
+        for parameter in made:
+            parameter.mul_(1.5)
+    engine = engine_of(model, config)
+    losses = [step(engine, 0)]
+    engine.save_checkpoint(str(place), tag="one")
+    losses += [step(engine, number) for number in (1, 2)]
+    engine.load_checkpoint(str(place), tag="one")
+    losses += [step(engine, number) for number in (1, 2, 3)]
+    return {"engine": engine, "losses": losses}
+
+
+def two_engines(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A reference model in an engine without an optimizer, and for a while another with settings of
+    its own, that follow a trained one.
+    """
+    import deepspeed
+
+    trained, model = layers(3, 0), layers(3, 1)
+    engine = engine_of(trained, config)
+    reference = deepspeed.initialize(model=model, config=without_states(config))[0]
+    other = layers(3, 2)
+    second = deepspeed.initialize(
+        model=other, config=without_states(elsewhere(config, place / "other"))
+    )[0]
+    losses = []
+    for number in range(5):
+        with torch.no_grad():
+            target = reference(batch(number)).float()
+            if number < 3:
+                target = target + second(batch(number)).float()
+        losses.append(step(engine, number, target))
+        followers = [model] + ([other] if number < 3 else [])
+        every = [one for each in (trained, *followers) for one in each.parameters()]
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(every, modifier_rank=0):
+            for follower in followers:
+                for its, own in zip(follower.parameters(), trained.parameters(), strict=True):
+                    its.mul_(0.4).add_(own, alpha=0.6)
+        if number == 2:
+            second.destroy()
+            del second, other, follower, followers, every, its
+            gc.collect()
+    return {"engine": engine, "losses": losses}
+
+
+def gathered_in_inference(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A model of two contexts in an engine without an optimizer, then in one with it."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        first = layers(2, 0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        second = layers(2, 1)
+    model = nn.Sequential(first, second)
+    inference = deepspeed.initialize(model=model, config=without_states(config))[0]
+    with torch.no_grad():
+        losses = [float(inference(batch(number)).float().sum()) for number in range(3)]
+    inference.destroy()
+    engine = engine_of(model, config)
+    losses += [step(engine, number) for number in range(3)]
+    return {"engine": engine, "losses": losses}
+
+
+class Clamped(nn.Linear):
+    """Keeps its weights small in every forward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+def changed_without_a_rank(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Gathered parameters change without a modifier_rank: before the engine is made, in forward
+    passes, and between steps.
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = layers(4, 0)
+        model.append(Clamped(FEATURES, FEATURES))
+    parameters = list(model.parameters())
+    parameters[-1].requires_grad_(False)
+
+    def change(factor: float) -> None:
+        with deepspeed.zero.GatheredParameters(parameters[:3]):
+            parameters[0].mul_(factor)
+            parameters[2].data.add_(0.01)
+        with deepspeed.zero.GatheredParameters(parameters[3]):
+            parameters[3].mul_(factor)
+        parameters[4].all_gather(parameters[4:6])
+        parameters[5].fill_(factor)
+        parameters[4].partition(parameters[4:6])
+        with deepspeed.zero.GatheredParameters(parameters[-2:]):
+            parameters[-1].fill_(factor)
+        with deepspeed.zero.GatheredParameters(parameters[:2]):
+            assert not parameters[0].isnan().any()
+
+    with torch.no_grad():
+        change(0.5)
+    engine = engine_of(model, config)
+    losses = []
+    for number in range(4):
+        with torch.no_grad():
+            change(0.9)
+            losses.append(float(engine(batch(10 + number)).float().square().mean()))
+        losses.append(step(engine, number))
+    return {"engine": engine, "losses": losses}
+
+
+PROGRAMS = {
+    "changed without a rank": changed_without_a_rank,
+    "two contexts": two_contexts,
+    "two engines": two_engines,
+    "inference first": gathered_in_inference,
+}
