@@ -304,6 +304,15 @@ def _claimed(partial: Path, mode: int | None) -> int | None:
     return None
 
 
+def claim_directory(path: Path) -> int:
+    """Create the directory *path* and lock it, so that `abandoned` skips it. Returns its descriptor;
+    closing it ends the lock. Raises: OSError.
+    """
+    while (descriptor := _claimed(path, None)) is None:
+        pass  # another process took it for abandoned before it was locked
+    return descriptor
+
+
 def lock(descriptor: int) -> None:
     """Lock an open file or directory until it is closed or the process ends: `remove_abandoned`
     skips it.

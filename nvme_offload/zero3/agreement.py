@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..errors import OffloadError, UsageError
+from ..io.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 _log = logging.getLogger(__name__)
@@ -32,6 +33,11 @@ def of_all_ranks(value: Any) -> list[Any]:
     # deepspeed.comm of older releases does not have it
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def all_ranks() -> Ranks:
+    """All ranks of the training."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), of_all_ranks)
 
 
 def all_or_none(action: Callable[[], None]) -> None:

@@ -1,11 +1,9 @@
 """Checkpoints of engines with offloaded parameters or optimizer states: `save_checkpoint` and
 `load_checkpoint`, in DeepSpeed's format.
 
-Each save is a generation. Every rank writes its files into a temporary directory and syncs them.
-When all ranks have, the manifest is added, and one rename puts the directory under its tag, in
-place of an older one. So a crash at any point leaves either the previous checkpoint, also one with
-the same tag, or the new one. A failure is raised on every rank, and training can go on. A load
-checks every byte against the manifest.
+Each save is a generation, written as a `SharedDirectory`. So a crash at any point leaves either the
+previous checkpoint, also one with the same tag, or the new one. A failure is raised on every rank,
+and training can go on. A load checks every byte against the manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import functools
 import logging
 import os
 import pickle
-import secrets
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -29,11 +26,12 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, OPTIMIZER_STA
 
 from ..errors import OffloadError, UnsupportedError, UsageError
 from ..files import commit
-from ..io import archive
+from ..io import archive, manifest
 from ..io import engine as io
-from . import compat, manifest, states
-from .agreement import of_all_ranks
-from .manifest import Entry, Manifest, corrupt, entry_of, has_checksums
+from ..io.manifest import Manifest, corrupt
+from ..io.shared_directory import SharedDirectory
+from . import compat, states
+from .agreement import all_ranks, of_all_ranks
 from .param_swapper import is_offloaded
 from .settings import refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
@@ -95,6 +93,9 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
         if not _streams(self):
             with _complete(self):
                 saved: bool = before["save_checkpoint"](self, *arguments)
+            if self.use_node_local_storage() and save_latest and isinstance(self.optimizer, Stage3):
+                tag = str(f"global_step{self.global_steps}" if tag is None else tag)
+                _name_latest(save_dir, tag, self.local_rank == 0)
             return saved
         return _save(self, before["save_checkpoint"], *arguments)
 
@@ -109,12 +110,14 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         if isinstance(self.optimizer, Stage3) and self.optimizer.swaps_natively:
             _refuse_swap_files(load_dir, tag)
-        if _streams(self) and not self.load_universal_checkpoint():
+        if isinstance(self.optimizer, Stage3) and not self.load_universal_checkpoint():
+            found = _agree_on_checkpoint(self, load_dir, tag)
             given = dict(zip(_LOAD_ARGUMENTS, args, strict=False)) | named
             with_states = given.get("load_optimizer_states", True) and not given.get(
                 "load_module_only", False
             )
-            _verify(self, load_dir, tag, with_states)
+            if found is not None and _streams(self):
+                _verify(self, Path(load_dir, found).resolve(), with_states)
         if isinstance(self.optimizer, Stage3) and self.optimizer.has_offloaded_states:
             self.optimizer.begin_load()
             # the next micro-batch is the first of its step
@@ -187,75 +190,54 @@ class _Generation:
 
     def __init__(self, engine: Any, original: Any, save_dir: str, tag: str) -> None:
         self.original = original
-        self.place = Path(save_dir, tag).resolve()  # the target of a link is replaced, not the link
         self.failure: Exception | None = None
-        self.generation = ""
-        self._tag = tag
         self._stage3: Stage3 = engine.optimizer
         self._has_states = False
-        self._aside = self.place.with_name(f".{self.place.name}.partial")
         self._step = int(engine.global_steps)
-        self._rank = int(engine.global_rank)
-        self._renames = (
-            engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-        ) == 0
         self._io = _engine_of(engine)
-        self._checksum = "xxh3" if has_checksums() else "crc32"
-        self._entries: list[Entry] = []
-        self._place_lock: int | None = None
-        if Path(save_dir).resolve() not in self.place.parents:
+        # the target of a link is replaced, not the link
+        place = Path(save_dir, tag).resolve()
+        if Path(save_dir).resolve() not in place.parents:
             raise UsageError(
                 f"a tag must name a directory below that of the checkpoints, not {tag!r}"
             )
+        self.directory = SharedDirectory(
+            place,
+            all_ranks(),
+            self._io,
+            is_ours=_is_ours,
+            title=f"the checkpoint {tag}",
+            hint='if every node is to keep its own files, set "checkpoint": {"use_node_local_storage": true} in the DeepSpeed configuration; '
+            "otherwise give a directory on a filesystem that all nodes share",
+            first_of_node=engine.local_rank == 0 if engine.use_node_local_storage() else None,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
 
-    def begin(self) -> None:
-        """Make the temporary directory. Raises: what went wrong, on every rank."""
-
-        def make() -> None:
-            commit.make_directory(self.place.parent)
-            # left by a save that was killed
-            for left in (commit.recover_directory(self.place), self._aside):
-                _clear(left, self.place)
-            with contextlib.suppress(OSError):
-                # the same, for other tags
-                for left in commit.abandoned(self.place.parent, r"\..+\.partial"):
-                    if left.is_dir() and all(_is_ours(entry.name) for entry in left.iterdir()):
-                        commit.remove(left)
-            self._aside.mkdir()
-            self._place_lock = os.open(self._aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            commit.lock(self._place_lock)
-
-        self._on_one_rank(make)
-        self.generation = str(of_all_ranks(secrets.token_hex(16))[0])
-
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a directory. The tag's own is the temporary one, which exists."""
-        if Path(path).resolve() != self.place:
+        if Path(path).resolve() != self.directory.place:
             os.makedirs(path, exist_ok=exist_ok)  # noqa: PTH103 - as DeepSpeed does
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file of the checkpoint into the temporary directory."""
-        final = Path(path).resolve()
-        name = str(final.relative_to(self.place))
-        aside = self._aside / name
-        known: list[archive.Piece] = []
-        try:
+
+        def write(aside: str) -> list[archive.Piece]:
+            nonlocal state_dict
             if OPTIMIZER_STATE_DICT in state_dict:
                 states.require_complete(self._stage3, state_dict)
-                state_dict = {**state_dict, _GENERATION: self.generation}
+                state_dict = {**state_dict, _GENERATION: self.directory.generation}
                 self._has_states = True
             if archive.has_offloaded(state_dict):
-                known = archive.write(str(aside), state_dict, self._io, self._checksum == "xxh3")
-            else:
-                self.original.save(state_dict, str(aside))
-                with self._io.open(aside, "rw") as file:
-                    file.sync()
-            self._entries.append(entry_of(aside, name, self._rank, known, self._io, self._checksum))
-        except (RuntimeError, OSError) as error:
-            raise archive.as_failure(error, final) from error
+                summed = self.directory.checksum == "xxh3"
+                return archive.write(aside, state_dict, self._io, summed)
+            self.original.save(state_dict, aside)
+            with self._io.open(aside, "rw") as file:
+                file.sync()
+            return []
+
+        self.directory.write(str(Path(path).resolve().relative_to(self.directory.place)), write)
 
     def commit(self, info: Any) -> bool:
         """Publish the checkpoint if every rank has written all of its files. Raises: what went
@@ -263,35 +245,9 @@ class _Generation:
         """
         if self.failure is None and not self._has_states:
             self.failure = _lacking(self._stage3)
-        _agree(self.failure, self._tag)
-        files = tuple(entry for entries in of_all_ranks(self._entries) for entry in entries)
-
-        def show() -> None:
-            Manifest(
-                self.generation, self._step, dist.get_world_size(), self._checksum, files
-            ).write(self._aside)
-            _clear(commit.publish_directory(self._aside, self.place, over=True), self.place)
-
-        self._on_one_rank(show)
+        self.directory.publish(self.failure, self._step)
         committed: bool = self.original.commit(info)
         return committed
-
-    def discard(self) -> None:
-        """Delete the temporary directory, if it was not published."""
-        if self._renames:
-            with contextlib.suppress(OSError):
-                commit.remove(self._aside)
-        if self._place_lock is not None:
-            os.close(self._place_lock)
-
-    def _on_one_rank(self, action: Callable[[], None]) -> None:
-        failure = None
-        try:
-            if self._renames:
-                action()
-        except Exception as error:
-            failure = archive.as_failure(error, self.place)
-        _agree(failure, self._tag)
 
 
 class _Complete:
@@ -371,38 +327,33 @@ def _save(
     generation = _Generation(engine, original, save_dir, tag)
     engine.optimizer.leaves_states_offloaded = True
     try:
-        generation.begin()
+        generation.directory.begin()
         engine.checkpoint_engine = generation
         save(engine, save_dir, tag, client_state, False, exclude_frozen)
     finally:
         engine.optimizer.leaves_states_offloaded = False
         engine.checkpoint_engine = original
-        generation.discard()
+        generation.directory.discard()
     if save_latest:
-        failure = None
-        if engine.global_rank == 0:
-            latest = Path(save_dir) / "latest"
-            try:
-                # DeepSpeed truncates it first, so a crash would leave no name.
-                commit.write_file(latest, tag, mode=None)
-            except OSError as error:
-                failure = archive.as_failure(error, latest)
-        _agree(failure, tag)
+        _name_latest(save_dir, tag, generation.directory.publishes)
     return True
 
 
-def _clear(directory: Path | None, place: Path) -> None:
-    """Remove a checkpoint's files from *directory*. Other files in it, such as a user's notes, move
-    to *place*.
+def _name_latest(save_dir: str, tag: str, here: bool) -> None:
+    """Let `latest` in *save_dir* name *tag*, on the ranks with *here*. Raises: what went wrong, on
+    every rank.
     """
-    if directory is None or not directory.is_dir():
-        return
-    for entry in list(directory.iterdir()):
-        if _is_ours(entry.name) or os.path.lexists(place / entry.name) or not place.is_dir():
-            commit.remove(entry)
-        else:
-            entry.rename(place / entry.name)
-    directory.rmdir()
+    latest = Path(save_dir) / "latest"
+
+    def write() -> None:
+        try:
+            if here:
+                # DeepSpeed truncates it first, so a crash would leave no name.
+                commit.write_file(latest, tag, mode=None)
+        except OSError as error:
+            raise archive.as_failure(error, latest) from error
+
+    all_ranks().together(write, f"the checkpoint {tag} was not saved")
 
 
 def _has_states(directory: Path) -> bool:
@@ -413,27 +364,67 @@ def _has_states(directory: Path) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (manifest.NAME, _SWAP_FILES) or name.endswith((".partial", *_STATE_FILES))
+    return name == _SWAP_FILES or name.endswith((".partial", *_STATE_FILES))
 
 
-def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> None:
+def _agree_on_checkpoint(engine: Any, load_dir: str, tag: str | None) -> str | None:
+    """The tag of the checkpoint to load; None where *tag* is None and there is no `latest`. Raises:
+    UsageError, on every rank, where the ranks do not find the same checkpoint.
+    """
+    latest = Path(load_dir) / "latest"
+    name = tag if tag is None else str(tag)
+    found = "no checkpoint"
+
+    def read_latest() -> None:
+        nonlocal name
+        if name is None and latest.is_file():
+            name = _latest(latest)
+
+    def recover() -> None:
+        if name is not None and (engine.global_rank == 0 or engine.use_node_local_storage()):
+            commit.recover_directory(Path(load_dir, name).resolve())
+
+    def look() -> None:
+        nonlocal found
+        if name is None:
+            return
+        place = Path(load_dir, name).resolve()
+        if _has_states(place):
+            saved = Manifest.read(place)
+            found = name if saved is None else f"{name} (save {saved.generation[:8]})"
+        elif tag is None and _streams(engine):
+            raise corrupt(latest, "it names no checkpoint in its directory")
+
+    for action in (read_latest, recover, look):
+        _everywhere(action)
+    everywhere = of_all_ranks(found)
+    if len(set(everywhere)) > 1:
+        seen = ", ".join(f"rank {rank}: {what}" for rank, what in enumerate(everywhere))
+        raise UsageError(
+            f"the ranks find different checkpoints in {load_dir} ({seen}): load by its tag a checkpoint that every node has"
+        )
+    return name
+
+
+def _everywhere(action: Callable[[], None]) -> None:
+    """Run *action* on every rank. Raises: what goes wrong on any rank, on every rank."""
+    failure = None
+    try:
+        action()
+    except (OffloadError, OSError) as error:
+        failure = error
+    failures = of_all_ranks(failure)
+    if any(failures):
+        raise failure or next(filter(None, failures))
+
+
+def _verify(engine: Any, place: Path, with_states: bool) -> None:
     """Check a checkpoint against its manifest, if it has one. Raises: what any rank finds, on every
     rank.
     """
-    latest = Path(load_dir) / "latest"
     rank, ranks = engine.global_rank, dist.get_world_size()
 
-    def directory() -> Path:
-        return Path(load_dir, _latest(latest) if tag is None else str(tag)).resolve()
-
-    def recover() -> None:
-        if rank == 0 or engine.use_node_local_storage():
-            commit.recover_directory(directory())
-
     def check() -> None:
-        place = directory()
-        if tag is None and not _has_states(place):
-            raise corrupt(latest, "it names no checkpoint in its directory")
         found = Manifest.read(place)
         if found is None:
             return
@@ -446,17 +437,7 @@ def _verify(engine: Any, load_dir: str, tag: str | None, with_states: bool) -> N
             if rank == (entry.rank if found.ranks == ranks else number % ranks):
                 manifest.verify(place, entry, _engine_of(engine), found.checksum)
 
-    if tag is None and not latest.is_file():
-        return  # DeepSpeed warns that there is none
-    for action in (recover, check):
-        failure = None
-        try:
-            action()
-        except (OffloadError, OSError) as error:
-            failure = error
-        failures = of_all_ranks(failure)
-        if any(failures):
-            raise failure or next(filter(None, failures))
+    _everywhere(check)
 
 
 def _latest(path: Path) -> str:
@@ -488,18 +469,6 @@ def _read_states(path: str, engine: io.Engine) -> Any:
     return tree
 
 
-def _agree(failure: Exception | None, tag: str) -> None:
-    """Raises: *failure*, or the failure of another rank."""
-    texts = of_all_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise OffloadError(
-                f"the checkpoint {tag} was not saved, because rank {rank} failed: {text}"
-            )
-
-
 def _attempt(engine: Any, save: Callable[[], None]) -> None:
     """Hold a failure back until the ranks agree: they have collective calls to make first, and
     would wait for this one.
@@ -511,7 +480,7 @@ def _attempt(engine: Any, save: Callable[[], None]) -> None:
         try:
             save()
         except Exception as error:
-            generation.failure = archive.as_failure(error, generation.place)
+            generation.failure = archive.as_failure(error, generation.directory.place)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ import torch
 from nvme_offload._aio import FaultKind
 from nvme_offload.errors import CorruptionError, IOFailure, TruncatedError
 from nvme_offload.hardware.config import AioConfig
-from nvme_offload.io import archive
+from nvme_offload.io import archive, manifest
 from nvme_offload.io.engine import Engine
-from nvme_offload.zero3 import manifest
 
 CONFIG = AioConfig(direct="auto")
 

@@ -270,13 +270,13 @@ def end_in_the_middle(where: str) -> None:
     written ("written").
     """
     from nvme_offload.io import archive
-    from nvme_offload.zero3 import checkpoint
+    from nvme_offload.io.ranks import Ranks
 
     def end(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # The first agreement is on the directory aside, the second on what was written there.
-    module, name = (archive, "wait_all") if where == "writing" else (checkpoint, "_agree")
+    module, name = (archive, "wait_all") if where == "writing" else (Ranks, "agree")
     before, calls = getattr(module, name), [0]
 
     @functools.wraps(before)

@@ -19,6 +19,7 @@ TRAINS = {
     "test_checkpoint_faults.py",
     "test_checkpoint_power_loss.py",
     "test_faults.py",
+    "test_nodes.py",
     "test_zero3_overlap.py",
     "test_parity.py",
     "test_recovery.py",

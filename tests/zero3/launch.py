@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import forked
+import nodes
 
 import nvme_offload
 
@@ -177,9 +178,12 @@ def start(
     ranks: int = 1,
     script: Path = SCRIPT,
     accelerator: str = "cpu",
+    on_nodes: list[nodes.Node] | None = None,
     **request: Any,
 ) -> Iterator[list[Process]]:
-    """One process for each rank, killed at the end of the context if it has not ended by then."""
+    """One process for each rank, killed at the end of the context if it has not ended by then;
+    *on_nodes*: one for each node instead.
+    """
     text = json.dumps(
         {
             "cases": [dataclasses.asdict(case) for case in cases],
@@ -204,16 +208,19 @@ def start(
     }
     with contextlib.ExitStack() as stack:
         processes = []
-        for rank in range(ranks):
+        for rank in range(ranks if on_nodes is None else len(on_nodes)):
             # Files, not pipes: a rank whose pipe is full would stand still while another is read,
             # and with it all of them.
             answers, complaints = (
                 stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)
             )
             begin = forked.start if accelerator == "cpu" else _anew
+            of_rank = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if on_nodes is not None:
+                of_rank |= on_nodes[rank].environment(len(on_nodes))
             process = begin(
                 [str(script), text],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=of_rank,
                 cwd=directory,
                 stdout=answers,
                 stderr=complaints,

@@ -15,7 +15,7 @@ from launch import Case, finish, start
 
 from nvme_offload.files import commit
 from nvme_offload.io.engine import Engine
-from nvme_offload.zero3.manifest import Manifest, verify
+from nvme_offload.io.manifest import Manifest, verify
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
 

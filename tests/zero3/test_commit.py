@@ -17,9 +17,9 @@ from launch import Case, finish, start
 
 from nvme_offload.errors import CorruptionError, UnsupportedError
 from nvme_offload.files import commit
+from nvme_offload.io import manifest
 from nvme_offload.io.engine import Engine
-from nvme_offload.zero3 import manifest
-from nvme_offload.zero3.manifest import Manifest, entry_of, has_checksums, verify
+from nvme_offload.io.manifest import Manifest, entry_of, has_checksums, verify
 
 pytestmark = pytest.mark.slow
 

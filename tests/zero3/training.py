@@ -27,6 +27,7 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
+import nodes
 import torch
 from launch import Case
 from looking import LOOPS as LOOKING
@@ -79,6 +80,7 @@ def main(request: dict[str, Any]) -> None:
 
 def begin(request: dict[str, Any]) -> tuple[IO[str], Any]:
     """Where to print the answers, and DeepSpeed, whose ranks are connected."""
+    nodes.enter()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what DeepSpeed prints is not for the one who reads the answers
     import deepspeed

@@ -19,8 +19,8 @@ from typing import Any
 from ..errors import CorruptionError, IOFailure, OffloadError, UnsupportedError
 from ..files import commit, sealed
 from ..hardware.config import AioConfig
-from ..io.archive import PIECE_BYTES, Piece
-from ..io.engine import Engine, File, Ticket, allocate
+from .archive import PIECE_BYTES, Piece
+from .engine import Engine, File, Ticket, allocate
 
 NAME = "nvme_offload.json"
 _FORMAT = "nvme_offload checkpoint"

@@ -1,0 +1,60 @@
+"""`Ranks`: processes that write or read something together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OffloadError
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Processes that call the same functions in the same order.
+
+    Attributes
+    ----------
+    rank, count : int
+        The number of this process among them, and how many they are.
+    gather : callable
+        A collective call: takes a value that pickle can take, and returns the values of all ranks,
+        in the order of their numbers.
+    """
+
+    rank: int
+    count: int
+    gather: Callable[[Any], list[Any]]
+
+    def agree(self, failure: BaseException | None, refusal: str) -> None:
+        """Raise on every rank if one has failed: a collective call.
+
+        Parameters
+        ----------
+        failure : exception or None
+            What went wrong on this rank.
+        refusal : str
+            What does not happen for that reason, for the ranks that have not failed.
+
+        Raises
+        ------
+        BaseException
+            *failure*.
+        OffloadError
+            Another rank failed; the message gives its number and its error.
+        """
+        texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise OffloadError(f"{refusal}, because rank {rank} failed: {text}")
+
+    def together(self, action: Callable[[], None], refusal: str) -> None:
+        """Run *action*, which makes no collective call, on every rank. Raises: as `agree`."""
+        failure = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        self.agree(failure, refusal)
