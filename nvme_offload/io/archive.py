@@ -250,10 +250,14 @@ def fetch(tensor: torch.Tensor, start: int, into: torch.Tensor) -> list[Ticket]:
     return []
 
 
-def whole(value: Any) -> Any:
-    """*value*; in memory if it is a tensor in a file."""
-    if not hasattr(value, "stored"):
-        return value
+def whole(tree: Any) -> Any:
+    """*tree* with every tensor that is in a file read into memory."""
+    return _replaced(
+        tree, {id(leaf): _read(leaf) for leaf in _leaves(tree) if hasattr(leaf, "stored")}
+    )
+
+
+def _read(value: Any) -> torch.Tensor:
     buffer = torch.empty(
         value.untyped_storage().nbytes() // value.dtype.itemsize, dtype=value.dtype
     )

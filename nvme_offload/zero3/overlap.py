@@ -253,7 +253,7 @@ def _reason(stage3: Stage3) -> str:
     # which torch's schedulers do, to see whether it was called
     if step is not None and not any(hasattr(step, mark) for mark in _SCHEDULERS):
         return f"the method step of this {name} was replaced"
-    if _has_hooks(optimizer):
+    if has_hooks(optimizer):
         return f"hooks are called before or after the steps of {name}"
     if getattr(stage3, "torch_autocast_gradscaler", None) is not None:
         return "torch_autocast in float16 scales in the optimizer's step"
@@ -266,7 +266,8 @@ def _reason(stage3: Stage3) -> str:
     return ""
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: Any) -> bool:
+    """Whether functions were registered to be called before or after the steps of *optimizer*."""
     module: Any = sys.modules["torch.optim.optimizer"]
     return any(
         (

@@ -33,8 +33,15 @@ from . import awaited, compat, states, working_weights
 from .agreement import all_or_none, least, share_cores
 from .gradients import Gradients
 from .last_gradients import LastGradients
+from .once_per_step import (
+    OncePerStep,
+    computed_from_values,
+    depends_on_values,
+    update_scale,
+    warn_of_hooks,
+)
 from .optimizer_swapper import OptimizerSwapper, Working, element_bytes, states_of
-from .overlap import Overlap, tell_left_out
+from .overlap import Overlap, has_hooks, tell_left_out
 from .param_swapper import ParameterSwapper, return_to_device, swappers_of
 from .settings import Settings
 from .shared_tier import tier_of, trained
@@ -52,6 +59,8 @@ _UNUSED_KEYS = {
     "pipeline_write",
     "fast_init",
 }
+# The key of a checkpoint for the state of the scaler of "torch_autocast". DeepSpeed does not save it.
+_SCALER = "torch_autocast_gradscaler"
 # Sub-groups prefetched in the first step, before the swapper has learned the order, and when a
 # checkpoint is written.
 _PREFETCHED = 4
@@ -66,6 +75,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     fp16_groups: list[list[Any]]
     tier: Tier  # only where something is offloaded
+    overflow: bool
     swaps_natively = False  # whether optimizer states are in an `OptimizerSwapper`
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -86,6 +96,10 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         # A step or a load has begun to change states: still running, or ended by an exception.
         self.partly_changed = False
         self.overlap: Overlap | None = None
+        # Set during `step`: the calls of the optimizer, and the scaler of "torch_autocast".
+        self._once: OncePerStep | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
         return_to_device(module)
         try:
@@ -119,6 +133,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.offload_optimizer_fast_init = False
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        if self.native and (self.swap_optimizer or self.params_in_nvme_and_cpu):
+            self._require_one_sub_group(fp16_param_groups)
         if self.native and self.swap_optimizer:
             share_cores()
             all_or_none(lambda: self._open_tier(fp16_param_groups))
@@ -139,6 +155,17 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.param_groups_fp16_flat_cpu_memory += [
             torch.empty(0, dtype=self.dtype) for _ in self.trainable_param_groups
         ]
+
+    def _require_one_sub_group(self, param_groups: Any) -> None:
+        """Check that an optimizer that needs all parameters together has them in one sub-group.
+        Raises: UnsupportedError.
+        """
+        count = sum(
+            len(super(Stage3, self)._create_fp16_sub_groups(group["params"]))
+            for group in param_groups
+        )
+        if count > 1 and (name := computed_from_values(self.optimizer)):
+            raise depends_on_values(self.optimizer, name)
 
     def _open_tier(self, param_groups: Any) -> None:
         """Compute what is to be kept, and check that memory and drives have room for it. Raises:
@@ -465,9 +492,15 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
 
     def _get_norm_groups(self) -> Any:
         if not self.swaps_natively:
-            return super()._get_norm_groups()
-        groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
-        return [self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups]
+            norms = super()._get_norm_groups()
+        else:
+            groups = [list(itertools.chain.from_iterable(group)) for group in self._logical_groups]
+            norms = [
+                self.complete_grad_norm_calculation_for_cpu_offload(params) for params in groups
+            ]
+        # DeepSpeed has -1 for the norm of gradients that are not finite.
+        self._found_inf = not all(0 <= float(norm) < math.inf for norm in norms)
+        return norms
 
     # The step.
 
@@ -490,11 +523,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             if not self._keeps_last:
                 self._make_missing_norms()
             if self.overlap is None:
-                super().step(closure)
+                self._step_once(closure)
             else:
                 self.overlap.begin()
                 with self.overlap.gathers_nothing():
-                    super().step(closure)
+                    self._step_once(closure)
             self.partly_changed = False
             if self.overlap is not None:
                 overlaps = self.overlap.end(self.clock.number)
@@ -514,6 +547,43 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         for tier in self._tiers:
             tier.swapper.step()
             trained.add(tier)
+
+    def _step_once(self, closure: Any) -> None:
+        """The base's step, in which the optimizer's `step` and the scaler of "torch_autocast" take
+        one step for all sub-groups.
+        """
+        scaler = getattr(self, "torch_autocast_gradscaler", None)
+        self._once, self._scaler = OncePerStep(self.optimizer), scaler
+        if scaler is not None:
+            self.torch_autocast_gradscaler = None
+        if len(self.fp16_groups) > 1 and has_hooks(self.optimizer):
+            warn_of_hooks(type(self.optimizer).__name__, len(self.fp16_groups))
+        try:
+            super().step(closure)
+            self._once.end()
+        except BaseException:
+            self._once.undo()
+            raise
+        finally:
+            self._once = self._scaler = None
+            if scaler is not None:
+                self.torch_autocast_gradscaler = scaler
+        if scaler is not None and not self.overflow:
+            update_scale(scaler, self._found_inf)
+            self.overflow = self._found_inf
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if self._once is None:
+            super()._optimizer_step(sub_group_id)
+            return
+        if self._scaler is not None:
+            if self._found_inf:
+                return
+            self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(1 / self._scaler.get_scale())
+        with self._once.sub_group(self.sub_group_to_group_id[sub_group_id]):
+            super()._optimizer_step(sub_group_id)
+        if self._once.conflict:
+            raise depends_on_values(self.optimizer, self._once.conflict)
 
     def _update_waits(self) -> tuple[float, float]:
         """Seconds since the last call: that the program waited for updates, and these for the drive."""
@@ -765,6 +835,8 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.require_whole()
         self.give_back()
         tree = states.save(self, super()._rigid_state_dict)
+        if scaler := getattr(self, "torch_autocast_gradscaler", None):
+            tree[_SCALER] = scaler.state_dict()
         return tree if self.leaves_states_offloaded else archive.gather(tree)
 
     def _rigid_load_state_dict(
@@ -773,6 +845,9 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._forget_updates()
         if self.has_offloaded_states:
             states.load(self, state_dict, load_optimizer_states)
+            scaler = getattr(self, "torch_autocast_gradscaler", None)
+            if scaler and state_dict.get(_SCALER):
+                scaler.load_state_dict(archive.whole(state_dict[_SCALER]))
             self.partly_changed = False
         else:
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)

@@ -367,13 +367,11 @@ def _load_optimizer(
     try:
         optimizer.load_state_dict(
             {
-                **saved,
+                **whole({key: value for key, value in saved.items() if key != "state"}),
                 "state": {
-                    **{
-                        key: whole(value)
-                        for key, value in saved["state"].items()
-                        if key not in states
-                    },
+                    **whole(
+                        {key: value for key, value in saved["state"].items() if key not in states}
+                    ),
                     **states,
                 },
             }

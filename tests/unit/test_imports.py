@@ -64,6 +64,7 @@ _ZERO3 = (
     "op",
     "ahead",
     "awaited",
+    "once_per_step",
     "optimizer_swapper",
     "overlap",
     "param_swapper",

@@ -51,4 +51,37 @@ def enter(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.tensor(list(other.weight.ds_shape))]
 
 
-LOOPS = {"gather": gather, "save": save, "schedule": schedule, "enter": enter}
+def count(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Read what the optimizer counts, and the scale of the scaler of torch_autocast, which grows
+    every second step.
+    """
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is not None and scaler.get_scale() == 65536.0:
+        scaler.set_growth_interval(2)
+        scaler.update(64.0)  # the first step overflows, and DeepSpeed does not lower the scale
+    optimizer = engine.optimizer.optimizer
+    counts = [group.get("k", 0) for group in optimizer.param_groups]
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    return [torch.tensor([*counts, getattr(optimizer, "steps", 0), scale])]
+
+
+def count_and_save(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """As `count`, then save and load."""
+    return [*count(engine, kept), *save(engine, kept)]
+
+
+def hook(engine: Any, kept: dict[str, Any]) -> list[torch.Tensor]:
+    """Have a function called before each step of the optimizer."""
+    kept["hook"] = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    return []
+
+
+LOOPS = {
+    "hook": hook,
+    "gather": gather,
+    "save": save,
+    "schedule": schedule,
+    "enter": enter,
+    "count": count,
+    "count and save": count_and_save,
+}

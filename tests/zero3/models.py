@@ -298,7 +298,52 @@ class Sign(torch.optim.Optimizer):
                 state["momentum"] = direction.to(torch.bfloat16)  # another tensor at each step
 
 
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum whose rate depends on counters in its groups: a number, a tensor, and a list
+    that the first step makes. It also counts its steps in an attribute.
+    """
+
+    def __init__(self, params: Iterator[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "seen": torch.zeros(2)})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["seen"] += 1
+            group.setdefault("past", []).append(group["k"])
+            rate = 10 * group["lr"] / (group["k"] + len(group["past"]))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault(
+                        "momentum", torch.zeros_like(parameter)
+                    )
+                    momentum.lerp_(parameter.grad, 0.5)
+                    parameter.sub_(momentum * rate * group["seen"].prod().rsqrt())
+
+
+class Estimating(torch.optim.Optimizer):
+    """SGD whose rate depends on the gradients of all parameters, as Prodigy's does."""
+
+    def __init__(self, params: Iterator[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        d = sum(float(parameter.grad.norm()) for parameter in every if parameter.grad is not None)
+        for group in self.param_groups:
+            group["d"] = 0.9 * group["d"] + 0.1 * d
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * group["d"])
+
+
 OPTIMIZERS = {
+    "counting": lambda groups: Counting(groups),
+    "estimating": lambda groups: Estimating(groups),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-1),
@@ -317,6 +362,8 @@ ELEMENTWISE = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     "sgd": (),
+    "counting": ("momentum",),
+    "estimating": (),
     "momentum": ("momentum_buffer",),
     "adagrad": ("sum",),
     "nadam": ("exp_avg", "exp_avg_sq"),

@@ -237,6 +237,20 @@ def test_saving_changes_nothing_and_deepspeeds_tools_find_the_weights(
     assert whole[name]["16bit"] == whole[name]["end"]["weights"]
 
 
+def test_what_counts_steps_goes_on_in_another_process(tmp_path: Path) -> None:
+    # each in its own process: DeepSpeed keeps autocast on
+    for name, changes in {
+        "autocast": {"dtype": "autocast", "loop": "count"},
+        "counting": {"optimizer": "counting", "section": {"host_memory": "smallest"}},
+    }.items():
+        case, target = Case(model="blocks", **changes), str(tmp_path / name)
+        whole = run([Life("", case, saves=[[2, target]])], tmp_path)[""]
+        resumed = run([Life("", case, first=2, load=target)], tmp_path)[""]
+        assert resumed["told"]["losses"] == whole["told"]["losses"][2:], name
+        assert resumed["told"]["observed"] == whole["told"]["observed"][2:], name
+        assert name != "autocast" or len(set(whole["told"]["observed"])) > 1
+
+
 @pytest.mark.slow  # compiles that Adam
 @pytest.mark.processor
 def test_deepspeeds_adam_goes_on_as_it_does_with_the_states_in_memory(

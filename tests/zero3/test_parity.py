@@ -74,6 +74,17 @@ CASES = {
         optimizer="sign", model="blocks", steps=4, section={"host_memory": "double"}
     ),
     "scalar-states": Case(optimizer="nadam", model="blocks", groups=2, section=SMALLEST),
+    "counts-of-the-optimizer": Case(
+        optimizer="counting", model="blocks", loop="count", steps=4, section=SMALLEST
+    ),
+    "counts-of-the-optimizer-saved": Case(
+        optimizer="counting",
+        model="blocks",
+        loop="count and save",
+        steps=5,
+        zero={"stage3_gather_16bit_weights_on_model_save": True},
+        section=SMALLEST,
+    ),
     "gradients-in-fp32": Case(
         top={"data_types": {"grad_accum_dtype": "fp32"}},
         accumulation=2,
@@ -195,6 +206,7 @@ ON_TWO_RANKS = {
     ),
     "one-element-sub-groups": Case(sub_group_size=1, parameters="nvme"),
     "fragments": Case(fragments=True, model="blocks", section=SMALLEST),
+    "counts": CASES["counts-of-the-optimizer"].but(parameters="nvme"),
     "inference": Case(optimizer="none", states="none", parameters="nvme"),
     "last-gradients": CASES["last-gradients-fp16"],
     "one-element-first": Case(model="gain", parameters="nvme", sub_group_size=1),
@@ -323,6 +335,23 @@ def test_two_ranks(once, name):
 @pytest.mark.parametrize("name", CPU_ADAM)
 def test_cpu_adam_of_deepspeed(cpu_adam, once, name):
     assert differences(*once(CPU_ADAM)[name]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overflow_step", [None, 2])
+def test_autocast_in_fp16_scales_the_loss_once_per_step(tmp_path, ranks, overflow_step):
+    # DeepSpeed keeps autocast on in the process, so it is not a case among others.
+    case = Case(
+        dtype="autocast",
+        model="blocks",
+        loop="count",
+        steps=6,
+        clipping=1.0,
+        overflow_step=overflow_step,
+        section=SMALLEST,
+    )
+    mine, reference = pairs({"": case}, tmp_path, ranks)[""]
+    assert differences(mine, reference) == []
 
 
 @pytest.mark.slow

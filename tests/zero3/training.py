@@ -39,6 +39,7 @@ from several import PROGRAMS as SEVERAL
 SCALES = {
     "bf16": {"bf16": {"enabled": True}},
     "fp32": {},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
     "fp16": {
         "fp16": {
             "enabled": True,
@@ -408,9 +409,7 @@ class Training:
         inputs = engine.module.inputs(generator).to(engine.device)
         if inputs.is_floating_point():
             inputs = inputs.to(
-                {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
-                    self.case.dtype
-                ]
+                {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.case.dtype, torch.float32)
             )
         output = engine(inputs).float()
         return (

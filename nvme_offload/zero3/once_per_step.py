@@ -1,0 +1,197 @@
+"""`OncePerStep`: one step of an optimizer, whatever the number of sub-groups.
+
+DeepSpeed calls the optimizer's `step` once for each sub-group. What an optimizer counts outside of
+its parameters' states, such as `group["k"]` of schedule-free optimizers, would advance with every
+call, and so would the loss scale of `torch_autocast`. Here every call starts from the values that
+the step began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..optimizer_states.traits import UNIT, alike, known, raw_step
+
+# Steps of a trial. Optimizers that estimate a distance (Prodigy) show it in the second.
+_TRIED = 8
+_PLAIN = (int, float, complex, str, bool, type(None))
+# Keys that snapshots skip: parameters, and attributes that `_snapshot` handles separately.
+_SKIPPED = {"params", "param_groups", "state"}
+
+_log = logging.getLogger(__name__)
+
+
+class OncePerStep:
+    """The calls of *optimizer*'s `step` for the sub-groups of one training step.
+
+    Covered are the options of all groups, and the optimizer's attributes and entries of its state
+    that are named by strings: numbers, strings, tensors of up to `UNIT` elements, and lists and
+    dictionaries of these.
+
+    Attributes: *conflict*, the name of the first value that differs after two calls for one group,
+    "" for none. No single call could leave both.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.conflict = ""
+        self._optimizer = optimizer
+        self._before = self._snapshot(range(len(optimizer.param_groups)))
+        self._after: dict[int, _Snapshot] = {}  # by group
+
+    @contextlib.contextmanager
+    def sub_group(self, group: int) -> Iterator[None]:
+        """Context of the call for a sub-group of the group with the number *group*."""
+        self._before.restore()
+        yield
+        after = self._snapshot([group])
+        earlier = self._after.setdefault(group, after)
+        self.conflict = self.conflict or after.difference(earlier)
+
+    def undo(self) -> None:
+        """Return to the values that the step began with."""
+        self._before.restore()
+
+    def end(self) -> None:
+        """Leave each group as the calls for its own sub-groups left it."""
+        for after in self._after.values():
+            after.restore()
+
+    def _snapshot(self, groups: range | list[int]) -> _Snapshot:
+        optimizer = self._optimizer
+        return _Snapshot(
+            [
+                vars(optimizer),
+                optimizer.state,
+                *(optimizer.param_groups[number] for number in groups),
+            ]
+        )
+
+
+@functools.cache
+def warn_of_hooks(name: str, count: int) -> None:
+    """Warn, once, that hooks are not called once per step."""
+    _log.warning(
+        "hooks of the step of %s are called %d times in a step, once for each sub-group of this rank: do not count steps in them",
+        name,
+        count,
+    )
+
+
+def depends_on_values(optimizer: torch.optim.Optimizer, name: str) -> UnsupportedError:
+    """The error for an *optimizer* that computes *name* from all parameters that it is given."""
+    return UnsupportedError(
+        f"{type(optimizer).__name__} computes {name!r} from all parameters together, and ZeRO-3 updates them one sub-group after another: "
+        'pass one parameter group and set "sub_group_size" to at least the elements of the model, or use another optimizer'
+    )
+
+
+def computed_from_values(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an option or attribute that *optimizer* computes in a step from the values of its
+    parameters, such as Prodigy's "d"; "" for none. Found by a trial that updates two small
+    parameters separately.
+    """
+    if known(optimizer) is not None:
+        return ""
+    for group in optimizer.param_groups:
+        samples = [
+            torch.nn.Parameter(
+                torch.randn(UNIT, generator=torch.Generator().manual_seed(seed)) * 10.0**-seed
+            )
+            for seed in range(2)
+        ]
+        try:
+            made = alike(optimizer, group)(samples)
+            for _ in range(_TRIED):
+                step = OncePerStep(made)
+                for sample in samples:
+                    sample.grad = sample.detach().clone()
+                    made.param_groups[0]["params"] = [sample]
+                    with step.sub_group(0):
+                        raw_step(made)(made)
+                step.end()
+                if step.conflict:
+                    return step.conflict
+        except Exception:  # an optimizer's constructor and step may require and raise anything
+            continue
+    return ""
+
+
+def update_scale(scaler: torch.amp.GradScaler, found_inf: bool) -> None:
+    """Update the scale of *scaler* after a step. *found_inf*: whether the step was skipped because
+    a gradient was not finite.
+    """
+    sample = torch.zeros(1, requires_grad=True)
+    sample.grad = torch.full((1,), torch.inf if found_inf else 0.0)
+    scaler.scale(torch.zeros(1))  # creates the scale of a scaler that has scaled no loss
+    scaler.unscale_(torch.optim.SGD([sample]))
+    scaler.update()
+
+
+class _Snapshot:
+    """What *roots*, dictionaries, have at this time, at any depth."""
+
+    def __init__(self, roots: list[MutableMapping[Any, Any]]) -> None:
+        self._containers: list[tuple[Any, Any]] = []  # each with a shallow copy
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a copy
+        self._leaves: dict[tuple[Any, ...], Any] = {}  # numbers and copies of tensors, by path
+        self._seen: set[int] = set()
+        for root in roots:
+            self._take(root, ())
+
+    def restore(self) -> None:
+        """Put everything back into the same objects."""
+        for container, content in self._containers:
+            if isinstance(container, MutableMapping):
+                for key in [key for key in container if _is_taken(key) and key not in content]:
+                    del container[key]
+                for key, value in content.items():
+                    if key not in container or container[key] is not value:
+                        container[key] = value
+            elif list(container) != content:
+                container.clear()
+                container.extend(content)
+        for tensor, copied in self._tensors:
+            if not torch.equal(tensor, copied):
+                tensor.detach().copy_(copied)
+
+    def difference(self, other: _Snapshot) -> str:
+        """The name of the first number or tensor that *other* has not, or has another value of; ""
+        where there is none.
+        """
+        for path in {**self._leaves, **other._leaves}:
+            one, two = self._leaves.get(path, path), other._leaves.get(path, path)
+            tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+            if not (torch.equal(one, two) if tensors else one is two or repr(one) == repr(two)):
+                return str(path[0])
+        return ""
+
+    def _take(self, value: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(value, _PLAIN):
+            self._leaves[path] = value
+        elif isinstance(value, torch.Tensor):
+            if value.numel() <= UNIT and value.layout is torch.strided and not value.requires_grad:
+                self._tensors.append((value, value.detach().clone()))
+                self._leaves[path] = self._tensors[-1][1]
+        elif isinstance(value, dict | list | tuple | deque) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            inside = (
+                {key: inner for key, inner in value.items() if _is_taken(key)}
+                if isinstance(value, dict)
+                else dict(enumerate(value))
+            )
+            if not isinstance(value, tuple):
+                self._containers.append((value, inside if isinstance(value, dict) else list(value)))
+            for key, inner in inside.items():
+                self._take(inner, (*path, key))
+
+
+def _is_taken(key: Any) -> bool:
+    return isinstance(key, str) and key not in _SKIPPED
