@@ -59,6 +59,7 @@ def enable() -> None:
     except BaseException:
         _be_quiet()
         raise
+    import deepspeed.runtime.config as config
     import deepspeed.runtime.engine as engine
     import deepspeed.runtime.zero.partition_parameters as partition_parameters
     import deepspeed.runtime.zero.stage3 as stage3
@@ -67,10 +68,12 @@ def enable() -> None:
     from . import checkpoint, compiling, op, overlap, precision
     from .inference import Inference
     from .param_swapper import parameter_swapper
+    from .settings import checked
     from .stage3 import Stage3
 
     op.install()
     _replace(OpBuilder, "jit_load", compiling.announced(OpBuilder.jit_load))
+    _replace(config, "get_aio_config", checked(config.get_aio_config))
     _replace(stage3, "DeepSpeedZeroOptimizer_Stage3", Stage3)
     _replace(engine, "DeepSpeedZeRoOffload", Inference)
     _replace(

@@ -13,7 +13,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..errors import OffloadError, UsageError
 from ..io.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
@@ -29,31 +28,26 @@ def least(number: int) -> int:
 
 def of_all_ranks(value: Any) -> list[Any]:
     """*value* of every rank, which pickle can take."""
-    found: list[Any] = [None] * dist.get_world_size()
-    # deepspeed.comm of older releases does not have it
-    torch.distributed.all_gather_object(found, value)
-    return found
+    return all_ranks().gather(value)
 
 
-def all_ranks() -> Ranks:
-    """All ranks of the training."""
-    return Ranks(dist.get_rank(), dist.get_world_size(), of_all_ranks)
+def all_ranks(group: Any = None) -> Ranks:
+    """All ranks of *group*, or of the training."""
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        # deepspeed.comm of older releases does not have it
+        torch.distributed.all_gather_object(found, value, group=group)
+        return found
+
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), gather)
 
 
-def all_or_none(action: Callable[[], None]) -> None:
-    """Run *action* on every rank. Where it fails on one, the others raise too instead of waiting
-    for it for ever.
+def all_or_none(action: Callable[[], None], group: Any = None) -> None:
+    """Run *action* on every rank of *group*, or of the training. Where it fails on one rank, the
+    others raise too instead of waiting for it.
     """
-    failure = None
-    try:
-        action()
-    except (OffloadError, OSError) as error:
-        failure = error
-    anywhere = least(0 if failure is not None else 1) == 0
-    if failure is not None:
-        raise failure
-    if anywhere:
-        raise UsageError("another rank cannot train with this configuration; its message says why")
+    all_ranks(group).together(action, "this rank cannot train")
 
 
 def share_cores() -> None:

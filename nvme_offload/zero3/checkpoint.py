@@ -31,7 +31,7 @@ from ..io import engine as io
 from ..io.manifest import Manifest, corrupt
 from ..io.shared_directory import SharedDirectory
 from . import compat, states
-from .agreement import all_ranks, of_all_ranks
+from .agreement import all_or_none, all_ranks, of_all_ranks
 from .param_swapper import is_offloaded
 from .settings import refuse_memory_features, warn_of_mistakes
 from .stage3 import Stage3
@@ -70,8 +70,14 @@ def engine_methods(engine: type) -> dict[str, Callable[..., Any]]:
     original: Any = engine
 
     def _configure_optimizer(self: Any, *args: Any, **named: Any) -> None:
-        warn_of_mistakes(self._config._param_dict)
-        refuse_memory_features(self._config._param_dict)
+        def check() -> None:
+            warn_of_mistakes(self._config._param_dict)
+            refuse_memory_features(self._config._param_dict)
+
+        if self.zero_optimization_partition_weights():
+            all_or_none(check)  # the settings of one rank may differ
+        else:
+            check()
         before["_configure_optimizer"](self, *args, **named)
 
     def zero_nvme_offload_optimizer(self: Any) -> bool:

@@ -142,6 +142,7 @@ CONTRACT: Mapping[str, str] = {
         load_universal_checkpoint()
         save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         zero_nvme_offload_optimizer()
+        zero_optimization_partition_weights()
         _config
         checkpoint_engine
         device
@@ -155,6 +156,7 @@ CONTRACT: Mapping[str, str] = {
         param_names
     """,
     "deepspeed.runtime.engine": "DeepSpeedZeRoOffload",
+    "deepspeed.runtime.config": "get_aio_config(param_dict)",
     "deepspeed.runtime.config:DeepSpeedConfig": "_param_dict",
     "deepspeed.runtime.superoffload.superoffload_stage3": "SuperOffloadOptimizer_Stage3 >=0.18",
     "deepspeed.runtime.zero.parameter_offload": """

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from ..optimizer_states.fingerprint import fingerprint
 from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
+from .agreement import all_or_none
 from .settings import Settings
 from .shared_tier import tier_of
 
@@ -361,8 +363,16 @@ def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        if Settings.of(ds_config._param_dict).swappers != "native":
-            return original(ds_config, model_dtype)
-        return swapper_of(tier_of(ds_config._param_dict))
+        tier: Tier | None = None
+
+        def open_tier() -> None:
+            nonlocal tier
+            if Settings.of(ds_config._param_dict).swappers == "native":
+                tier = tier_of(ds_config._param_dict)
+
+        # zero.Init makes the swapper, on all ranks of the group that it partitions for
+        group = getattr(sys._getframe(1).f_locals.get("self"), "ds_process_group", None)
+        all_or_none(open_tier, group)
+        return original(ds_config, model_dtype) if tier is None else swapper_of(tier)
 
     return make

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -265,7 +266,7 @@ def aio_config(ds_config: Mapping[str, Any], settings: Settings, path: str) -> A
     UsageError
         A value is invalid; the message names the key.
     """
-    aio = ds_config.get("aio")
+    aio = _aio_section(ds_config)
     if aio is None:
         return engine_config(path, settings.backend)
     return AioConfig(
@@ -288,7 +289,31 @@ def unread_aio_keys(ds_config: Mapping[str, Any]) -> list[str]:
     list of str
         Misspelled ones, or num_threads, which ds_nvme_tune prints.
     """
-    return [key for key in ds_config.get("aio") or {} if key not in _AIO_KEYS and key != "use_gds"]
+    return [
+        key for key in _aio_section(ds_config) or {} if key not in _AIO_KEYS and key != "use_gds"
+    ]
+
+
+def checked(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """*read*, DeepSpeed's function that reads the section "aio" of a ds_config, with an error that
+    names the section where it is none.
+    """
+
+    @functools.wraps(read)
+    def checking(ds_config: Any) -> Any:
+        _aio_section(ds_config)
+        return read(ds_config)
+
+    return checking
+
+
+def _aio_section(ds_config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    aio = ds_config.get("aio")
+    if aio is None or isinstance(aio, Mapping):
+        return aio
+    raise UsageError(
+        f'"aio" in the DeepSpeed configuration must be a section, {{...}}, not {aio!r}'
+    )
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from nvme_offload.zero3 import settings
 from nvme_offload.zero3.settings import (
     Settings,
     aio_config,
+    checked,
     nvme_paths,
     refuse_memory_features,
+    unread_aio_keys,
     warn_of_mistakes,
 )
 from nvme_offload.zero3.shared_tier import tier_of
@@ -246,6 +248,18 @@ def test_the_engine_is_made_as_the_section_aio_says():
 )
 def test_deepspeeds_key_for_threads_is_the_one_that_counts(threads, thread_count):
     assert aio_config({"aio": threads}, Settings(), "/nowhere").thread_count == thread_count
+
+
+@pytest.mark.parametrize("wrong", [[1], "on", 1, True, []])
+def test_a_section_aio_that_is_no_section_is_refused(wrong):
+    for read in (
+        lambda ds_config: aio_config(ds_config, Settings(), "/nowhere"),
+        unread_aio_keys,
+        checked(dict),
+    ):
+        with pytest.raises(UsageError, match=r'"aio" in the .* must be a section, \{\.\.\.\}'):
+            read({"aio": wrong})
+    assert checked(dict)({"aio": None}) == {"aio": None}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.releases, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("checkpointing.py")
 CASE = Case(name="both", parameters="nvme", states="nvme", persistence=100)
 LOCAL = CASE.but(top={"checkpoint": {"use_node_local_storage": True}})
+OFFLOADED = ("offload_param", "offload_optimizer")
 # whose checkpoints DeepSpeed itself writes
 PARAMETERS = LOCAL.but(states="cpu")
 
@@ -63,7 +64,11 @@ def whole(place: Path) -> list[dict[str, Any]]:
 def saved(place: Path, on_nodes: list[Node]) -> list[dict[str, dict[str, Any]]]:
     """Runs on two nodes that save to both kinds of directory, and others that go on from there."""
     shared, local = place / "shared", place / "local"
+    (place / "node0" / "local" / "drive").mkdir()
+    here = {"nvme_path": str(local / "drive")}
     lives = [
+        Life("no drive", CASE.but(zero_init=True, zero=dict.fromkeys(OFFLOADED, here))),
+        Life("no drive, states", CASE.but(parameters="none", zero={OFFLOADED[1]: here})),
         Life("shared", CASE, saves=[[2, str(shared)]]),
         Life("shared, resumed", CASE, first=2, load=str(shared)),
         Life("local", LOCAL, saves=[[1, str(local / "saved")], [2, str(local / "saved")]]),
@@ -120,6 +125,18 @@ def test_a_directory_that_is_not_shared_needs_the_setting(
         assert "rank 1 of 2 cannot see" in rank["not shared"]["message"]
         assert '{"use_node_local_storage": true}' in rank["not shared"]["message"]
     assert not list(place.glob("node*/local/not shared/*"))
+
+
+@pytest.mark.parametrize("name", ["no drive", "no drive, states"])
+def test_a_drive_that_one_node_lacks_is_an_error_on_every_rank(
+    name: str, saved: list[dict[str, dict[str, Any]]]
+) -> None:
+    (other, lacking) = (rank[name] for rank in saved)
+    assert lacking["error"] == "UsageError"
+    assert "local/drive does not exist" in lacking["message"]
+    assert other["error"] == "OffloadError"
+    assert lacking["message"] in other["message"]
+    assert "because rank 1 failed" in other["message"]
 
 
 def test_without_a_checkpoint_every_node_says_so(saved: list[dict[str, dict[str, Any]]]) -> None:
