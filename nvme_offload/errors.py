@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import operator
 from errno import EDQUOT, EIO, ENOSPC
+from typing import TypeVar
 
 from .units import format_bytes
+
+_Value = TypeVar("_Value")
 
 
 class OffloadError(Exception):
@@ -21,6 +24,13 @@ class OutOfHostMemoryError(UsageError):
 
     It succeeds after some of them are released, or with a larger budget; the message gives the size
     that is enough.
+    """
+
+
+class InvariantError(OffloadError, RuntimeError):
+    """A state that must not exist was found: a fault of this package. Also a `RuntimeError`.
+
+    The changed tables are refused from then on, until a checkpoint is loaded.
     """
 
 
@@ -254,6 +264,29 @@ def _rebuild(
     kind: type[_TransferError], positional: tuple[object, ...], fields: dict[str, object]
 ) -> _TransferError:
     return kind(*positional, **fields)  # type: ignore[arg-type]
+
+
+def known(value: _Value | None) -> _Value:
+    """Return *value*, which is not None where the package's own tables are right.
+
+    Parameters
+    ----------
+    value : object
+        Any.
+
+    Returns
+    -------
+    object
+        *value*.
+
+    Raises
+    ------
+    InvariantError
+        It is None.
+    """
+    if value is None:
+        raise InvariantError("a table of nvme_offload lacks an entry: please report it as a fault")
+    return value
 
 
 def whole_number(name: str, value: int) -> int:

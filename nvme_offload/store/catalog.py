@@ -9,9 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 
 from ..errors import CancelledError, OffloadError, UsageError, WaitTimeout, time_limit
 from ..io.engine import Ticket, cancel_all
+from ..io.section import Section
 from ..io.waits import wait
 from .slabs import Extent, Stripes
 from .snapshot import WINDOW_BYTES, Segment, name_tensor
@@ -141,7 +143,7 @@ class StoreTicket:
         """
         self._catalog.check_process()
         outcome = self._outcome(time_limit(timeout))
-        with self._catalog.lock:
+        with self._catalog.lock, self._catalog.changing:
             self._catalog.complete(self, outcome)
 
     def _outcome(self, timeout: float | None = None) -> OffloadError | None:
@@ -163,41 +165,45 @@ class StoreTicket:
         return failure
 
 
-class _CatalogLock:
-    """Holds the lock of an open store's *catalog*: see `Catalog.locked`."""
+class _OpenSection:
+    """The `Section` of a *catalog*, which may not be closed."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def __enter__(self) -> None:
-        catalog = self._catalog
-        # before the lock: in a forked child, a thread of the parent may hold it for ever
-        catalog.check_process()
-        catalog.lock.acquire()
-        if catalog.closed:
-            catalog.lock.release()
+        if self._catalog.closed:
             raise UsageError("the store is closed")
+        self._catalog.changing.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._catalog.lock.release()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._catalog.changing.__exit__(kind, error, trace)
 
 
 class Catalog:
-    """The current value of each name. All methods but `locked`, `held` and `check_process` need
-    *lock*, as held within `locked`.
+    """The current value of each name. All methods but `locked`, `opened`, `held` and `check_process`
+    need *lock*; methods that change a table need `changing` or `opened`, too.
 
     An in-flight put does not replace the current value until it completes. The space of the old
     value is freed when its last user is done.
     """
 
     def __init__(self, space: Stripes, summed: bool) -> None:
-        self.lock = threading.Lock()
+        # Reentrant, and entered by a `with` of the lock itself: an exception between two lines of
+        # this thread neither leaves it locked for this thread nor between acquire and release.
+        self.lock = threading.RLock()
+        self.changing = Section("store")
         self.closed = False
         self.in_flight: dict[StoreTicket, None] = {}  # in order of submission
         self._space = space
         self._summed = summed
         self._process_id = os.getpid()
-        self._lock_if_open = _CatalogLock(self)
+        self._changing_open = _OpenSection(self)
         self._stored: dict[str, StoredTensor] = {}
         self._puts: dict[str, StoreTicket] = {}  # in flight
         self._retained: dict[str, StoredTensor] = {}  # values that `roll_back` returns to
@@ -210,17 +216,21 @@ class Catalog:
                 "the store belongs to the process that this one was forked from: make one here"
             )
 
-    def locked(self) -> _CatalogLock:
-        """The lock of an open store, as a context manager that raises UsageError where it is
-        closed.
-        """
-        return self._lock_if_open
+    def locked(self) -> threading.RLock:
+        """The lock. Raises UsageError in a forked child, where a thread of the parent may hold it."""
+        self.check_process()
+        return self.lock
+
+    @property
+    def opened(self) -> _OpenSection:
+        """As `changing`, of a store that is open. Raises UsageError where it is closed."""
+        return self._changing_open
 
     @contextlib.contextmanager
     def settled(self, name: str) -> Iterator[None]:
         """The lock of an open store, with no put of *name* in flight: waits for one that is."""
         while True:
-            with self.locked():
+            with self.locked(), self.opened:
                 blockers = self.conflicts(name)
                 if not blockers:
                     yield
@@ -244,10 +254,12 @@ class Catalog:
             yield values
         finally:
             with self.lock:
-                for value in values.values():
-                    value.users -= 1
-                    value.readers.remove(hold)
-                    self._free_if_unused(value)
+                if not self.changing.interrupted_by:
+                    with self.changing:
+                        for value in values.values():
+                            value.users -= 1
+                            value.readers.remove(hold)
+                            self._free_if_unused(value)
             hold.over.set()
 
     def sizes(self) -> dict[str, int]:
@@ -363,18 +375,13 @@ class Catalog:
             value.readers.append(ticket)
         return ticket
 
-    def abort(self, ticket: StoreTicket, refusal: BaseException) -> None:
+    def abort(self, ticket: StoreTicket, refusal: OffloadError) -> None:
         """End a ticket one of whose transfers could not be started. The caller raises the error."""
         for transfer in ticket._transfers:
             transfer.cancel()
         with contextlib.suppress(OffloadError):
             ticket._outcome()
-        self.complete(
-            ticket,
-            refusal
-            if isinstance(refusal, OffloadError)
-            else OffloadError(f"interrupted by {refusal!r}"),
-        )
+        self.complete(ticket, refusal)
         ticket._observed = True
 
     def complete(self, ticket: StoreTicket, failure: OffloadError | None) -> None:

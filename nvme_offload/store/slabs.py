@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import IOFailure, NoSpaceError
+from ..errors import IOFailure, NoSpaceError, known
 from ..hardware import sysfs
 from ..io.engine import Engine, File
 from ..io.extents import Extents
@@ -83,8 +83,8 @@ class Slabs:
             while nbytes > 0 and (
                 largest := self._largest_free_bytes() or self._grow_remaining(nbytes)
             ):
-                extent = self._allocate_contiguous(min(nbytes, largest))
-                assert extent is not None  # no larger than a free extent
+                # no larger than a free extent
+                extent = known(self._allocate_contiguous(min(nbytes, largest)))
                 taken.append(extent)
                 nbytes -= extent.nbytes
         except BaseException:

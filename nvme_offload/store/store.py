@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import NoSpaceError, UsageError, whole_number
+from ..errors import NoSpaceError, OffloadError, UsageError, whole_number
 from ..hardware.config import AioConfig
 from ..io.closing import Closing
 from ..io.engine import Engine, StrPath, Ticket, close_at_exit
@@ -111,7 +111,7 @@ class TensorStore(Closing):
         engine: Engine | None = None,
     ) -> None:
         self.paths = _path_list(paths)
-        shares = _weight_list(weights, len(self.paths))
+        self._shares = _weight_list(weights, len(self.paths))
         if engine is not None and config is not None:
             raise UsageError(
                 "an engine has its configuration already: pass config or engine, not both"
@@ -123,7 +123,7 @@ class TensorStore(Closing):
         with contextlib.ExitStack() as undo:
             self._owned_engine = undo.enter_context(Engine(config)) if engine is None else None
             self.engine = engine or self._owned_engine or Engine()
-            self._space = Stripes(self.engine, self.paths, shares)
+            self._space = Stripes(self.engine, self.paths, self._shares)
             # its lock also guards the space and the counters
             self._catalog = Catalog(self._space, checksum)
             if checksum:
@@ -169,7 +169,7 @@ class TensorStore(Closing):
             raise UsageError(f"the name of a tensor must be a str, not {name!r}")
         nbytes = _checked_nbytes(tensor, writable=False)
         while True:
-            with self._catalog.locked():
+            with self._catalog.locked(), self._catalog.opened:
                 blockers = self._catalog.conflicts(name, nbytes, after)
                 if not blockers:
                     try:
@@ -215,7 +215,7 @@ class TensorStore(Closing):
         """
         nbytes = _checked_nbytes(out, writable=True)
         while True:  # not `settled`, which would cost each get a generator
-            with self._catalog.locked():
+            with self._catalog.locked(), self._catalog.opened:
                 blockers = self._catalog.conflicts(name, after=after)
                 if not blockers:
                     value = self._catalog.current(name)
@@ -240,7 +240,7 @@ class TensorStore(Closing):
         UsageError
             There is no such tensor.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             if self._catalog.nbytes(name) is None:
                 raise UsageError(f"no tensor {name!r} in the store")
             self._catalog.forget(name)
@@ -278,7 +278,7 @@ class TensorStore(Closing):
         UsageError
             No value of that name is retained.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             self._catalog.commit(name)
 
     def roll_back(self, name: str) -> None:
@@ -316,7 +316,7 @@ class TensorStore(Closing):
         UsageError
             There is no such tensor.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             nbytes = self._catalog.nbytes(name)
         if nbytes is None:
             raise UsageError(f"no tensor {name!r} in the store")
@@ -324,11 +324,11 @@ class TensorStore(Closing):
 
     def names(self) -> list[str]:
         """List every name, including those whose put is in flight or has failed."""
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             return list(self._catalog.sizes())
 
     def __contains__(self, name: object) -> bool:
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             return self._catalog.nbytes(name) is not None
 
     def __len__(self) -> int:
@@ -339,13 +339,13 @@ class TensorStore(Closing):
         """Bytes of the tensors on the drives, each extent rounded up to 4 KiB; puts in flight
         count.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             return self._space.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can still be put: allocated and unused, plus what the drives have available."""
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             return self._space.nbytes - self._space.used_bytes + self._space.available_bytes
 
     def bytes_on(self, path: StrPath) -> int:
@@ -366,7 +366,7 @@ class TensorStore(Closing):
         UsageError
             *path* is not one of the store's.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             found = [
                 drive.used_bytes for drive in self._space.drives if drive.path == os.fspath(path)
             ]
@@ -396,12 +396,12 @@ class TensorStore(Closing):
         Source: fallocate(2).
         """
         nbytes = whole_number("nbytes", nbytes)
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             self._space.reserve(nbytes)
 
     def drain(self) -> None:
         """Wait until no transfer is in flight. Errors stay with their tickets."""
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             tickets = list(self._catalog.in_flight)
         for ticket in tickets:
             ticket.finish()
@@ -437,7 +437,7 @@ class TensorStore(Closing):
         """
         chosen = self.names() if names is None else list(dict.fromkeys(names))
         with self._catalog.held(chosen) as values:
-            with self._catalog.locked():
+            with self._catalog.locked(), self._catalog.opened:
                 self._counts["bytes_read"] += sum(value.nbytes for value in values.values())
             Snapshot(self.engine, directory).save(
                 {name: value.segments for name, value in values.items()}
@@ -474,34 +474,36 @@ class TensorStore(Closing):
         -----
         Takes 32 MiB of memory. Source: flock(2).
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             tickets = self._catalog.may_free_space()
         for ticket in tickets:
             ticket.finish()
         with Snapshot(self.engine, directory).opened() as saved:
             values: dict[str, StoredTensor] = {}
             try:
-                with self._catalog.locked():
+                with self._catalog.locked(), self._catalog.opened:
                     for name, nbytes in saved.sizes().items():
                         values[name] = self._catalog.new(nbytes, "restore")
                 segments = saved.load(
                     {name: value.extents for name, value in values.items()}, self.checksum
                 )
-                with self._catalog.locked():
+                with self._catalog.locked(), self._catalog.opened:
                     for name, value in values.items():
                         value.segments = segments[name]
                         self._counts["bytes_written"] += value.nbytes
                         self._catalog.install(name, value)
             except BaseException:
                 with self._catalog.lock:
-                    for value in values.values():
-                        self._catalog.release(value)
+                    if not self._catalog.changing.interrupted_by:
+                        with self._catalog.changing:
+                            for value in values.values():
+                                self._catalog.release(value)
                 raise
         return list(values)
 
     def end_step(self) -> None:
         """End a training step in the counters: see `StoreStats.bytes_written_by_step`."""
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             self._bytes_written_by_step.append(
                 self._counts["bytes_written"] - self._bytes_written_before
             )
@@ -515,7 +517,7 @@ class TensorStore(Closing):
         StoreStats
             A snapshot.
         """
-        with self._catalog.locked():
+        with self._catalog.locked(), self._catalog.opened:
             return StoreStats(
                 **self._counts, bytes_written_by_step=tuple(self._bytes_written_by_step)
             )
@@ -536,9 +538,7 @@ class TensorStore(Closing):
         _open_stores.discard(self)
         with self._catalog.lock:
             self._catalog.closed = True
-            tickets = list(self._catalog.in_flight)
-        for ticket in tickets:
-            ticket.finish()
+        self._wait_for_all()
         with self._catalog.lock:
             self._space.close()
             unobserved = self._catalog.take_unobserved()
@@ -546,6 +546,59 @@ class TensorStore(Closing):
             self._owned_engine.close()
         if unobserved is not None:
             unobserved.raise_failure()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exception has ended a call in the middle: see `reset`."""
+        with self._catalog.lock:
+            return bool(self._catalog.changing.interrupted_by)
+
+    def reset(self) -> None:
+        """Delete every tensor, after waiting for the transfers in flight.
+
+        It is how to go on after an exception such as KeyboardInterrupt or MemoryError has ended a
+        call in the middle. Every other method but `close` raises UsageError then.
+
+        Raises
+        ------
+        UsageError
+            The store is closed.
+        UnsupportedError, IOFailure
+            As when the store was made: a drive is gone.
+        """
+        self._catalog.check_process()
+        with self._catalog.lock:
+            if self._catalog.closed:
+                raise UsageError("the store is closed")
+            self._catalog.changing.interrupted_by = "reset()"  # should an exception end this
+            self._wait_for_all()
+            if self._owned_engine is not None:
+                # which waits also for a request whose ticket was lost
+                with contextlib.suppress(OffloadError):
+                    self._owned_engine.close()
+                self.engine = self._owned_engine = Engine(self._owned_engine.config)
+            self._space.close()
+            self._space = Stripes(self.engine, self.paths, self._shares)
+            self._catalog = Catalog(self._space, self.checksum)
+
+    def release_lock(self) -> None:
+        """Release the lock where this thread has it outside of a call: an exception has ended a
+        `with` at its last line.
+        """
+        lock = self._catalog.lock
+        while lock._is_owned():  # type: ignore[attr-defined]
+            lock.release()
+
+    def _wait_for_all(self) -> None:
+        """Wait until no transfer is in flight."""
+        with self._catalog.lock:
+            tickets = list(self._catalog.in_flight)
+            interrupted = self._catalog.changing.interrupted_by
+        for ticket in tickets:
+            if interrupted:
+                ticket._outcome()
+            else:
+                ticket.finish()
 
     def __repr__(self) -> str:
         state = "closed" if self._catalog.closed else f"{len(self._catalog.sizes())} tensors"
@@ -586,7 +639,7 @@ class TensorStore(Closing):
                         requests,
                     )
                 )
-        except BaseException as refusal:
+        except OffloadError as refusal:
             self._catalog.abort(ticket, refusal)
             raise
         self._counts["puts" if writes else "gets"] += 1

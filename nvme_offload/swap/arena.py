@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import Any, Generic, TypeVar
 
+from ..errors import InvariantError, known
+
 Owner = TypeVar("Owner")
 
 
@@ -95,8 +97,7 @@ class Arena(Generic[Owner]):
         self.reclaimable_bytes += block.end - block.start
         if block.owner is None and block.start < self.boundary < block.end:
             self._split(block, self.boundary)
-            rest = block.following
-            assert rest is not None
+            rest = known(block.following)
             rest.reclaimable = True
             self._join(rest)
         self._join(block)
@@ -111,8 +112,7 @@ class Arena(Generic[Owner]):
         if start < block.start:
             self._insert(start, block.start, first)
         if block.end < end:
-            assert block.following is not None
-            self._insert(block.end, end, block.following)
+            self._insert(block.end, end, known(block.following))
 
     def free(self, block: Block[Owner]) -> None:
         """Remove the owner of *block*, and make it reclaimable."""
@@ -146,14 +146,13 @@ class Arena(Generic[Owner]):
         run_first = block
         self._remove(run_start, run_end)
         if end > run_end:  # crosses the boundary
-            assert run_end == self.boundary
             rest_end, _ = self._runs[run_end]
             self._remove(run_end, rest_end)
             run_end = rest_end
-        assert end <= run_end
+        if end > run_end:
+            raise InvariantError("a block in use was allocated again")
         while block.end <= start:
-            assert block.following is not None
-            block = block.following
+            block = known(block.following)
         lost: list[Owner] = []
         writes: list[Any] = []
         if block.start < start:
@@ -195,8 +194,7 @@ class Arena(Generic[Owner]):
         if run_start < start:
             self._insert(run_start, start, run_first)
         if end < run_end:
-            assert covered is not None
-            self._insert(end, run_end, covered)
+            self._insert(end, run_end, known(covered))
         return given, lost
 
     def overlapping(self, start: int, end: int) -> list[Block[Owner]]:

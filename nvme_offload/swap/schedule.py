@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from typing import TypeAlias
 
-from ..errors import OutOfHostMemoryError, UsageError
+from ..errors import InvariantError, OutOfHostMemoryError, UsageError, known
 from ..units import format_bytes
 from .access_order import AccessOrder
 from .arena import Arena, Block
@@ -217,7 +217,7 @@ class Schedule:
         entry = self._entries.get(name)
         if entry is not None:
             self._check_free(entry)
-            assert self.blocks_create(name, nbytes) is None
+            _check(self.blocks_create(name, nbytes) is None, "a transfer is in flight")
         if entry is not None and entry.size == size:
             if entry.block is None:
                 self._check_fits(name, nbytes, size)
@@ -259,8 +259,7 @@ class Schedule:
         """
         entry = self._entries[name]
         if entry is self._needed and self._creates and entry.state == State.RESERVED:
-            assert entry.block is not None
-            return all(write.ended for write in entry.block.writes)
+            return all(write.ended for write in known(entry.block).writes)
         return entry.state >= State.CLEAN
 
     def take(self, name: str) -> tuple[int, bool]:
@@ -268,9 +267,8 @@ class Schedule:
         this use.
         """
         entry = self._entries[name]
-        block = entry.block
-        assert block is not None
-        assert entry is self._needed
+        block = known(entry.block)
+        _check(entry is self._needed, "a value is taken that was not needed")
         if block.reclaimable:
             self._arena.claim(block)
         self._to(entry, Event.CREATE if self._creates else Event.USE)
@@ -326,8 +324,7 @@ class Schedule:
         there is none.
         """
         entry = self._entry(name)
-        assert entry.read is None
-        assert entry.write is None
+        _check(entry.read is None and entry.write is None, "a transfer is in flight")
         if entry.state >= State.USED:
             self._end_use(entry)
         self._free_block(entry)
@@ -352,16 +349,15 @@ class Schedule:
         """
         entry = self._entry(name)
         self._check_free(entry)
-        assert entry.read is None
-        assert entry.write is None
-        assert entry.retained_bytes is not None
+        _check(entry.read is None and entry.write is None, "a transfer is in flight")
+        retained_bytes = known(entry.retained_bytes)
         if entry.state == State.RESERVED:
             self._drop_block(entry)
         else:
             self._to(entry, Event.ROLL_BACK)
             self._free_block(entry)
         entry.read_failed = False
-        entry.value_bytes, entry.retained_bytes = entry.retained_bytes, None
+        entry.value_bytes, entry.retained_bytes = retained_bytes, None
         self.order.repeat(name)
 
     def stays(self, name: str) -> bool:
@@ -488,7 +484,7 @@ class Schedule:
 
     def grow(self, nbytes: int) -> None:
         """Extend the memory to *nbytes* in all. Blocks stay where they are."""
-        assert nbytes >= self.nbytes
+        _check(nbytes >= self.nbytes, "memory cannot shrink")
         self._arena.grow(nbytes)
         self.nbytes = nbytes
         self._set_lookahead()
@@ -498,6 +494,10 @@ class Schedule:
     def in_use(self) -> bool:
         """Whether any value is in use."""
         return bool(self._in_use)
+
+    def names_in_use(self) -> list[str]:
+        """Every value in use that is not placed lowest."""
+        return [name for name, entry in self._in_use.items() if not entry.lowest]
 
     def finished(self, transfer: Transfer, succeeded: bool) -> None:
         """*transfer* has ended. A failed one is not retried before it is needed: see `need`,
@@ -551,7 +551,8 @@ class Schedule:
 
     def _to(self, entry: _Entry, event: Event) -> None:
         state = TABLE[entry.state][event]
-        assert state is not None, f"{event.name} in {entry.state.name}"
+        if state is None:
+            raise InvariantError(f"{event.name} in {entry.state.name}, of {entry.name!r}")
         entry.state = state
 
     def _new_entry(self, name: str, nbytes: int, size: int) -> _Entry:
@@ -609,8 +610,7 @@ class Schedule:
             self._reservations.pop(entry.name, None)
 
     def _start_read(self, entry: _Entry) -> None:
-        block = entry.block
-        assert block is not None
+        block = known(entry.block)
         after = [write for write in block.writes if not write.ended]
         if entry.write is not None and entry.write not in after:
             after.append(entry.write)
@@ -622,8 +622,7 @@ class Schedule:
         self._to_start.append(entry.read)
 
     def _start_write(self, entry: _Entry) -> None:
-        block = entry.block
-        assert block is not None
+        block = known(entry.block)
         entry.write = Transfer(True, entry.name, block.start, entry.value_bytes, entry.size)
         block.writes = (entry.write,)
         self._to(entry, Event.START_WRITE)
@@ -631,8 +630,7 @@ class Schedule:
 
     def _evict(self, entry: _Entry) -> None:
         """Make the block of *entry*, which is idle, reclaimable; a dirty value is written back."""
-        block = entry.block
-        assert block is not None
+        block = known(entry.block)
         if entry.state == State.DIRTY:
             self._start_write(entry)
         if entry.state in _EVICTABLE:
@@ -654,10 +652,10 @@ class Schedule:
             other = block.owner
             if other is None:
                 continue
-            assert other.state in (State.RESERVED, State.READING)
+            _check(other.state in (State.RESERVED, State.READING), "a block has two owners")
             self._drop_block(other)
         entry.block, lost = self._arena.take(start, write.block_bytes, entry)
-        assert not lost
+        _check(not lost, "a block has two owners")
         self._count_placed(entry)
 
     # Residency and eviction.
@@ -893,7 +891,7 @@ class Schedule:
         ):
             return False
         entry.block, lost = self._arena.take(write.offset, write.block_bytes, entry)
-        assert not lost
+        _check(not lost, "a block has two owners")
         entry.block.writes = (write,)
         self._count_placed(entry)
         self._to(entry, Event.REATTACH)
@@ -955,9 +953,7 @@ class Schedule:
         """The block of *victim* with neighbours, those with the farthest next use first, that have
         *size* bytes together; None where there are none.
         """
-        low = high = victim.block
-        assert low is not None
-        assert high is not None
+        low = high = known(victim.block)
         if above and low.start < self._arena.boundary:
             return None
         blocks = deque([low])
@@ -970,13 +966,11 @@ class Schedule:
             if left is None and right is None:
                 return None
             if right is None or (left is not None and left > right):
-                assert low.previous is not None
-                low = low.previous
+                low = known(low.previous)
                 blocks.appendleft(low)
                 left = self._eviction_priority(low.previous, beyond, above)
             else:
-                assert high.following is not None
-                high = high.following
+                high = known(high.following)
                 blocks.append(high)
                 right = self._eviction_priority(high.following, beyond, above)
         return list(blocks)
@@ -989,8 +983,7 @@ class Schedule:
             return None
         if block.reclaimable:
             return _UNKNOWN << 1
-        owner = block.owner
-        assert owner is not None
+        owner = known(block.owner)
         if (
             owner.state not in _EVICTABLE
             or owner is self._needed
@@ -1040,14 +1033,10 @@ class Schedule:
             elif owner.state == State.RESERVED:
                 self._drop_block(owner)
             elif owner.state == State.READING:
-                assert owner.read is not None
-                self._awaited += [
-                    *(write for write in owner.read.after if not write.ended),
-                    owner.read,
-                ]
+                read = known(owner.read)
+                self._awaited += [*(write for write in read.after if not write.ended), read]
             elif owner.state == State.REDIRTY:
-                assert owner.write is not None
-                self._awaited.append(owner.write)
+                self._awaited.append(known(owner.write))
             else:
                 self._evict(owner)
         if failed is not None and not self._awaited:
@@ -1284,6 +1273,12 @@ class Schedule:
             f"no space for {name!r}, {format_bytes(nbytes)}, in a budget of {format_bytes(self.nbytes)}: {format_bytes(used)} are in use"
             f"{f' by {listed}{more}' if in_use else ''}; release some first, or make the budget at least {enough} bytes"
         )
+
+
+def _check(holds: bool, fault: str) -> None:
+    """Raises: InvariantError, with the *fault*, unless what must hold *holds*."""
+    if not holds:
+        raise InvariantError(f"{fault}: please report it as a fault of nvme_offload")
 
 
 def _laid_out(

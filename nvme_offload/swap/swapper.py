@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoSpaceError, OffloadError, UsageError, WaitTimeout
 from ..io.closing import Closing
+from ..io.section import Section
 from ..units import format_bytes
 from .schedule import Schedule, Transfer
 
@@ -121,13 +122,18 @@ class TensorSwapper(Closing):
         self._memory: torch.Tensor | None = self._taken[0]
         # guards all attributes below; held for a whole call, including waits
         self._lock = threading.RLock()
-        self._schedule = Schedule(pool.nbytes, lookahead_bytes)
+        self._changing = Section("swapper")
+        self._lookahead_bytes = lookahead_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without values, in memory that nothing uses."""
+        self._schedule = Schedule(self._pool.nbytes, self._lookahead_bytes)
         self._tickets: dict[Transfer, StoreTicket] = {}  # of the transfers in flight
         # reads and writes, in order of start
         self._in_flight: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
         self._empty: list[Transfer] = []  # reads of 0 bytes that wait for other transfers
         self._to_start: deque[Transfer] = deque()  # planned and not started
-        self._interrupted = False  # an exception ended the call that was starting them
         self._on_drive: set[str] = set()  # names in the store
         self._retained: set[str] = set()
         self._flushing = False  # the drive is to have a copy of everything
@@ -168,7 +174,7 @@ class TensorSwapper(Closing):
             *name* is not created.
         """
         nbytes = operator.index(nbytes)
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             while (blocking := self._schedule.blocks_create(name, nbytes)) is not None:
                 self._start_all(self._schedule.take_pending())
@@ -178,8 +184,8 @@ class TensorSwapper(Closing):
             self._read_errors.pop(name, None)
             try:
                 tensor = self._obtain(name)[0]
-            except BaseException:
-                if name not in self._schedule:
+            except BaseException as error:
+                if self._changing.allows(error) and name not in self._schedule:
                     self._delete(name)
                 raise
             self._commit(name)  # what `retain` kept is of the value that was replaced
@@ -214,7 +220,7 @@ class TensorSwapper(Closing):
         OffloadError
             The error of a write-back that was to free memory, as in `create`.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             self._schedule.need(name, in_order)
             self._read_errors.pop(name, None)
@@ -241,10 +247,11 @@ class TensorSwapper(Closing):
             The value is not in use, or *nbytes* is out of range.
         """
         with self._lock:
-            self._live()
-            self._schedule.release(
-                name, changed, None if nbytes is None else operator.index(nbytes)
-            )
+            with self._changing:
+                self._live()
+                self._schedule.release(
+                    name, changed, None if nbytes is None else operator.index(nbytes)
+                )
             self._pump()
 
     def swap_out(self, name: str, tensor: torch.Tensor) -> None:
@@ -269,7 +276,8 @@ class TensorSwapper(Closing):
         try:
             memory.copy_(source.view(torch.uint8))
         except BaseException:
-            self.discard(name)
+            if not self._changing.interrupted_by:
+                self.discard(name)
             raise
         self.release(name, changed=True)
 
@@ -283,8 +291,9 @@ class TensorSwapper(Closing):
             names are ignored.
         """
         with self._lock:
-            self._live()
-            self._schedule.hint(names)
+            with self._changing:
+                self._live()
+                self._schedule.hint(names)
             self._pump()
 
     def discard(self, name: str) -> None:
@@ -302,13 +311,14 @@ class TensorSwapper(Closing):
             There is no such value.
         """
         with self._lock:
-            self._live()
-            self._schedule.size(name)  # raises for an unknown name
-            self._settle(name)
-            self._schedule.discard(name)
-            self._write_errors.pop(name, None)
-            self._read_errors.pop(name, None)
-            self._delete(name)
+            with self._changing:
+                self._live()
+                self._schedule.size(name)  # raises for an unknown name
+                self._settle(name)
+                self._schedule.discard(name)
+                self._write_errors.pop(name, None)
+                self._read_errors.pop(name, None)
+                self._delete(name)
             self._pump()
 
     def stays(self, name: str) -> bool:
@@ -342,7 +352,7 @@ class TensorSwapper(Closing):
             The value is not in use, or memory alone has its newest version: `write_back` comes
             before `swap_in`.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             if name not in self._retained:
                 self._schedule.retain(name)
@@ -357,7 +367,7 @@ class TensorSwapper(Closing):
         name : str
             The name; one of which nothing is kept is ignored.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             self._commit(name)
 
@@ -376,15 +386,16 @@ class TensorSwapper(Closing):
             The value is in use, or nothing is kept of it.
         """
         with self._lock:
-            self._live()
-            if name not in self._retained:
-                raise UsageError(f"nothing is retained of {name!r}")
-            self._settle(name)
-            self._schedule.roll_back(name)
-            self._write_errors.pop(name, None)
-            self._read_errors.pop(name, None)
-            self._store.roll_back(name)
-            self._retained.remove(name)
+            with self._changing:
+                self._live()
+                if name not in self._retained:
+                    raise UsageError(f"nothing is retained of {name!r}")
+                self._settle(name)
+                self._schedule.roll_back(name)
+                self._write_errors.pop(name, None)
+                self._read_errors.pop(name, None)
+                self._store.roll_back(name)
+                self._retained.remove(name)
             self._pump()
 
     def foretell(self, sizes: Mapping[str, int], *, at_once: int = 1, stay: bool = False) -> None:
@@ -402,7 +413,7 @@ class TensorSwapper(Closing):
             Never have other values stay in memory instead, even if they are used in another way: the
             drive has little more room than for those that do not.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             self._schedule.foretell(sizes, at_once, stay)
 
@@ -415,8 +426,9 @@ class TensorSwapper(Closing):
     def step(self) -> None:
         """End a period of the order of use; call it once per training step."""
         with self._lock:
-            self._live()
-            self._schedule.step()
+            with self._changing:
+                self._live()
+                self._schedule.step()
             self._pump()
 
     def flush(self) -> None:
@@ -428,7 +440,7 @@ class TensorSwapper(Closing):
             The first error of a write, after all were tried. A value whose write failed stays in
             memory, and the next `flush` writes it again.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             self._start_all()
             tried: set[str] = set()
@@ -444,7 +456,7 @@ class TensorSwapper(Closing):
             finally:
                 self._flushing = False
             self._raise_write_errors()
-            self._pump()
+            self._advance()
 
     def write_back(self, name: str) -> None:
         """Have the drive have the newest version of a value that is not in use, and wait. The value
@@ -462,7 +474,7 @@ class TensorSwapper(Closing):
         OffloadError
             The error of the write. The value stays in memory.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             self._start_all()
             while True:
@@ -482,7 +494,7 @@ class TensorSwapper(Closing):
         """Wait for writes in flight; whether one failed that no call has raised. Its value is in
         memory, and `flush` writes it again.
         """
-        with self._lock:
+        with self._lock, self._changing:
             self._live()
             while self._in_flight[True]:
                 self._finish(self._in_flight[True][0])
@@ -501,6 +513,45 @@ class TensorSwapper(Closing):
         with self._lock:
             return self._schedule.in_use()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exception has ended a call in the middle: see `reset`."""
+        with self._lock:
+            return bool(self._changing.interrupted_by)
+
+    def reset(self) -> None:
+        """Delete every value, in use or not, and every tensor of the store.
+
+        It is how to go on after an exception such as KeyboardInterrupt or MemoryError has ended a
+        call in the middle. Every other method that uses values raises UsageError then.
+
+        Raises
+        ------
+        UsageError, UnsupportedError, IOFailure
+            As `TensorStore.reset`.
+        """
+        with self._lock:
+            self._live()
+            self._changing.interrupted_by = "reset()"  # should an exception end this
+            self._store.reset()  # no transfer uses the memory from here on
+            self._begin()
+            self._changing.interrupted_by = ""
+
+    def end_uses(self) -> None:
+        """End every use of a value, as `release` does of a changed one, except for uses
+        of ``create(lowest=True)``. Does nothing while `interrupted`.
+
+        For the only user of the swapper, after an exception has ended one of its calls in this
+        thread: it need not know which values are in use.
+        """
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()  # of a `with` that an exception has ended at its last line
+        with self._lock:
+            if not self._changing.interrupted_by:
+                with self._changing:
+                    for name in self._schedule.names_in_use():
+                        self._schedule.release(name, True, None)
+
     def grow(self, nbytes: int) -> None:
         """Grow the pool and the budget. Values stay where they are, including those in use.
 
@@ -518,13 +569,14 @@ class TensorSwapper(Closing):
 
         with self._lock:
             self._live()
-            pool = self._pool
-            pool.grow(nbytes)
-            if pool.nbytes > self._schedule.nbytes:
-                self._taken.append(pool.empty(pool.nbytes - self._schedule.nbytes, torch.uint8))
-                self._memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
-                self._schedule.grow(pool.nbytes)
-                self._pump()
+            self._pool.grow(nbytes)  # a MemoryError of which changes nothing
+            with self._changing:
+                pool = self._pool
+                if pool.nbytes > self._schedule.nbytes:
+                    self._taken.append(pool.empty(pool.nbytes - self._schedule.nbytes, torch.uint8))
+                    self._memory = torch.frombuffer(pool.memory, dtype=torch.uint8)
+                    self._schedule.grow(pool.nbytes)
+            self._pump()
 
     def nbytes(self, name: str) -> int:
         """Size of a value as created.
@@ -557,25 +609,26 @@ class TensorSwapper(Closing):
             return name in self._schedule
 
     def stats(self) -> SwapperStats:
-        """Counters since the swapper was made. Cheap enough to poll.
+        """Counters since the swapper was made. Cheap enough to poll: it never waits.
 
         Returns
         -------
         SwapperStats
             A snapshot.
         """
-        with self._lock:
-            return SwapperStats(
-                bytes_read=self._bytes[False],
-                bytes_written=self._bytes[True],
-                read_wait_seconds=self._read_wait_seconds,
-                room_wait_seconds=self._room_wait_seconds,
-                hits=self._hits,
-                misses=self._misses,
-                resident_bytes=self._schedule.used_bytes,
-                peak_bytes=self._schedule.peak_bytes,
-                unused_prefetches=self._schedule.unused_prefetches,
-            )
+        # without the lock, which a call holds while it waits for the drive
+        schedule = self._schedule
+        return SwapperStats(
+            bytes_read=self._bytes[False],
+            bytes_written=self._bytes[True],
+            read_wait_seconds=self._read_wait_seconds,
+            room_wait_seconds=self._room_wait_seconds,
+            hits=self._hits,
+            misses=self._misses,
+            resident_bytes=schedule.used_bytes,
+            peak_bytes=schedule.peak_bytes,
+            unused_prefetches=schedule.unused_prefetches,
+        )
 
     def close(self) -> None:
         """Wait for transfers in flight, delete the values from the store, and release the memory. A
@@ -589,7 +642,13 @@ class TensorSwapper(Closing):
         with self._lock:
             if self._memory is None:
                 return
-            self._finish_all()
+            if self._changing.interrupted_by or self._store.interrupted:
+                # The store waits for the transfers, which hold their memory, and frees the space.
+                self._memory = None
+                self._taken.clear()
+                return
+            with self._changing:
+                self._finish_all()
             self._memory = None
             self._taken.clear()
             for name in list(self._on_drive):
@@ -609,7 +668,7 @@ class TensorSwapper(Closing):
         read.
         """
         try:
-            self._pump()
+            self._advance()
             while not self._schedule.ready(name):
                 if name in self._read_errors:
                     raise self._read_errors.pop(name)
@@ -617,7 +676,7 @@ class TensorSwapper(Closing):
                 if failed is not None:
                     if failed in self._write_errors:
                         raise self._write_errors.pop(failed)
-                    self._pump()  # the error was raised already: try again
+                    self._advance()  # the error was raised already: try again
                     continue
                 awaited = self._schedule.waits_for(name)
                 started = time.perf_counter()
@@ -627,14 +686,20 @@ class TensorSwapper(Closing):
                     self._read_wait_seconds += seconds
                 else:
                     self._room_wait_seconds += seconds
-                self._pump()
-        except BaseException:
-            self._schedule.cancel_need(name)
+                self._advance()
+        except BaseException as error:
+            if self._changing.allows(error):
+                self._schedule.cancel_need(name)
             raise
         offset, was_read = self._schedule.take(name)
         return self._live()[offset : offset + self._schedule.size(name)], was_read
 
     def _pump(self) -> None:
+        """As `_advance`, outside of a section."""
+        with self._changing:
+            self._advance()
+
+    def _advance(self) -> None:
         """Note the transfers that have ended, in order of start, and start the next ones."""
         tickets = self._tickets
         for in_flight in self._in_flight:
@@ -644,28 +709,10 @@ class TensorSwapper(Closing):
             self._start_all(transfers)
 
     def _start_all(self, transfers: Iterable[Transfer] = ()) -> None:
-        """Start *transfers*, after those that an exception such as Ctrl-C kept an earlier call from
-        starting.
-        """
-        if self._interrupted:
-            # the transfer that was being started may be in flight: two reads into one block must
-            # not overlap
-            self._store.drain()
-            self._interrupted = False
+        """Start *transfers*, after those that an error kept an earlier call from starting."""
         self._to_start.extend(transfers)
         while self._to_start:
-            transfer = self._to_start.popleft()
-            try:
-                self._start(transfer)
-            except BaseException:
-                if (
-                    not transfer.ended
-                    and transfer not in self._tickets
-                    and transfer not in self._empty
-                ):
-                    self._to_start.appendleft(transfer)
-                    self._interrupted = True
-                raise
+            self._start(self._to_start.popleft())
 
     def _start(self, transfer: Transfer) -> None:
         if transfer.cancelled:  # a transfer that it waits for could not be started
@@ -720,8 +767,6 @@ class TensorSwapper(Closing):
 
     def _finish(self, transfer: Transfer) -> None:
         """Wait for *transfer* and all that it waits for, and note those that have ended."""
-        if self._interrupted:
-            self._start_all()
         for blocker in transfer.after:
             if not blocker.ended:
                 self._finish(blocker)
@@ -733,8 +778,9 @@ class TensorSwapper(Closing):
                 self._wait(transfer, ticket)
             except OffloadError as failure:
                 error = failure
-            except BaseException:
+            except BaseException as interrupt:
                 self._tickets[transfer] = ticket
+                self._changing.ignore(interrupt)  # it ended a wait, and changed nothing
                 raise
             self._note(transfer, error)
         elif not transfer.ended:

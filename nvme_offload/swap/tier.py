@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..errors import NoSpaceError, OffloadError, UsageError
+from ..errors import NoSpaceError, OffloadError, UsageError, known
 from ..hardware import profile_shelf
 from ..hardware.config import AioConfig
 from ..hardware.drive import describe
@@ -98,7 +98,8 @@ class Tier:
         self._abandoned: deque[tuple[Collection[str], Collection[int]]] = deque()
         self._needed_bytes = 0
         self._most_bytes = 0  # the reserved size of the pool
-        self._has_little_room = False  # on the drives: not for all values
+        self._reserved_bytes = 0  # on the drives, where they lack room for all values
+        self._foretold: tuple[dict[str, int], int] | None = None  # what `foretell` was called with
         self._scratch: dict[str, torch.Tensor] = {}
         self._automatic = host_memory == "auto"
         self.cap_bytes = (
@@ -126,6 +127,40 @@ class Tier:
         """Counters of the swapper; None before the first `require`. Thread-safe."""
         swapper = self._swapper
         return swapper.stats() if swapper is not None else None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exception has ended a call of the store or the swapper in the middle, such as
+        KeyboardInterrupt or MemoryError. Their values are unusable then, until `reset`.
+        """
+        swapper = self._swapper
+        return self.store.interrupted or (swapper is not None and swapper.interrupted)
+
+    def reset(self) -> None:
+        """Delete every value, also after an exception has ended a call in the middle. Memory, space
+        on the drives and `make_scratch` stay; tensors of values and of scratch memory must not be
+        used any more. Raises: as `TensorStore.reset`.
+        """
+        swapper = self._swapper
+        if swapper is None:
+            self.store.reset()
+            return
+        swapper.reset()
+        if self._reserved_bytes:
+            self.store.reserve(self._reserved_bytes)
+        for name, memory in list(self._scratch.items()):
+            self._scratch[name] = swapper.create(name, memory.nbytes, lowest=True)
+        if self._foretold is not None:
+            sizes, at_once = self._foretold
+            self.foretell(sizes, at_once=at_once)
+
+    def end_uses(self) -> None:
+        """End every use of a value except uses of `make_scratch`, after an exception has ended a call
+        of the tier's only user: see `TensorSwapper.end_uses`. Does nothing while `interrupted`.
+        """
+        self.store.release_lock()
+        if self._swapper is not None:
+            self._swapper.end_uses()
 
     def forget(self, names: Collection[str]) -> None:
         """Discard the values *names* that exist, those of `make_scratch` among them."""
@@ -208,15 +243,15 @@ class Tier:
         return self._pool
 
     def _tell_memory(self) -> None:
-        assert self._pool is not None
+        pool = known(self._pool)
         automatic = ", from the memory available" if self._automatic else ""
-        held, cap = format_bytes(self._pool.nbytes), format_bytes(self.cap_bytes)
+        held, cap = format_bytes(pool.nbytes), format_bytes(self.cap_bytes)
         _log.info(
             "host memory for offload: %s of at most %s%s; pinned: %s",
             held,
             cap,
             automatic,
-            self._pool.pinned,
+            pool.pinned,
         )
 
     def require_memory(self, whole_bytes: int, beside_bytes: int = 0) -> None:
@@ -286,7 +321,7 @@ class Tier:
                     continue  # it would be the room of another rank
                 with contextlib.suppress(NoSpaceError):
                     self.store.reserve(nbytes)
-                    self._has_little_room = True
+                    self._reserved_bytes = nbytes
                     _log.warning(
                         "the drive has no room for all of %s: %s is allocated there, and host memory holds the rest%s",
                         format_bytes(values),
@@ -319,7 +354,8 @@ class Tier:
         at_once : int
             How many of them are in use together.
         """
-        self.swapper.foretell(sizes, at_once=at_once, stay=self._has_little_room)
+        self._foretold = dict(sizes), at_once
+        self.swapper.foretell(sizes, at_once=at_once, stay=self._reserved_bytes > 0)
 
     def _free_bytes(self) -> int:
         return sum(

@@ -101,6 +101,8 @@ class LateTicket:
 class LateStore:
     """A store whose transfers are late."""
 
+    interrupted = False
+
     def __init__(self, store: TensorStore) -> None:
         self.store = store
         self.chance = random.Random(4)

@@ -1,0 +1,65 @@
+"""`Section`: notices that an exception has ended a change of tables in the middle."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from ..errors import InvariantError, OffloadError, UsageError
+
+
+class Section:
+    """A context for code that changes tables, under the lock of the tables.
+
+    Code in the context raises an `OffloadError` only where the tables are consistent. Any other
+    exception can come between two lines, as Ctrl-C and MemoryError do. The tables are unknown then,
+    and every later context is refused.
+
+    Parameters
+    ----------
+    owner : str
+        What the tables belong to, for the error.
+
+    Attributes
+    ----------
+    interrupted_by : str
+        The class of the exception; "" while the tables are consistent and no context is entered.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self.interrupted_by = ""
+        self._owner = owner
+        self._harmless: BaseException | None = None
+
+    def check(self) -> None:
+        """Raises: UsageError where an exception has left the tables unknown."""
+        if self.interrupted_by:
+            raise UsageError(
+                f"{self.interrupted_by} interrupted a call of the {self._owner}, which is only partly applied: load a checkpoint, "
+                "or call reset(), which deletes its tensors"
+            )
+
+    def ignore(self, error: BaseException) -> None:
+        """Treat *error* as an `OffloadError`: it was raised where the tables are consistent."""
+        self._harmless = error
+
+    def __enter__(self) -> None:
+        self.check()
+        self.interrupted_by = "an exception"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or error is None or self.allows(error):
+            self.interrupted_by = ""
+        else:
+            self.interrupted_by = kind.__name__
+        self._harmless = None
+
+    def allows(self, error: BaseException) -> bool:
+        """Whether *error* leaves the tables consistent."""
+        return error is self._harmless or (
+            isinstance(error, OffloadError) and not isinstance(error, InvariantError)
+        )
