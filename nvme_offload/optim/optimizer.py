@@ -133,6 +133,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
     checkpoint; until then a step is refused.
     """
 
+    _state: Any  # `state`, without a wait
+
     def __init__(
         self,
         params: Any,
@@ -383,6 +385,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._settle()
+        if isinstance(param_group, dict):  # torch refuses anything else
+            materialised([param_group])
         [sample] = samples_of([param_group])
         super().add_param_group(param_group)
         groups, samples = self.param_groups, self._template.param_groups
@@ -395,6 +399,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         except BaseException:
             groups.pop()
             del samples[before:]
+            self._options.forget([len(groups)])
             raise
 
     def state_dict(self) -> dict[str, Any]:
@@ -469,7 +474,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
-                self.state = type(small)(
+                self._state = type(small)(
                     dict,
                     {
                         weight.parameter: state
@@ -483,7 +488,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 packed: dict[str, Any] = super().state_dict()
             finally:
                 handle.remove()
-                self.state = small
+                self._state = small
             wide = {"wide": True} if self._updater.wide else {}
             yield {
                 **packed,
@@ -550,6 +555,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._settle()
         given = dict(state)
         if "state" in given:
             self.state = given.pop("state")
@@ -825,7 +831,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     )
                     self._show(bucket)
         self._drain()
-        self._options.forget()
+        self._options.forget(indices)  # a step may have begun with the other groups
         self._weights += weights
         self._buckets += buckets
         if self._backward is not None:
@@ -1158,6 +1164,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
+        self._settle()  # updates that are not made yet would put the old states back
+        self._state_was_asked_for = True
         self._state = value
 
     @property

@@ -5,7 +5,7 @@ forms that parameters are given in.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +58,11 @@ class StepOptions:
         self.forget()
         return sorted({key for _, key, _ in changed})
 
-    def forget(self) -> None:
-        """Leave the groups as they are."""
-        self._before.clear()
-        self._after.clear()
+    def forget(self, indices: Iterable[int] | None = None) -> None:
+        """Leave the groups as they are: all groups, or only the groups of *indices*."""
+        for index in [*self._before, *self._after] if indices is None else indices:
+            self._before.pop(index, None)
+            self._after.pop(index, None)
 
 
 def differences(

@@ -296,6 +296,68 @@ def test_a_group_added_after_steps(tmp_path):
     assert differing(ours, plain) == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        iter,
+        tuple,
+        lambda params: (one for one in params),
+        lambda params: dict.fromkeys(params),
+    ],
+    ids=["iterator", "tuple", "generator", "dictionary"],
+)
+def test_a_group_may_be_added_by_any_iterable(tmp_path, given):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain[:2])
+    with NVMeOptimizer(ours[:2], paths=tmp_path) as optimizer:
+        for params, one in ((plain, reference), (ours, optimizer)):
+            train(params[:2], one)
+            one.add_param_group({"params": given(params[2:]), "lr": 0.1})
+            assert len(one.param_groups[1]["params"]) == len(params) - 2
+            train(params, one, first=3)
+    assert differing(ours, plain) == []
+
+
+def test_a_group_may_be_added_by_named_parameters(tmp_path):
+    net, other = torch.nn.Linear(30, 40), torch.nn.Linear(40, 2)
+    with NVMeOptimizer(net.named_parameters(), paths=tmp_path) as optimizer:
+        optimizer.add_param_group({"params": other.named_parameters()})
+        assert optimizer.param_groups[1]["param_names"] == ["weight", "bias"]
+        for wrong in ({"params": {net.weight}}, [net.weight]):
+            with pytest.raises(TypeError, match=r"ordered collections|must be a dict"):
+                optimizer.add_param_group(wrong)
+        assert len(optimizer.param_groups) == 2
+
+
+def test_options_of_a_group_that_was_refused_are_forgotten(tmp_path):
+    plain, ours = parameters(), parameters()
+    reference = torch.optim.AdamW(plain[:2])
+    with NVMeOptimizer(ours[:2], paths=tmp_path) as optimizer:
+        meta = torch.nn.Parameter(torch.ones(3, device="meta"))
+        with pytest.raises(UnsupportedError):
+            optimizer.add_param_group({"params": meta, "lr": 0.9})
+        for params, one in ((plain, reference), (ours, optimizer)):
+            one.add_param_group({"params": params[2:], "lr": 0.1})
+            train(params, one)
+    assert differing(ours, plain) == []
+
+
+def test_a_group_that_is_added_within_a_step_leaves_the_options_of_others(tmp_path):
+    """Lion counts its steps in the group: after a backward() that has updated its parameters."""
+    counts = []
+    with NVMeOptimizer(
+        parameters(), OPTIMIZERS["lion"], paths=tmp_path, step_in_backward=True
+    ) as optimizer:
+        params = optimizer.param_groups[0]["params"]
+        for step in range(3):
+            sum(one.square().sum() for one in params).backward()
+            if step == 1:
+                optimizer.add_param_group({"params": parameters(shapes=[(3, 3)])})
+            optimizer.step()
+            counts.append(optimizer.param_groups[0]["count"])
+    assert counts == [1, 2, 3]
+
+
 def test_groups_without_parameters_and_with_frozen_ones_only(tmp_path):
     frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
     for group in ({"params": []}, {"params": [frozen]}):  # a rank may have no more than that

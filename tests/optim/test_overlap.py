@@ -4,6 +4,7 @@ nobody sees a weight or a state from before them.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -659,6 +660,28 @@ CHANGES = {
     "accumulation": lambda net, _: loss_of(net, 88).backward(),
     "a rate": lambda net, optimizer: optimizer.param_groups[0].update(lr=0.5),
 }
+
+
+RESETS = {
+    "assignment": lambda optimizer: setattr(optimizer, "state", collections.defaultdict(dict)),
+    "__setstate__": lambda optimizer: optimizer.__setstate__(
+        {"state": collections.defaultdict(dict), "param_groups": optimizer.param_groups}
+    ),
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.usefixtures("only_when_awaited")
+def test_states_that_are_replaced_are_not_put_back_by_updates(tmp_path, reset):
+    pairs = pair_of(tmp_path)
+    for net, optimizer in pairs:
+        RESETS[reset](optimizer)
+        step_of(net, optimizer, 2)
+        step_of(net, optimizer, 3)
+    (plain, reference), (ours, optimizer) = pairs
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+    optimizer.close()
 
 
 @pytest.mark.parametrize("name", LOOKS)
