@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +35,9 @@ from .buckets import Bucket, Weight, like, local, offset_of
 from .budget import Budget
 from .host_gradient import HostGradient
 from .options import StepOptions, differences, materialised, same, samples_of
-from .placeholders import ShownState, StateOnDrive
+from .placeholders import StateOnDrive
 from .provisional import ProvisionalUpdates
+from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
 from .update import Options, Updater
 from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
@@ -133,8 +135,6 @@ class NVMeOptimizer(torch.optim.Optimizer):
     checkpoint; until then a step is refused.
     """
 
-    _state: Any  # `state`, without a wait
-
     def __init__(
         self,
         params: Any,
@@ -189,9 +189,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._changes_groups = False
         self._leaves = False  # updates of this step to `step`, since they failed during backward()
         self._left = False  # likewise of the step before, or of this one
+        self._source = weakref.ref(self)
+        # `state`. What is done here with it uses the methods of `dict`, which do not wait.
+        self._state: dict[Any, Any] = ShownStates(_settling(self._source))
         self._broken = ""  # what happened, where parameters or states are no longer whole
         self._closed = self._ready = False
-        self._source = weakref.ref(self)
         self._steps = 0
         self._last: UpdateStats | None = None
         self._lock = threading.RLock()  # backward() has a thread for every GPU
@@ -474,7 +476,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
             def show(_: torch.optim.Optimizer) -> None:
                 self._take_up_states()
-                self._state = type(small)(
+                self._state = defaultdict(
                     dict,
                     {
                         weight.parameter: state
@@ -986,7 +988,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
             weight = fragment.weight
             if fragment is weight.fragments[0]:
                 if weight.shown is None:
-                    weight.shown = ShownState(weight, saved.check)
+                    weight.shown = ShownState(weight, saved.check, _settling(self._source))
                 there: dict[Key, torch.Tensor] = {}
                 for key, form in saved.forms(fragment).items():
                     own = local(weight.placeholders[key]) if key in weight.placeholders else None
@@ -1005,20 +1007,20 @@ class NVMeOptimizer(torch.optim.Optimizer):
                         )
                 weight.placeholders = there
                 weight.shown.show(saved.in_place_of_leaves(weight, there, lambda small: small))
-                if weight.shown:
-                    self._state[weight.parameter] = weight.shown
+                if dict.__len__(weight.shown):
+                    dict.__setitem__(self._state, weight.parameter, weight.shown)
 
     def _take_up_states(self) -> None:
         """Take what somebody has put into `state`, and let go of what somebody has taken out."""
-        self._state_was_asked_for = False
         given = {}
         for weight in self._weights:
-            state = self._state.get(weight.parameter, {})
+            state = dict.get(self._state, weight.parameter, {})
             if bool(state) if weight.shown is None else weight.shown.differs_from(state):
                 saved.check(state, weight)
                 given[weight] = dict(state)
         if given:
             self._restore(given)
+        self._state_was_asked_for = False
         # what is small is shown of the first fragment alone, where somebody may have changed it in
         # place
         if not self._updated:
@@ -1099,7 +1101,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._drain()
         self._broken = "states were being loaded"
         for weight in given:
-            self._state.pop(weight.parameter, None)
+            dict.pop(self._state, weight.parameter, None)
             weight.updates += 1
         for bucket in self._buckets:
             if any(fragment.weight in given for fragment in bucket.fragments):
@@ -1164,9 +1166,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
+        if "_template" not in self.__dict__:  # torch.optim.Optimizer makes an empty one
+            return
         self._settle()  # updates that are not made yet would put the old states back
         self._state_was_asked_for = True
-        self._state = value
+        self._state = value if isinstance(value, dict) else defaultdict(dict, value)
 
     @property
     def is_broken(self) -> bool:
@@ -1354,6 +1358,18 @@ class NVMeOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 f"{self._broken}, so that parameters and states are no longer of one step: load both from a checkpoint"
             )
+
+
+def _settling(source: weakref.ref[NVMeOptimizer]) -> Callable[[], None]:
+    """The function that has pending updates of *source* made, before `state` is used."""
+
+    def settle() -> None:
+        optimizer = source()
+        if optimizer is not None:
+            optimizer._settle()
+            optimizer._state_was_asked_for = True
+
+    return settle
 
 
 def _check_class(parameter: torch.Tensor) -> None:

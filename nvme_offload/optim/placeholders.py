@@ -4,16 +4,14 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import UsageError
-from ..optimizer_states.tree import content
 from .buckets import local
 
 if TYPE_CHECKING:
@@ -188,61 +186,6 @@ class StateOnDrive(torch.Tensor):
                 )
             )
         return made if several else made[0]
-
-
-class ShownState(dict[Any, Any]):
-    """The state of *weight* as `optimizer.state` has it: what is small, and a `StateOnDrive` for
-    each of the others. *check* is called for what is put in.
-    """
-
-    def __init__(self, weight: Weight, check: Callable[[Mapping[Any, Any], Weight], None]) -> None:
-        super().__init__()
-        self._weight, self._check = weight, check
-        # what is in no container, and the way there
-        self._shown: list[tuple[tuple[Any, ...], Any]] = []
-
-    def show(self, state: Mapping[Any, Any]) -> None:
-        """Have this *state*, which is known."""
-        super().clear()
-        super().update(state)
-        self._shown = content(state)
-
-    def differs_from(self, state: Mapping[Any, Any]) -> bool:
-        """Whether *state*, which is in the place of this now and may be this, is not what was
-        shown.
-        """
-        if state is not self:
-            return bool(state or self._shown)
-        now = content(self)
-        return len(now) != len(self._shown) or any(
-            one is not other or way != where
-            for (way, one), (where, other) in zip(now, self._shown, strict=True)
-        )
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._check({key: value}, self._weight)
-        super().__setitem__(key, value)
-
-    def update(self, *given: Any, **named: Any) -> None:
-        """As of every dictionary."""
-        for key, value in dict(*given, **named).items():
-            self[key] = value
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of every dictionary."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
-        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
 
 
 def is_on_drive(value: Any) -> bool:

@@ -1336,3 +1336,31 @@ def test_without_it_synchronize_does_nothing(tmp_path):
     with NVMeOptimizer(parameters(), paths=tmp_path) as optimizer:
         optimizer.synchronize()
         assert threads() == []
+
+
+KEPT = {
+    "clear": lambda states, one: states.clear(),
+    "delete": lambda states, one: states.__delitem__(one),
+    "replace": lambda states, one: states.__setitem__(one, {}),
+    "clear one": lambda states, one: states[one].clear(),
+    "replace a tensor": lambda states, one: states[one].update(exp_avg=torch.full_like(one, 0.25)),
+    "write to a tensor": lambda states, one: states[one]["exp_avg"].fill_(0.25),
+    "pop": lambda states, one: states.pop(one),
+    "union": lambda states, one: states.__ior__({one: {}}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_dictionary_of_states_that_was_kept_waits(tmp_path, name):
+    """The program keeps `optimizer.state`, and the state of a parameter, over steps."""
+    pairs = pair_of(tmp_path)
+    kept = [({**optimizer.state}, optimizer.state) for _, optimizer in pairs]
+    for (net, optimizer), (of_each, states) in zip(pairs, kept, strict=True):
+        step_of(net, optimizer, 2)
+        KEPT[name](of_each if "one" in name or "tensor" in name else states, net[0].weight)
+        step_of(net, optimizer, 3)
+    (plain, reference), (ours, optimizer) = pairs
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    assert unlike(optimizer.state_dict()["state"], reference.state_dict()["state"]) == []
+    optimizer.close()

@@ -1,0 +1,118 @@
+"""`optimizer.state`: dictionaries that first wait for pending updates, whoever kept them."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..optimizer_states.tree import content
+from .placeholders import is_on_drive
+
+if TYPE_CHECKING:
+    from .buckets import Weight
+
+# All that a dictionary can do, except to be made.
+_USES = (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__"),
+    *("__ne__", "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "get"),
+    *("items", "keys", "pop", "popitem", "setdefault", "update", "values"),
+)
+
+
+class ShownStates(defaultdict[Any, Any]):
+    """The states of all parameters. *settle* makes pending updates, before every use."""
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._settle = settle
+
+    def copy(self) -> Any:
+        """A plain dictionary."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class ShownState(dict[Any, Any]):
+    """The state of *weight*: small values, and a `StateOnDrive` for each of the others. *check* is
+    called with values that are put in, *settle* before every use.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        check: Callable[[Mapping[Any, Any], Weight], None],
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._weight, self._check, self._settle = weight, check, settle
+        # the leaves, each with its path
+        self._shown: list[tuple[tuple[Any, ...], Any]] = []
+        self._guards: list[Any] = []
+
+    def show(self, state: Mapping[Any, Any]) -> None:
+        """Replace the content by *state*, which is known."""
+        dict.clear(self)
+        dict.update(self, state)
+        self._shown = content(state)
+        # torch.utils.swap_tensors exchanges objects behind our back. It refuses tensors that have
+        # weak references.
+        self._guards = [weakref.ref(leaf) for _, leaf in self._shown if is_on_drive(leaf)]
+
+    def differs_from(self, state: Mapping[Any, Any]) -> bool:
+        """Whether *state*, which may be this object, is not what was shown."""
+        if state is not self:
+            return bool(state or self._shown)
+        now = content(dict.copy(self))
+        return len(now) != len(self._shown) or any(
+            one is not other or way != where
+            for (way, one), (where, other) in zip(now, self._shown, strict=True)
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check({key: value}, self._weight)
+        super().__setitem__(key, value)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As `dict.update`."""
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As `dict.setdefault`."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> ShownState:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[Any, Any]:
+        """A plain dictionary."""
+        return dict(self.items())
+
+    def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+def _settling(method: Callable[..., Any]) -> Callable[..., Any]:
+    def use(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return method(self, *args, **kwargs)
+
+    return use
+
+
+for _kind in (ShownStates, ShownState):
+    for _name in _USES:
+        setattr(_kind, _name, _settling(getattr(_kind, _name)))
