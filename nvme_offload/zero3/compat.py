@@ -186,10 +186,16 @@ CONTRACT: Mapping[str, str] = {
         ds_process_group
         ds_status
         ds_tensor
+        convert_to_zero_parameters
         final_location
         nvme_swapper
         partition_numel
         status
+    """,
+    "deepspeed.runtime.zero.partition_parameters:Init": """
+        local_device
+        param_swapper
+        remote_device
     """,
     "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses": "__enter__()",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": """
@@ -504,6 +510,14 @@ def stage3() -> Any:
 @property  # type: ignore[misc]  # set on the class that stage3 makes
 def _parameter_names(self: Any) -> dict[Any, str]:
     return {param: name for name, param in self.module.named_parameters()}
+
+
+def init_of(param: Any) -> Any:
+    """The `zero.Init` that has partitioned *param*: DeepSpeed keeps it in the methods that it has
+    given the parameter.
+    """
+    method = param.convert_to_zero_parameters
+    return inspect.getclosurevars(method).nonlocals["self"]
 
 
 def at_accumulation_boundary(stage3: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from . import compat
+from .moving import move_partitions
 from .param_swapper import return_to_device, swappers_of
 from .settings import SECTION
 from .shared_tier import trained
@@ -25,7 +26,9 @@ class Inference(DeepSpeedZeRoOffload):  # type: ignore[misc]  # untyped
         self, module: torch.nn.Module, timers: Any, ds_config: Any, *args: Any, **kwargs: Any
     ) -> None:
         return_to_device(module)
-        super().__init__(module, timers, _whole(as_mapping(ds_config), module), *args, **kwargs)
+        ds_config = _whole(as_mapping(ds_config), module)
+        move_partitions(module, ds_config)
+        super().__init__(module, timers, ds_config, *args, **kwargs)
         self._tiers = [swapper.tier for swapper in swappers_of(module)]
         self.clock = StepClock(self._tiers[0]) if self._tiers else None
         trained.difference_update(self._tiers)

@@ -33,6 +33,7 @@ from . import awaited, compat, states, working_weights
 from .agreement import all_or_none, least, share_cores
 from .gradients import Gradients
 from .last_gradients import LastGradients
+from .moving import move_partitions
 from .once_per_step import (
     OncePerStep,
     computed_from_values,
@@ -102,6 +103,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
         return_to_device(module)
+        move_partitions(module, self._ds_config)
         try:
             super().__init__(*args, **named)
         except BaseException:

@@ -60,6 +60,7 @@ _ZERO3 = (
     "checkpoint",
     "gradients",
     "last_gradients",
+    "moving",
     "inference",
     "op",
     "ahead",

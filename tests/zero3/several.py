@@ -184,7 +184,55 @@ def changed_without_a_rank(config: dict[str, Any], place: Path) -> dict[str, Any
     return {"engine": engine, "losses": losses}
 
 
+def moved(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A model from a context without a configuration, in engines that have its parameters on a
+    drive, then in memory with a new layer, then on the CPU, then on a drive with another new layer.
+    """
+    import deepspeed
+
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        model = layers(3, 0)
+    model[2].requires_grad_(False)
+    zero = config["zero_optimization"]
+    in_memory = {key: value for key, value in zero.items() if key != "offload_param"}
+    on_host = {**zero, "offload_param": {"device": "cpu"}}
+    losses = []
+    for number, settings in enumerate((zero, in_memory, on_host, zero)):
+        if number % 2:
+            model.extend(layers(1, number).bfloat16())
+        engine = engine_of(model, {**config, "zero_optimization": settings})
+        losses += [step(engine, 2 * number), step(engine, 2 * number + 1)]
+        if number < 3:
+            engine.destroy()
+    return {"engine": engine, "losses": losses}
+
+
+def quantized(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Weights that DeepSpeed quantizes after they were partitioned."""
+    import deepspeed
+    from deepspeed.inference.quantization.quantization import (
+        _init_group_wise_weight_quantization as quantize,
+    )
+
+    bits = {"num_bits": 8, "group_size": 32, "group_dim": 0, "symmetric": False}
+    config = {**without_states(config), "weight_quantization": {"post_init_quant": {"": bits}}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = layers(3, 0)
+    quantize(model, config)
+    gc.collect()  # DeepSpeed's closures make each parameter a cycle
+    parameters = list(model.parameters())
+    if "nvme_offload" in config:
+        tier = parameters[0].nvme_swapper.tier
+        assert len(tier.swapper.names()) == len(parameters)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with torch.no_grad():
+        losses = [float(engine(batch(number).half()).float().sum()) for number in range(3)]
+    return {"engine": engine, "losses": losses}
+
+
 PROGRAMS = {
+    "moved": moved,
+    "quantized": quantized,
     "changed without a rank": changed_without_a_rank,
     "two contexts": two_contexts,
     "two engines": two_engines,

@@ -148,6 +148,11 @@ CASES = {
         parameters="nvme",
         section={**ROOM, "overlap_step": True},
     ),
+    "moved": Case(program="moved", parameters="nvme", section=ROOM),
+    "moved-states-cpu": Case(program="moved", parameters="nvme", states="cpu", section=ROOM),
+    "quantized": Case(
+        program="quantized", optimizer="none", dtype="fp16", parameters="nvme", section=ROOM
+    ),
     "inference-first": Case(program="inference first", parameters="nvme", section=ROOM),
     # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have
     # none; also where it is scaled, and where it is infinite.
@@ -213,6 +218,7 @@ ON_TWO_RANKS = {
     "two-contexts": CASES["two-contexts"],
     "changed-without-a-rank": CASES["changed-without-a-rank"],
     "reference-follows": CASES["reference-follows"],
+    "moved": CASES["moved"],
 }
 
 CPU_ADAM = {

@@ -1,0 +1,60 @@
+"""`move_partitions`: before an engine is made, brings the partitions of a module to where the
+engine's configuration has them. `zero.Init` may have had another configuration, or none, and an
+earlier engine of the same module too. DeepSpeed expects partitions on a drive to be there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from . import compat
+from .param_swapper import ParameterSwapper, is_offloaded, swapper_of
+from .settings import Settings
+from .shared_tier import tier_of
+
+
+def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Move the partitions of *module*, as far as it has some, to the device of *ds_config*'s
+    "offload_param". Raises: as `tier_of`; UsageError where "host_memory" cannot hold one of them.
+    """
+    if Settings.of(ds_config).swappers != "native":
+        return
+    section = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    device = section.get("device", OffloadDeviceEnum.none)
+    param: Any
+    for param in module.parameters():
+        if not hasattr(param, "ds_id"):
+            continue
+        on_drive = param.ds_tensor.final_location == OffloadDeviceEnum.nvme
+        if device == OffloadDeviceEnum.nvme and not on_drive:
+            _move_to_drive(param, swapper_of(tier_of(ds_config)))
+        elif device != OffloadDeviceEnum.nvme and on_drive and is_offloaded(param):
+            _move_to_memory(param, on_host=device == OffloadDeviceEnum.cpu)
+
+
+def _move_to_drive(param: Any, swapper: ParameterSwapper) -> None:
+    # What the context partitions from now on, such as layers that are added, goes to the drive too.
+    context = compat.init_of(param)
+    context.remote_device = OffloadDeviceEnum.nvme
+    if context.param_swapper is None:
+        context.param_swapper = swapper
+    param.nvme_swapper = context.param_swapper
+    param.ds_tensor.final_location = OffloadDeviceEnum.nvme
+    param.nvme_swapper.swap_out_and_release([param])
+
+
+def _move_to_memory(param: Any, *, on_host: bool) -> None:
+    context, partition = compat.init_of(param), param.nvme_swapper.partition(param)
+    context.remote_device = OffloadDeviceEnum.cpu if on_host else context.local_device
+    if not on_host:
+        partition = partition.to(context.local_device)
+    param.ds_tensor.data = partition
+    param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+    param.ds_tensor.final_location = None
+    param.nvme_swapper = None
+    del param.nvme_value  # the tier discards it
