@@ -26,23 +26,13 @@ BUILDING = bool(
 )
 
 
-def compiles(code: str) -> bool:
-    """Whether the compiler that will build the extension gets through the preprocessing of
-    *code*.
-    """
+def compiles(code: str, *flags: str) -> bool:
+    """Whether the compiler that will build the extension accepts *code* with *flags*."""
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
-    flags = [
-        flag
-        for name in ("CPPFLAGS", "CFLAGS", "CXXFLAGS")
-        for flag in shlex.split(os.environ.get(name, ""))
-    ]
     try:
         return (
             subprocess.run(
-                [*compiler, *flags, "-E", "-x", "c++", "-"],
-                input=code,
-                text=True,
-                capture_output=True,
+                [*compiler, *flags, "-x", "c++", "-"], input=code, text=True, capture_output=True
             ).returncode
             == 0
         )
@@ -50,18 +40,25 @@ def compiles(code: str) -> bool:
         return False
 
 
-def require_build_tools() -> None:
-    """End with one line that says what to install, where something that the build needs is
-    missing.
+def require_compiler() -> None:
+    """End with one line that says what to install, where there is no compiler."""
+    if not compiles("#include <string>", "-E"):
+        sys.exit(
+            "nvme-offload: no working C++ compiler; install g++ (Debian, Ubuntu), gcc-c++ (Fedora, RHEL) "
+            "or, without root, conda-forge's cxx-compiler, or set CXX"
+        )
+
+
+def static_library_flags() -> list[str]:
+    """The linker's flags to include libstdc++ in the extension, so that it also loads next to an
+    older libstdc++ than the compiler's; none where the compiler has no libstdc++.a.
+
+    libgcc stays shared: its unwinder ends Python's daemon threads, and goes through our functions.
     """
-    if not compiles("#include <string>"):
-        sys.exit(
-            "nvme-offload: no working C++ compiler; install g++ (Debian, Ubuntu) or gcc-c++ (Fedora, RHEL), or set CXX"
-        )
-    if not compiles("#include <libaio.h>"):
-        sys.exit(
-            "nvme-offload: libaio.h not found; install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"
-        )
+    flags = ["-static-libstdc++", "-Wl,--exclude-libs,libstdc++.a"]
+    code = "#include <iostream>\nvoid f() { std::cout << 1; throw 1; }"
+    linked = compiles(code, "-shared", "-fPIC", "-o", os.devnull, *flags)
+    return flags if linked else []
 
 
 class BuildAlways(build_ext):
@@ -76,12 +73,10 @@ class BuildAlways(build_ext):
 
 
 def extensions() -> list[object]:
-    """The one extension; with the io_uring backend where liburing's headers are."""
+    """The one extension. It needs no library but libc; with checksums where xxhash.h is found."""
     import pybind11
     from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 
-    has_uring = compiles("#include <liburing.h>")
-    has_xxhash = compiles("#include <xxhash.h>")
     # -O3: gcc vectorises the loops of codec.cpp; without contraction, which only some of the processors do, so that all give the same bits.
     # -isystem: warnings are about our code, not about pybind11's and Python's.
     flags = [
@@ -94,16 +89,21 @@ def extensions() -> list[object]:
     ]
     if os.environ.get("NVME_OFFLOAD_WERROR"):
         flags.append("-Werror")
+    if conda := os.environ.get("CONDA_PREFIX"):
+        flags.append(f"-idirafter{conda}/include")  # for xxhash.h
     link_flags = []
-    macros = [
-        (f"NVME_OFFLOAD_HAVE_{name}", "1")
-        for name, found in (("URING", has_uring), ("XXHASH", has_xxhash))
-        if found
-    ]
+    macros = []
     if sanitizers := os.environ.get("NVME_OFFLOAD_SANITIZE"):
         link_flags = [f"-fsanitize={sanitizers}"]
         flags += [*link_flags, "-O1", "-g", "-fno-omit-frame-pointer"]
         macros.append(("NVME_OFFLOAD_SANITIZED", "1"))
+    elif link_flags := static_library_flags():
+        # Share neither pybind11's tables nor its exceptions with modules that have another C++
+        # library, such as torch's.
+        macros += [
+            ("PYBIND11_COMPILER_TYPE", '"_nvme_offload"'),
+            ("PYBIND11_EXPORT_EXCEPTION", ""),
+        ]
     ParallelCompile(default=0).install()
     return [
         Pybind11Extension(
@@ -111,8 +111,7 @@ def extensions() -> list[object]:
             [os.path.relpath(path, AIO.parent) for path in sorted(AIO.glob("*.cpp"))],
             cxx_std=17,
             define_macros=macros,
-            # the last has dlsym before glibc 2.34
-            libraries=["aio", *(["uring"] if has_uring else []), "dl"],
+            libraries=["dl"],  # for dlsym before glibc 2.34
             extra_compile_args=flags,
             extra_link_args=link_flags,
         )
@@ -120,5 +119,5 @@ def extensions() -> list[object]:
 
 
 if BUILDING:
-    require_build_tools()
+    require_compiler()
 setup(ext_modules=extensions() if BUILDING else [], cmdclass={"build_ext": BuildAlways})

@@ -17,16 +17,7 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
                                       WakeSignal& wake) {
   if (name == "libaio") return make_libaio_backend(queue_depth, wake);
   if (name == "posix") return make_posix_backend(wake);
-  if (name == "io_uring") {
-#ifdef NVME_OFFLOAD_HAVE_URING
-    return make_uring_backend(queue_depth, wake);
-#else
-    throw Unsupported(
-        "this build has no io_uring: install liburing-dev (Debian, Ubuntu) or liburing-devel "
-        "(Fedora, RHEL) and install nvme-offload again, or use "
-        "backend=\"libaio\"");
-#endif
-  }
+  if (name == "io_uring") return make_uring_backend(queue_depth, wake);
   // For benchmarks of the engine; AioConfig does not accept it.
   if (name.rfind("null", 0) == 0) return make_null_backend(name, queue_depth, wake);
   throw Misuse("there is no backend called " + name);

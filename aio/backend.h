@@ -64,16 +64,10 @@ class Backend {
   /// Appends completed transfers to *completions*. With *wait*, first waits for a completion or for
   /// the wake signal, which it lowers. Returns 0 or an errno.
   virtual int reap(std::vector<Completion>& completions, bool wait) = 0;
-
-  /// Registers memory for the kernel to pin once. Returns the bytes registered.
-  virtual std::size_t register_memory(std::byte* data, std::size_t nbytes) {
-    (void)data, (void)nbytes;
-    return 0;
-  }
 };
 
-/// Makes the backend *name*; *wake* must outlive it. Throws Unsupported where this kernel or build
-/// lacks it, Misuse for an unknown name.
+/// Makes the backend *name*; *wake* must outlive it. Throws Unsupported where this kernel lacks
+/// it, Misuse for an unknown name.
 std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t queue_depth,
                                       WakeSignal& wake);
 
@@ -83,8 +77,6 @@ std::unique_ptr<Backend> make_posix_backend(WakeSignal& wake);
 /// a second.
 std::unique_ptr<Backend> make_null_backend(const std::string& name, std::uint32_t queue_depth,
                                            WakeSignal& wake);
-#ifdef NVME_OFFLOAD_HAVE_URING
 std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, WakeSignal& wake);
-#endif
 
 }  // namespace nvme_offload

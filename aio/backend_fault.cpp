@@ -74,10 +74,6 @@ class FaultBackend final : public Backend {
     return error;
   }
 
-  std::size_t register_memory(std::byte* data, std::size_t nbytes) override {
-    return inner_->register_memory(data, nbytes);
-  }
-
  private:
   struct Plan {
     const Fault* fault = nullptr;

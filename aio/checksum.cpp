@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#ifdef NVME_OFFLOAD_HAVE_XXHASH
+#if __has_include(<xxhash.h>)
+#define NVME_OFFLOAD_HAVE_XXHASH
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 #endif

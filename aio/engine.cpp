@@ -144,10 +144,6 @@ bool Engine::exchange(Worker& worker) {
     if (worker.idle_listed)
       idle_workers_.erase(std::find(idle_workers_.begin(), idle_workers_.end(), &worker));
     retire_blocks(worker);
-    worker.registered_bytes += std::exchange(worker.newly_registered, 0);
-    worker.memory.insert(worker.memory.end(),
-                         memory_.begin() + static_cast<std::ptrdiff_t>(worker.memory.size()),
-                         memory_.end());
     assign_blocks(worker);
     worker.idle_listed = worker.may_sleep = queued_bytes_ == 0 && worker.free_slots() > 0;
     if (worker.idle_listed) idle_workers_.push_back(&worker);
@@ -296,12 +292,6 @@ void Engine::note_changed_buffer(const std::shared_ptr<Request>& request) {
   remember_failure(request);
 }
 
-void Engine::register_memory(std::byte* data, std::size_t nbytes) {
-  const std::lock_guard lock(mutex_);
-  memory_.emplace_back(data, nbytes);
-  for (auto& worker : workers_) worker->wake();
-}
-
 std::vector<void*> Engine::take_released_owners() {
   const std::lock_guard lock(mutex_);
   return std::exchange(released_owners_, {});
@@ -327,9 +317,7 @@ std::shared_ptr<Request> Engine::take_unobserved_failure() {
 
 Stats Engine::stats() const {
   const std::lock_guard lock(mutex_);
-  std::uint64_t registered = UINT64_MAX;
-  for (const auto& worker : workers_) registered = std::min(registered, worker->registered_bytes);
-  Stats now{stats_, registered, unfinished_.empty() ? nullptr : unfinished_.front()};
+  Stats now{stats_, unfinished_.empty() ? nullptr : unfinished_.front()};
   for (std::size_t direction = 0; direction < now.directions.size(); ++direction) {
     if (now.directions[direction].in_flight > 0)
       now.directions[direction].busy_seconds += seconds_since(busy_since_[direction]);

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -39,7 +38,6 @@ struct DirectionStats {
 
 struct Stats {
   std::array<DirectionStats, 2> directions;  // by Operation
-  std::uint64_t registered_bytes = 0;        // memory that every worker's kernel queue has pinned
   std::shared_ptr<Request> oldest;           // the unfinished request that started first, or null
 };
 
@@ -67,9 +65,6 @@ class Engine {
   /// Cancels all of *requests* and those that wait for them, unless one has finished or has
   /// started. Returns whether it did.
   bool cancel(const std::vector<std::shared_ptr<Request>>& requests);
-
-  /// Registers memory with the workers' kernel queues; it must outlive the engine.
-  void register_memory(std::byte* data, std::size_t nbytes);
 
   /// The owners of requests that finished since the last call.
   std::vector<void*> take_released_owners();
@@ -122,7 +117,6 @@ class Engine {
   std::array<DirectionStats, 2> stats_;
   std::array<Clock::time_point, 2> busy_since_;
   Requests failures_;
-  std::vector<std::pair<std::byte*, std::size_t>> memory_;  // registered, in order
   std::vector<void*> released_owners_;
   // waiting for work and not woken since; the latest at the end
   std::vector<Worker*> idle_workers_;

@@ -127,7 +127,6 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       // A forked child has none of the threads, and a copied lock may be held for ever: leak the
       // engine.
       new std::shared_ptr<Engine>(std::move(engine_));
-      new std::vector<std::unique_ptr<Buffer>>(std::move(registered_));
       return;
     }
     engine_->refuse_requests();
@@ -166,13 +165,6 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     return cancelled;
   }
 
-  /// Registers memory with the kernel queues; it is held until the engine is closed.
-  void register_memory(const py::object& exporter) {
-    register_memory(std::make_unique<Buffer>(exporter, true));
-  }
-  void register_memory_at(std::uintptr_t address, std::uint64_t nbytes, py::object owner) {
-    register_memory(std::make_unique<Buffer>(address, nbytes, std::move(owner)));
-  }
   /// Throws Misuse where the engine is closed or belongs to another process.
   void require_live() const { (void)live(); }
 
@@ -189,7 +181,6 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
     const std::shared_ptr<Request> failed = engine->take_unobserved_failure();
     engine_.reset();
     without_gil([&] { return engine.reset(), true; });  // ends the threads
-    registered_.clear();
     if (failed != nullptr) raise_failure(*failed);
   }
 
@@ -209,7 +200,7 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
       oldest = py::make_tuple(name_of(request.operation), decoded(*request.path), request.offset,
                               request.nbytes, age);
     }
-    return py::make_tuple(directions[0], directions[1], now.registered_bytes, oldest);
+    return py::make_tuple(directions[0], directions[1], oldest);
   }
 
   /// Releases the buffers of finished requests.
@@ -235,11 +226,6 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
                                     const py::handle& checksum,
                                     const std::vector<PyRequest*>& after);
 
-  void register_memory(std::unique_ptr<Buffer> buffer) {
-    live()->register_memory(buffer->data, static_cast<std::size_t>(buffer->nbytes));
-    registered_.push_back(std::move(buffer));
-  }
-
   std::shared_ptr<Engine> live() const {
     if (process_ != process_generation())
       throw Misuse(
@@ -250,7 +236,6 @@ class PyEngine : public std::enable_shared_from_this<PyEngine> {
 
   // each call holds its own reference: another thread may close the engine
   std::shared_ptr<Engine> engine_;
-  std::vector<std::unique_ptr<Buffer>> registered_;
   const std::uint32_t process_ = process_generation();
 };
 
@@ -505,9 +490,6 @@ PYBIND11_MODULE(_aio, module) {
            "file"_a, "offset"_a, "checksum"_a, "after"_a)
       .def("require_live", &PyEngine::require_live)
       .def("release_buffers", [](PyEngine& engine) { engine.release_owners(); })
-      .def("register", py::overload_cast<const py::object&>(&PyEngine::register_memory),
-           "exporter"_a)
-      .def("register_at", &PyEngine::register_memory_at, "address"_a, "nbytes"_a, "owner"_a)
       .def("close", &PyEngine::close)
       .def_property_readonly("closed", &PyEngine::closed)
       .def("stats", &PyEngine::stats);

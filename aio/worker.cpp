@@ -115,7 +115,6 @@ void Worker::run() {
   while (engine_.exchange(*this)) {
     for (const auto& request : finished) request->finish();
     finished.clear();
-    register_memory();
     for (const std::uint32_t index : accepted_) {
       if (prepare(index)) submit_ready();  // submit before work on the next block's bytes
     }
@@ -127,13 +126,6 @@ void Worker::run() {
   }
   // in each thread: destroying a libaio queue takes the kernel tens of milliseconds
   backend_.reset();
-}
-
-void Worker::register_memory() {
-  for (; registered_ < memory.size(); ++registered_) {
-    const auto& [data, nbytes] = memory[registered_];
-    newly_registered += backend_->register_memory(data, nbytes);
-  }
 }
 
 /// Fills in the slot of a new block. Returns whether that took work on its bytes (copy, checksum).
@@ -225,8 +217,8 @@ void Worker::reap() {
   const bool takes_no_block = may_sleep || free_slots() == 0;
   const bool nothing_to_take =
       in_flight_ > 0 ? takes_no_block || !ready_.empty() : takes_no_block && ready_.empty();
-  const bool nothing_to_give = retired.empty() && handled_ == completions_.size() &&
-                               reserving == nullptr && newly_registered == 0;
+  const bool nothing_to_give =
+      retired.empty() && handled_ == completions_.size() && reserving == nullptr;
   const std::size_t known = completions_.size();
   const bool wait = nothing_to_take && nothing_to_give && !wait_for_paused();
   const int error = backend_->reap(completions_, wait);

@@ -4,7 +4,6 @@
 #include <memory>
 #include <optional>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "backend.h"
@@ -69,10 +68,6 @@ class Worker {
   int reservation_error = 0;     // the result of that: 0 or an errno
   bool may_sleep = false;        // found no work although it had free slots
   bool idle_listed = false;      // is in the engine's list of idle workers
-  // to be registered with the kernel queue, in order
-  std::vector<std::pair<std::byte*, std::size_t>> memory;
-  std::uint64_t newly_registered = 0;  // bytes that the kernel registered since the last exchange
-  std::uint64_t registered_bytes = 0;  // bytes that it registered in all
 
   /// Blocks that it can take now.
   [[nodiscard]] std::size_t free_slots() const noexcept;
@@ -83,7 +78,6 @@ class Worker {
 
  private:
   void run();
-  void register_memory();
   bool prepare(std::uint32_t index);
   void queue_rest(Slot& slot);
   void submit_ready();
@@ -104,9 +98,7 @@ class Worker {
   std::vector<const Transfer*> ready_;   // to be submitted to the kernel
   std::vector<Slot*> paused_;            // stalled, each until it is due
   std::vector<Completion> completions_;
-  std::size_t handled_ = 0;  // how many of completions_ are handled
-  // how many entries of *memory* were registered with the kernel queue
-  std::size_t registered_ = 0;
+  std::size_t handled_ = 0;    // how many of completions_ are handled
   std::size_t in_flight_ = 0;  // transfers that the kernel has
   std::thread thread_;
 };

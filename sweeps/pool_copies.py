@@ -223,7 +223,6 @@ def overlap_table(arguments: argparse.Namespace) -> list[Row]:
         Engine(config) as engine,
         engine.open_anonymous(arguments.directory, size) as file,
     ):
-        engine.register(pool.memory)
         pattern = write_pattern(engine, file, pool, size)
         target = torch.zeros(size, dtype=torch.uint8, device=GPU)
         ways = {

@@ -132,11 +132,19 @@ CALL(int, rename, (const char* from, const char* to), watched(AT_FDCWD, to), fro
 CALL(int, renameat, (int fd, const char* from, int other, const char* to), watched(other, to), fd, from, other, to)
 CALL(int, renameat2, (int fd, const char* from, int other, const char* to, unsigned flags), watched(other, to), fd, from, other, to, flags)
 
-/* Not found by dlsym: the extension's libaio is known to the extension alone. */
-int io_submit(aio_context_t context, long count, struct iocb** blocks) {
-  const int lock = before(!inside && count > 0 && watched_descriptor(blocks[0]->aio_fildes));
-  const long result = syscall(SYS_io_submit, context, count, blocks);
+/* io_submit, which libc has no function for. The others are passed on with as many arguments as a system call can have. */
+long syscall(long number, ...) {
+  long (*real)(long, ...) = dlsym(RTLD_NEXT, "syscall");
+  long arguments[6];
+  va_list list;
+  va_start(list, number);
+  for (int i = 0; i < 6; i++) arguments[i] = va_arg(list, long);
+  va_end(list);
+  struct iocb** blocks = (struct iocb**)arguments[2];
+  const int lock = before(!inside && number == SYS_io_submit && arguments[1] > 0 && watched_descriptor((int)blocks[0]->aio_fildes));
+  const long result = real(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
   const int error = errno;
   after(lock);
-  return result < 0 ? -error : (int)result;
+  errno = error;
+  return result;
 }

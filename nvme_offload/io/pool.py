@@ -168,8 +168,8 @@ class PinnedPool(Closing):
 
     @property
     def memory(self) -> memoryview:
-        """The whole arena, for `Engine.register`. It holds the memory as a tensor does. Raises
-        `UsageError` when the pool is closed.
+        """The whole arena. It holds the memory as a tensor does. Raises `UsageError` when the pool
+        is closed.
         """
         return memoryview(self._live())
 

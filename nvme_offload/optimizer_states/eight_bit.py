@@ -35,8 +35,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import _aio
 from ..errors import UnsupportedError
+from ..extension import _aio
 from .on_gpu import kernels
 from .rounding import BLOCK, random_keys, random_table
 from .split import CHUNK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from .. import _aio
+from ..extension import _aio
 
 if TYPE_CHECKING:
     import torch

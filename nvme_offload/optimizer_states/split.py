@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import _aio
+from ..extension import _aio
 from .on_gpu import kernels
 
 if TYPE_CHECKING:

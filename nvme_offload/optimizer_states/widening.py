@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import _aio
+from ..extension import _aio
 from .eight_bit import decode, encode
 from .formats import Layout, StateFormat
 from .rounding import BLOCK, block_names

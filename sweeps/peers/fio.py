@@ -17,7 +17,7 @@ from .plan import Job
 from .rig import Place
 from .stopwatch import Measurement
 
-OPTIONS = {"registered", "sync"}
+OPTIONS = {"sync"}
 _ENGINES = {"libaio": "libaio", "io_uring": "io_uring", "posix": "psync"}
 # fio leaves the memory that it reads into untouched until the drive needs it, on small pages. The C
 # library fills it at allocation, before fio's clock starts, and takes huge pages where ours does.
@@ -40,9 +40,8 @@ class Fio:
     file from end to end.
 
     Time and CPU are fio's own, of the time in which it moves bytes: starting up counts for nothing.
-    Its clock ticks in milliseconds. Options: "registered" registers files and memory with io_uring;
-    "sync" has what is written on the drive to stay before its clock stops. Raises: UnsupportedError
-    where fio is not installed.
+    Its clock ticks in milliseconds. Option: "sync" syncs the file before its clock stops.
+    Raises: UnsupportedError where fio is not installed.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -84,8 +83,6 @@ class Fio:
             f"--bs={job.block_size}",
             f"--direct={int(rig.direct)}",
         ]
-        if "registered" in self._options:
-            settings += ["--registerfiles=1", "--fixedbufs=1"]
         if "sync" in self._options:
             settings.append("--end_fsync=1")
         places = [

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nvme_offload import __version__
-from nvme_offload.errors import UnsupportedError
 from nvme_offload.hardware.config import AioConfig
 from nvme_offload.io.engine import Engine, File, Ticket
 
@@ -16,17 +15,15 @@ from .plan import Job
 from .rig import Place, memory_of, require_read, spoil
 from .stopwatch import Measurement, Stopwatch
 
-OPTIONS = {"checksum", "registered", "single", "sync"}
-_REGISTRATION_SECONDS = 10.0
+OPTIONS = {"checksum", "single", "sync"}
 
 
 class Ours:
     """All requests are submitted, then all are waited for. Engine, files and memory are ready
     before the clock starts.
 
-    Options: "checksum" sums what is moved; "registered" lets the kernel pin the memory once, as a
-    pool does; "single" is single_submit, which keeps the kernel from merging neighbouring blocks
-    into larger ones; "sync" has what is written on the drive to stay before the clock stops.
+    Options: "checksum" computes checksums; "single" is single_submit, which keeps the kernel from
+    merging neighbouring blocks into larger ones; "sync" syncs the file before the clock stops.
     """
 
     def __init__(self, options: frozenset[str]) -> None:
@@ -62,8 +59,6 @@ class Ours:
                             begin % job.file_bytes,
                         )
                     )
-            if "registered" in self._options:
-                _register(engine, list(buffers.values()))
             if "read" in buffers:
                 spoil(buffers["read"])
             to_sync = files.get("write") if "sync" in self._options else None
@@ -91,16 +86,3 @@ class Ours:
                 to_sync.sync()
         submits = tuple(after - before for before, after in itertools.pairwise(moments))
         return watch.measurement(nbytes, submits)
-
-
-def _register(engine: Engine, buffers: list[Any]) -> None:
-    """The workers register when they next wake: let them be through before the clock starts."""
-    for buffer in buffers:
-        engine.register(buffer)
-    deadline = time.monotonic() + _REGISTRATION_SECONDS
-    while engine.stats().registered_bytes < sum(buffer.nbytes for buffer in buffers):
-        if time.monotonic() > deadline:
-            raise UnsupportedError(
-                "the kernel did not register the memory: it needs io_uring, and room in RLIMIT_MEMLOCK"
-            )
-        time.sleep(0.001)

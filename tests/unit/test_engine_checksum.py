@@ -121,27 +121,3 @@ def test_no_sum_unless_asked_for(tmp_path: Path, payload: np.ndarray) -> None:
         ticket = engine.write(payload, tmp_path / "data")
         ticket.wait()
         assert ticket.checksum is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_registered_memory_moves_the_same_bytes(
-    tmp_path: Path, payload: np.ndarray, backend: str
-) -> None:
-    memory = allocate(4 << 20)
-    array = np.frombuffer(memory, np.uint8)
-    try:
-        engine = Engine(
-            AioConfig(backend=backend, block_size=128 << 10, queue_depth=4, direct="auto")
-        )
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    with engine:
-        engine.register(memory)
-        source, target = array[: payload.size], array[2 << 20 : (2 << 20) + payload.size]
-        source[:] = payload
-        engine.write(source, tmp_path / "data").wait()
-        engine.read(target, tmp_path / "data").wait()
-        assert np.array_equal(target, payload)
-        registered_bytes = engine.stats().registered_bytes
-    assert registered_bytes == (len(memory) if backend == "io_uring" else 0)
-    assert np.array_equal(np.fromfile(tmp_path / "data", np.uint8), payload)

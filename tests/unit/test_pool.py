@@ -414,7 +414,6 @@ def test_an_engine_reads_into_the_pool_and_keeps_the_room_until_it_is_done(
     path = tmp_path / "data"
     path.write_bytes(data.tobytes())
     with PinnedPool(16 * PAGE) as pool, Engine(AioConfig(backend=backend, direct="auto")) as engine:
-        engine.register(pool.memory)
         tensor = pool.empty(data.size, torch.uint8)
         engine.read(tensor, path).wait(PATIENCE)
         assert tensor.numpy().tobytes() == data.tobytes()

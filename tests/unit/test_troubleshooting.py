@@ -276,7 +276,7 @@ def test_the_messages_are_found():
         "could be locked in memory",  # within another
         "needs all states of a rank in memory",  # logged
         "copies to and from the GPU will be several times slower",  # warned
-        "this build has no io_uring",  # of the core
+        "this build has no checksums",  # of the core
         "is a file mounted as a disk",  # yielded by a function of warnings
         "give it air or a heat sink",  # appended in one
         "Transfers went through the page cache",  # appended to warnings
