@@ -193,6 +193,7 @@ CONTRACT: Mapping[str, str] = {
         status
     """,
     "deepspeed.runtime.zero.partition_parameters:Init": """
+        ds_process_group
         local_device
         param_swapper
         remote_device
@@ -577,12 +578,6 @@ def keeps_powers_for_a_step() -> bool:
     step. In older releases the first one is multiplied from that of the last step.
     """
     return numbers(importlib.import_module("deepspeed").__version__) >= (0, 19, 4)
-
-
-def compiles_deeply(stage3: Any) -> bool:
-    """Whether the engine may be compiled with DeepCompile, whose code in C++ has the partitions."""
-    section = stage3._ds_config.get("compile")
-    return isinstance(section, Mapping) and bool(section.get("deepcompile"))
 
 
 def is_trained(param: Any) -> bool:

@@ -13,14 +13,13 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from . import compat
-from .param_swapper import ParameterSwapper, is_offloaded, swapper_of
+from .param_swapper import is_offloaded, open_swapper
 from .settings import Settings
-from .shared_tier import tier_of
 
 
 def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
     """Move the partitions of *module*, as far as it has some, to the device of *ds_config*'s
-    "offload_param". Raises: as `tier_of`; UsageError where "host_memory" cannot hold one of them.
+    "offload_param". Raises: as `open_swapper`; UsageError where "host_memory" cannot hold a partition.
     """
     if Settings.of(ds_config).swappers != "native":
         return
@@ -32,17 +31,17 @@ def move_partitions(module: torch.nn.Module, ds_config: Mapping[str, Any]) -> No
             continue
         on_drive = param.ds_tensor.final_location == OffloadDeviceEnum.nvme
         if device == OffloadDeviceEnum.nvme and not on_drive:
-            _move_to_drive(param, swapper_of(tier_of(ds_config)))
+            _move_to_drive(param, ds_config)
         elif device != OffloadDeviceEnum.nvme and on_drive and is_offloaded(param):
             _move_to_memory(param, on_host=device == OffloadDeviceEnum.cpu)
 
 
-def _move_to_drive(param: Any, swapper: ParameterSwapper) -> None:
+def _move_to_drive(param: Any, ds_config: Mapping[str, Any]) -> None:
     # What the context partitions from now on, such as layers that are added, goes to the drive too.
     context = compat.init_of(param)
-    context.remote_device = OffloadDeviceEnum.nvme
     if context.param_swapper is None:
-        context.param_swapper = swapper
+        context.param_swapper = open_swapper(ds_config, context.ds_process_group)
+    context.remote_device = OffloadDeviceEnum.nvme
     param.nvme_swapper = context.param_swapper
     param.ds_tensor.final_location = OffloadDeviceEnum.nvme
     param.nvme_swapper.swap_out_and_release([param])

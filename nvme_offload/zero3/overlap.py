@@ -261,7 +261,7 @@ def _reason(stage3: Stage3) -> str:
         return '"wall_clock_breakdown" times the updates'
     if get_accelerator().device_name() not in ("cpu", "cuda"):
         return f"it was never tried with {get_accelerator().device_name()} devices"
-    if _anything_is_compiled() or compat.compiles_deeply(stage3):
+    if _anything_is_compiled():
         return "torch.compile is used in this process"
     return ""
 

@@ -21,7 +21,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ from ..swap.tier import Tier
 from ..units import format_bytes
 from . import updates
 from .agreement import all_or_none
-from .settings import Settings
+from .settings import Settings, refuse_memory_features
 from .shared_tier import tier_of
 
 _MANY = 1 << 30
@@ -58,7 +58,7 @@ class _Value:
 
 
 class ParameterSwapper:
-    """Keeps parameter partitions in *tier*, which has one such swapper: see `swapper_of`.
+    """Keeps parameter partitions in *tier*, which has one such swapper: see `open_swapper`.
 
     Lifetime: a partition is forgotten when its parameter is dropped. Raises: UsageError; IOFailure
     or UnsupportedError when the directory cannot be used.
@@ -321,8 +321,21 @@ def is_offloaded(param: Any) -> bool:
     return isinstance(swapper, ParameterSwapper) and swapper.is_offloaded(param)
 
 
-def swapper_of(tier: Tier) -> ParameterSwapper:
-    """The swapper for the parameters in *tier*."""
+def open_swapper(ds_config: Mapping[str, Any], group: Any) -> ParameterSwapper | None:
+    """The swapper that *ds_config* asks for, on all ranks of *group*; None where that is DeepSpeed's
+    own. Raises: as `tier_of` and `refuse_memory_features`, on all ranks.
+    """
+    tier: Tier | None = None
+
+    def open_tier() -> None:
+        nonlocal tier
+        refuse_memory_features(ds_config)
+        if Settings.of(ds_config).swappers == "native":
+            tier = tier_of(ds_config)
+
+    all_or_none(open_tier, group)
+    if tier is None:
+        return None
     found = _swappers.get(tier)
     if found is None:
         found = _swappers[tier] = ParameterSwapper(tier)
@@ -363,16 +376,9 @@ def parameter_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def make(ds_config: Any, model_dtype: torch.dtype) -> Any:
-        tier: Tier | None = None
-
-        def open_tier() -> None:
-            nonlocal tier
-            if Settings.of(ds_config._param_dict).swappers == "native":
-                tier = tier_of(ds_config._param_dict)
-
         # zero.Init makes the swapper, on all ranks of the group that it partitions for
         group = getattr(sys._getframe(1).f_locals.get("self"), "ds_process_group", None)
-        all_or_none(open_tier, group)
-        return original(ds_config, model_dtype) if tier is None else swapper_of(tier)
+        swapper = open_swapper(ds_config._param_dict, group)
+        return original(ds_config, model_dtype) if swapper is None else swapper
 
     return make

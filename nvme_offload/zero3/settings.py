@@ -29,12 +29,17 @@ _AIO_KEYS = {
     },
     "intra_op_parallelism": "thread_count",
 }
-# Features of DeepSpeed that need states in memory. With states in a tier they would find none, or
-# what they did not write.
-_IN_MEMORY = (
+# Features of DeepSpeed that need states, or parameters, in memory. With these in a tier they would
+# find none, or other contents than they wrote.
+_STATES_IN_MEMORY = (
     ("zero_optimization", "zenflow"),
     ("zero_optimization", "offload_optimizer", "super_offload"),
     ("checkpoint", "writer"),
+    ("compile", "deepcompile"),
+)
+_PARAMETERS_IN_MEMORY = (
+    ("zero_optimization", "zero_hpz_partition_size"),
+    ("zero_optimization", "zero_quantized_nontrainable_weights"),
 )
 # from this similarity on, an unknown key is taken for a misspelled one
 _LIKENESS = 0.8
@@ -175,7 +180,7 @@ def nvme_paths(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
-    """Refuse features that do not work with states on a drive.
+    """Refuse features that do not work with states, or parameters, on a drive.
 
     Parameters
     ----------
@@ -185,21 +190,32 @@ def refuse_memory_features(ds_config: Mapping[str, Any]) -> None:
     Raises
     ------
     UnsupportedError
-        A feature is on that needs states in memory, and this package's swappers have them on a
-        drive; the message names its key.
+        A feature is on that needs states or parameters in memory, and this package's swappers have
+        them on a drive; the message names its key.
     UsageError
         As `nvme_paths` and `Settings.of`.
     """
     if not nvme_paths(ds_config) or Settings.of(ds_config).swappers == "deepspeed":
         return
-    for keys in _IN_MEMORY:
-        found: Any = ds_config
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if found:
+    for keys in _STATES_IN_MEMORY:
+        if _value(ds_config, keys):
             raise UnsupportedError(
                 f'"{keys[-1]}" in "{keys[-2]}" works with states in memory only: leave it out, or give both offloads "device": "cpu"'
             )
+    if _value(ds_config, ("zero_optimization", "offload_param", "device")) != "nvme":
+        return
+    for keys in _PARAMETERS_IN_MEMORY:
+        if int(_value(ds_config, keys) or 0) > (keys[-1] == "zero_hpz_partition_size"):
+            raise UnsupportedError(
+                f'"{keys[-1]}" in "{keys[-2]}" works with parameters in memory only: leave it out, or give "offload_param" "device": "cpu"'
+            )
+
+
+def _value(ds_config: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    found: Any = ds_config
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
 
 def warn_of_mistakes(ds_config: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from ..io import archive
 from ..optimizer_states import FORMATS, wide_enough
 from ..swap.tier import Tier
@@ -65,6 +65,7 @@ _SCALER = "torch_autocast_gradscaler"
 # Sub-groups prefetched in the first step, before the swapper has learned the order, and when a
 # checkpoint is written.
 _PREFETCHED = 4
+_NAMED = 5  # parameters that a warning lists
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self._scaler: torch.amp.GradScaler | None = None
         self._found_inf = False  # whether a gradient of the step is not finite, on any rank
         self._clip_grad = 0.0
+        self._tiers: list[Tier] = []  # of states and of parameters
+        # By name, until a parameter requires a gradient.
+        self._frozen = {
+            name: param for name, param in module.named_parameters() if not param.requires_grad
+        }
         return_to_device(module)
         move_partitions(module, self._ds_config)
         try:
@@ -135,6 +141,11 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         self.offload_optimizer_fast_init = False
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        if self._tiers:
+            raise UnsupportedError(
+                "the parameters that an engine with offload to a drive trains cannot change after deepspeed.initialize: "
+                "train the same ones throughout, or leave out offload_param and offload_optimizer"
+            )
         if self.native and (self.swap_optimizer or self.params_in_nvme_and_cpu):
             self._require_one_sub_group(fp16_param_groups)
         if self.native and self.swap_optimizer:
@@ -519,6 +530,7 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
             return
         self.finish_updates()
         self.require_whole()
+        self._warn_of_thawed()
         self.clock.begin_update()
         overlaps = False
         try:
@@ -549,6 +561,21 @@ class Stage3(compat.stage3()):  # type: ignore[misc]  # untyped
         for tier in self._tiers:
             tier.swapper.step()
             trained.add(tier)
+
+    def _warn_of_thawed(self) -> None:
+        """Log parameters that DeepSpeed put into no group, since they were frozen, and that have
+        been thawed since; each once.
+        """
+        thawed = [name for name, param in self._frozen.items() if param.requires_grad]
+        for name in thawed:
+            del self._frozen[name]
+        if thawed and dist.get_rank() == 0:
+            _log.warning(
+                "these parameters were frozen when the engine was made, so DeepSpeed does not train them although they require gradients now: "
+                "%s (%d): thaw them before deepspeed.initialize, or destroy the engine and make another",
+                ", ".join([*thawed[:_NAMED], *["..."] * (len(thawed) > _NAMED)]),
+                len(thawed),
+            )
 
     def _step_once(self, closure: Any) -> None:
         """The base's step, in which the optimizer's `step` and the scaler of "torch_autocast" take

@@ -351,11 +351,20 @@ ON_A_DRIVE = {"offload_param": {"device": "nvme", "nvme_path": "/drive"}}
             },
         ),
         ("writer", {"zero_optimization": ON_A_DRIVE, "checkpoint": {"writer": {"type": "fast"}}}),
+        ("deepcompile", {"zero_optimization": ON_A_DRIVE, "compile": {"deepcompile": True}}),
+        (
+            "zero_hpz_partition_size",
+            {"zero_optimization": {**ON_A_DRIVE, "zero_hpz_partition_size": 2}},
+        ),
+        (
+            "zero_quantized_nontrainable_weights",
+            {"zero_optimization": {**ON_A_DRIVE, "zero_quantized_nontrainable_weights": True}},
+        ),
     ],
 )
 def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
     with pytest.raises(
-        UnsupportedError, match=f'^"{key}" in ".*" works with states in memory only: leave it out'
+        UnsupportedError, match=f'^"{key}" in ".*" works with .* in memory only: leave it out'
     ):
         refuse_memory_features(asked)
     refuse_memory_features({**asked, "nvme_offload": {"swappers": "deepspeed"}})
@@ -374,6 +383,7 @@ def test_what_works_in_memory_only_is_refused_with_its_key(key, asked):
         {"checkpoint": {"tag_validation": "Ignore"}},
         {"checkpoint": {"writer": None}},
         {"checkpoint": None},
+        {"compile": {"deepcompile": False}},
     ],
 )
 def test_what_works_anywhere_is_not_refused(harmless):
@@ -381,3 +391,8 @@ def test_what_works_anywhere_is_not_refused(harmless):
     refuse_memory_features(
         {"zero_optimization": {"offload_optimizer": offload, "zenflow": None}, **harmless}
     )
+    for zero in (
+        {"offload_optimizer": offload, "zero_hpz_partition_size": 2},
+        {**ON_A_DRIVE, "zero_hpz_partition_size": 1, "zero_quantized_nontrainable_weights": False},
+    ):
+        refuse_memory_features({"zero_optimization": zero, **harmless})

@@ -6,11 +6,15 @@ configuration and a directory.
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from nvme_offload import UnsupportedError
 
 FEATURES = 64
 
@@ -230,7 +234,57 @@ def quantized(config: dict[str, Any], place: Path) -> dict[str, Any]:
     return {"engine": engine, "losses": losses}
 
 
+def thawed(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Frozen layers require gradients again in the middle of the training. DeepSpeed does not train
+    them, which a warning says once.
+    """
+    model = layers(4, 0)
+    frozen = [one for index in (2, 4) for one in model[index].parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    engine = engine_of(model, config)
+    warned = Warnings()
+    logging.getLogger("nvme_offload").addHandler(warned)
+    losses = [step(engine, 0)]
+    for number, parameter in enumerate(frozen[:3]):
+        parameter.requires_grad_(True)
+        losses += [step(engine, 2 * number + 1), step(engine, 2 * number + 2)]
+    if "nvme_offload" in config:
+        named = [line.partition("now: ")[2].partition(":")[0] for line in warned.lines]
+        assert named == ["2.weight (1)", "2.bias (1)", "4.weight (1)"], warned.lines
+    for parameter in frozen:  # it has no master weight to compare
+        parameter.requires_grad_(False)
+    return {"engine": engine, "losses": losses}
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings in *lines*."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def exchanged(config: dict[str, Any], place: Path) -> dict[str, Any]:
+    """A program that exchanges the trained parameters, as BAdam does, is refused before it changes
+    anything.
+    """
+    engine = engine_of(layers(2, 0), config)
+    losses = [step(engine, 0)]
+    if "nvme_offload" in config:
+        groups = [{"params": list(engine.module[2].parameters())}]
+        with pytest.raises(UnsupportedError, match="cannot change after deepspeed"):
+            engine.optimizer._create_fp16_partitions_with_defragmentation(groups)
+    losses.append(step(engine, 1))
+    return {"engine": engine, "losses": losses}
+
+
 PROGRAMS = {
+    "thawed": thawed,
+    "exchanged": exchanged,
     "moved": moved,
     "quantized": quantized,
     "changed without a rank": changed_without_a_rank,

@@ -153,6 +153,9 @@ CASES = {
     "quantized": Case(
         program="quantized", optimizer="none", dtype="fp16", parameters="nvme", section=ROOM
     ),
+    "thawed": Case(program="thawed", parameters="nvme", section=ROOM),
+    "thawed-parameters-in-memory": Case(program="thawed", section=ROOM),
+    "exchanged": Case(program="exchanged", parameters="nvme", section=ROOM),
     "inference-first": Case(program="inference first", parameters="nvme", section=ROOM),
     # Where DeepSpeed has the gradient of an earlier step applied again, for parameters that have
     # none; also where it is scaled, and where it is infinite.
