@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import UsageError
-from .placeholders import written
+from .without_memory import WithoutMemory, changes_form, written
 
 if TYPE_CHECKING:
     from .accumulation import GradientSums
@@ -78,7 +78,7 @@ class Sum:
         self.is_zero, self.lost = True, ""
 
 
-class HostGradient(torch.Tensor):
+class HostGradient(WithoutMemory):
     """Stands for a gradient: what autograd adds to it goes to where its bytes are, every other use
     brings a copy, and what changes it in place changes those bytes.
 
@@ -94,9 +94,7 @@ class HostGradient(torch.Tensor):
         weight = of.weight()
         assert weight is not None
         parameter = weight.parameter
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=of.strides, dtype=parameter.dtype, device=parameter.device
-        )
+        made = cls.make(parameter.shape, of.strides, parameter.dtype, parameter.device)
         made.held = of
         return made
 
@@ -109,6 +107,21 @@ class HostGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         values: Any = self.clone()
         return values.__reduce_ex__(protocol)
+
+    def refuse(self, use: str) -> NoReturn:
+        """See `WithoutMemory`."""
+        _refuse(use)
+
+    def replace_data(self, values: torch.Tensor) -> None:
+        """See `WithoutMemory`. The parameter gets *values* as its gradient, since the program may go
+        on to change them.
+        """
+        weight = self.held.weight()
+        if weight is None or weight.parameter.grad is not self:
+            _refuse("an assignment to .data of a tensor that is no longer in .grad")
+        if values is not self:
+            weight.parameter.grad = values.detach()
+            self.held.lost = "was replaced by an assignment to its .data"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -146,7 +159,7 @@ class HostGradient(torch.Tensor):
             for one in first:
                 _unscale(one, args[1], args[2])
             return None
-        if function.is_view:
+        if function.is_view or changes_form(function):
             _refuse(function)
         return _with_values(function, args, kwargs)
 

@@ -6,30 +6,37 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import UsageError
 from .buckets import local
+from .without_memory import WithoutMemory, changes_form, written
 
 if TYPE_CHECKING:
     from .buckets import Weight
 
-Kind = TypeVar("Kind")
-
 _MOVE = torch.ops.aten._to_copy.default
 
 
-class SpentGradient(torch.Tensor):
+class SpentGradient(WithoutMemory):
     """What `step_in_backward` leaves of a gradient: every use of it says what contradicts that."""
 
     @staticmethod
     def __new__(cls: Any, parameter: torch.Tensor) -> Any:
         """Stand for the gradient of *parameter*, or of a part of one."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        form = torch.empty_like(parameter, device="meta")
+        return cls.make(form.shape, form.stride(), form.dtype, parameter.device)
+
+    def refuse(self, use: str) -> NoReturn:
+        """See `WithoutMemory`."""
+        raise UsageError(
+            f"{use} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
+            "run all but the last backward() under optimizer.no_sync(), and call optimizer.step() or zero_grad() before the next. Clipping by a norm, "
+            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; for clipping there is "
+            '"provisional". Where it has come to this, the parameters have moved by gradients without it, so begin again from a checkpoint'
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -40,15 +47,11 @@ class SpentGradient(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse. Raises: UsageError."""
-        raise UsageError(
-            f"{function} wants a gradient that step_in_backward has used up: the parameter was updated during backward(). To accumulate gradients, "
-            "run all but the last backward() under optimizer.no_sync(), and call optimizer.step() or zero_grad() before the next. Clipping by a norm, "
-            "GradScaler, DistributedDataParallel and whatever else looks at gradients before step() needs step_in_backward=False; for clipping there is "
-            '"provisional". Where it has come to this, the parameters have moved by gradients without it, so begin again from a checkpoint'
-        )
+        spent = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        spent[0].refuse(str(function))
 
 
-class StateOnDrive(torch.Tensor):
+class StateOnDrive(WithoutMemory):
     """The state *key* of *weight*. Every use brings a copy of the values, and what changes them in
     place changes those on the drive, also through views.
 
@@ -77,9 +80,7 @@ class StateOnDrive(torch.Tensor):
         """Stand for it as it is on this rank, with the shape, the strides and the dtype of
         *form*.
         """
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
-        )
+        made = cls.make(form.shape, form.stride(), form.dtype, device)
         made.source, made.weight, made.key, made.ways, made.updates = (
             source,
             weight,
@@ -99,6 +100,19 @@ class StateOnDrive(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         values: Any = self.clone()
         return values.__reduce_ex__(protocol)
+
+    def refuse(self, use: str) -> NoReturn:
+        """See `WithoutMemory`."""
+        raise UsageError(
+            f"{use} cannot be done to the state {self.key!r}, whose values are on a drive: clone() it, and put its replacement "
+            "into optimizer.state"
+        )
+
+    def replace_data(self, values: torch.Tensor) -> None:
+        """See `WithoutMemory`."""
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            self.refuse("an assignment to .data that changes shape, dtype or device")
+        self.copy_(values)
 
     @property
     def is_current(self) -> bool:
@@ -128,6 +142,8 @@ class StateOnDrive(torch.Tensor):
     ) -> Any:
         """Do it with the values. Raises: UsageError."""
         kwargs = kwargs or {}
+        if changes_form(function) and isinstance(args[0], cls):
+            args[0].refuse(str(function))
         if (function.is_view or function is _MOVE) and isinstance(args[0], cls):
             return args[0]._by(function, args, kwargs)
         loaded: dict[int, tuple[StateOnDrive, torch.Tensor, torch.Tensor]] = {}
@@ -191,17 +207,3 @@ class StateOnDrive(torch.Tensor):
 def is_on_drive(value: Any) -> bool:
     """Whether *value* is a `StateOnDrive`, or the whole of which one is this rank's part."""
     return torch.is_tensor(value) and isinstance(local(value), StateOnDrive)
-
-
-def written(kind: type[Kind], function: Any, args: Any, kwargs: Any) -> list[Kind]:
-    """Of the arguments of this *kind* those that *function* changes."""
-    found: list[Kind] = []
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [
-                one
-                for one in (value if isinstance(value, list | tuple) else [value])
-                if isinstance(one, kind)
-            ]
-    return found

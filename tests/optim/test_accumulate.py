@@ -239,6 +239,20 @@ def replace_and_add(params, optimizer):
     backward(params, 7)
 
 
+def set_data(params, optimizer):
+    replacement = torch.full_like(params[0], 0.3)
+    params[0].grad.data = replacement
+    replacement.mul_(2)  # which both have
+    params[2].grad.data = params[2].grad * 2
+    params[4].grad.data.zero_()
+    copy.copy(params[6].grad).mul_(0.5)
+
+
+def set_data_and_add(params, optimizer):
+    set_data(params, optimizer)
+    backward(params, 7)
+
+
 def look(params, optimizer):
     assert all(torch.isfinite(parameter.grad).all() for parameter in params)
     assert "gradient of shape" in repr(params[0].grad) or type(params[0].grad) is torch.Tensor
@@ -261,6 +275,8 @@ MIDDLES = [
     change,
     replace,
     replace_and_add,
+    set_data,
+    set_data_and_add,
     look,
 ]
 
@@ -566,6 +582,45 @@ def test_what_takes_all_gradients_at_once_is_refused(tmp_path):
             with pytest.raises(UsageError, match=r"clone\(\) them one by one"):
                 use()
         gradients[0].clone().view(-1)
+        optimizer.step()
+
+
+MEMORY = {
+    "share_memory": lambda net: net.share_memory(),
+    "DLPack": lambda net: torch.from_dlpack(net[0].weight.grad),
+    "address": lambda net: net[0].weight.grad.data_ptr(),
+    "storage": lambda net: net[0].weight.grad.untyped_storage(),
+    "array": lambda net: net[0].weight.grad.numpy(),
+    "t_": lambda net: net[0].weight.grad.t_(),
+    "set_": lambda net: net[0].weight.grad.set_(torch.zeros(3)),
+    "data of a copy": lambda net: setattr(
+        net[0].weight.grad.detach(), "data", torch.zeros(200, 40)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", MEMORY)
+def test_what_uses_the_memory_of_a_gradient_is_refused(tmp_path, use):
+    plain, ours = model(), model()
+    reference = torch.optim.AdamW(plain.parameters())
+    with NVMeOptimizer(ours.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        for net, one in ((plain, reference), (ours, optimizer)):
+            loss_of(net, 0).backward()
+            if net is ours:
+                with pytest.raises(UsageError, match=r'accumulate="host" has in host memory'):
+                    MEMORY[use](net)
+            one.step()
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+
+
+def test_a_gradient_whose_data_was_replaced_is_gone(tmp_path):
+    net = model()
+    with NVMeOptimizer(net.parameters(), paths=tmp_path, accumulate="host") as optimizer:
+        loss_of(net, 0).backward()
+        kept = net[0].weight.grad
+        kept.data = torch.ones(200, 40)
+        with pytest.raises(UsageError, match=r"was replaced by an assignment to its \.data"):
+            kept.norm()
         optimizer.step()
 
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from reference import Reference, differing, parameters, tight, train
 
 from nvme_offload.errors import UsageError
@@ -58,7 +62,18 @@ def clear(state):
     state.clear()
 
 
-CHANGES = [zero, prune, through_a_view, replace, update, swap, count_anew, foreach, clear]
+def set_data(state):
+    state["exp_avg"].data = torch.full_like(state["exp_avg"], 0.25)
+
+
+def through_a_copy(state):
+    copy.copy(state["exp_avg"]).fill_(0.25)
+
+
+CHANGES = [
+    *(zero, prune, through_a_view, replace, update, swap, count_anew, foreach, clear),
+    *(set_data, through_a_copy),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -141,6 +156,59 @@ def test_a_clone_is_a_snapshot_and_a_move_is_not(tmp_path):
         state["exp_avg"] = snapshot
         train(params[:2], optimizer, steps=0)
         assert torch.equal(optimizer.state_dict()["state"][2]["exp_avg"], before)
+
+
+MEMORY = {
+    "data of another shape": lambda one: setattr(one, "data", torch.zeros(3)),
+    "share_memory_": lambda one: one.share_memory_(),
+    "DLPack": torch.from_dlpack,
+    "address": lambda one: one.data_ptr(),
+    "storage": lambda one: one.untyped_storage(),
+    "array": lambda one: one.numpy(),
+    "resize_": lambda one: one.resize_(3),
+    "t_": lambda one: one.t_(),
+    "set_": lambda one: one.set_(torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("use", MEMORY)
+def test_what_uses_the_memory_of_a_state_is_refused(tmp_path, use):
+    """Some of these would end the process, others be lost without a word."""
+    plain, ours = parameters(shapes=SHAPES), parameters(shapes=SHAPES)
+    train(plain, torch.optim.AdamW(plain))
+    with tight(ours, tmp_path) as optimizer:
+        train(ours, optimizer, steps=2)
+        with pytest.raises(UsageError, match=r"cannot be done to the state 'exp_avg'.*clone\(\)"):
+            MEMORY[use](optimizer.state[ours[0]]["exp_avg"])
+        train(ours, optimizer, steps=1, first=2)
+    assert differing(ours, plain) == []
+
+
+def test_a_state_cannot_be_swapped(tmp_path):
+    params = parameters(shapes=SHAPES)
+    with tight(params, tmp_path) as optimizer:
+        train(params, optimizer)
+        state = optimizer.state[params[0]]
+        with pytest.raises(RuntimeError, match="Cannot swap"):
+            torch.utils.swap_tensors(state["exp_avg"], torch.ones_like(params[0]))
+        with pytest.raises(RuntimeError, match="Cannot swap"):
+            torch.utils.swap_tensors(state["exp_avg"], state["exp_avg_sq"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["state", "gradient"])
+def test_every_use_has_the_same_effect_or_is_refused(tmp_path, kind):
+    """All methods of a tensor, in a process that may end by a signal."""
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).parent / "uses_of_tensors.py", tmp_path, kind],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    found = [line.strip() for line in ran.stdout.replace("\r", "\n").splitlines()]
+    assert ran.returncode == 0, (found[-1], ran.stderr)
+    assert found[-1] == "done"
+    assert [line for line in found if " instead of " in line] == []
 
 
 def test_what_cannot_be_put_in_is_refused_there_and_then(tmp_path):

@@ -1,0 +1,112 @@
+"""`WithoutMemory`: tensors whose values are stored elsewhere. An access to their memory raises an
+error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from .awaited import Waits
+
+Kind = TypeVar("Kind")
+
+
+class WithoutMemory(torch.Tensor):
+    """A placeholder for a tensor. Operators reach `__torch_dispatch__` of the subclass, which finds
+    the values. Methods that bypass the dispatcher and use the memory are passed to `refuse`: they
+    would read and write address 0.
+    """
+
+    @classmethod
+    def make(
+        cls,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Any:
+        """A tensor of this class. C++ that asks for its address gets an error."""
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, shape, strides=strides, dtype=dtype, device=device
+            )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return made
+
+    def replace_data(self, values: torch.Tensor) -> None:
+        """Carry out ``self.data = values``."""
+        self.refuse("an assignment to .data")
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raises: UsageError for this *use* of memory."""
+        raise NotImplementedError
+
+    def __copy__(self) -> torch.Tensor:
+        return self.detach()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the *function*, or refuse it. Raises: UsageError."""
+        if any(issubclass(kind, Waits) for kind in types):
+            return NotImplemented  # their own method waits, and calls the function again
+        with torch._C.DisableTorchFunctionSubclass():
+            if function == _SET_DATA and isinstance(args[0], WithoutMemory):
+                args[0].replace_data(args[1])
+                return None
+            if function in _OF_MEMORY:
+                for one in args:
+                    if isinstance(one, WithoutMemory):
+                        one.refuse(_OF_MEMORY[function])
+            return function(*args, **(kwargs or {}))
+
+
+def changes_form(function: Any) -> bool:
+    """Whether the operator gives its argument another shape or other memory in place."""
+    return (
+        torch.Tag.inplace_view in function.tags and function is not torch.ops.aten.detach_.default
+    )
+
+
+def written(kind: type[Kind], function: Any, args: Any, kwargs: Any) -> list[Kind]:
+    """The arguments of this *kind* that *function* changes."""
+    found: list[Kind] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [
+                one
+                for one in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(one, kind)
+            ]
+    return found
+
+
+def _of_memory() -> dict[Any, str]:
+    names = (
+        *(
+            "data_ptr",
+            "const_data_ptr",
+            "mutable_data_ptr",
+            "untyped_storage",
+            "storage",
+            "_typed_storage",
+            "share_memory_",
+            "is_shared",
+        ),
+        *("__dlpack__", "__dlpack_device__", "__array__", "numpy", "apply_", "map_", "map2_"),
+    )
+    methods: dict[Any, str] = {
+        getattr(torch.Tensor, name): name for name in names if hasattr(torch.Tensor, name)
+    }
+    interface: Any = torch.Tensor.__cuda_array_interface__
+    return {**methods, interface.__get__: "__cuda_array_interface__"}
+
+
+# Methods of torch.Tensor, in C++ or Python, that use memory without an operator.
+_OF_MEMORY = _of_memory()
+_data: Any = torch.Tensor.data
+_SET_DATA = _data.__set__
