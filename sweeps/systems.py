@@ -169,19 +169,42 @@ def _ours_in_zero3(overlap_step: bool, job: dict[str, Any]) -> Step:
     return _zero3(job, offload, nvme_offload=ours)
 
 
-def _cpu_offload_policy(job: dict[str, Any]) -> Step:
-    """Parameters, gradients and states in float32 in host memory; the GPU computes in bfloat16."""
+def _in_host_memory(model: Any) -> Any:
+    """*model* with its parameters in host memory; the GPU computes in bfloat16."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    model = _model(job)
     shard = functools.partial(
         fully_shard,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         offload_policy=CPUOffloadPolicy(pin_memory=_device().type == "cuda"),
     )
     for layer in model.model.layers:
-        shard(layer.float())
-    shard(model.float())
+        shard(layer)
+    return shard(model)
+
+
+def _cpu_offload_policy_and_ours(job: dict[str, Any]) -> Step:
+    """Parameters in bfloat16 and packed states in host memory."""
+    from nvme_offload import NVMeOptimizer
+
+    model = _in_host_memory(_model(job))
+    optimizer = NVMeOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        paths=job["directory"],
+        host_memory=job["host_memory"],
+        state_format="compact",
+        step_in_backward=True,
+        lr=_LEARNING_RATE,
+        weight_decay=_DECAY,
+        fused=True,
+    )
+    return _plain(model, optimizer)
+
+
+def _cpu_offload_policy(job: dict[str, Any]) -> Step:
+    """Parameters, gradients and states in float32 in host memory."""
+    model = _in_host_memory(_model(job).float())
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_LEARNING_RATE, weight_decay=_DECAY, fused=True
     )
@@ -250,6 +273,10 @@ SYSTEMS = {
         functools.partial(_ours_in_zero3, True),
     ),
     "exact": System('NVMeOptimizer, "exact", in backward', functools.partial(_ours, "exact")),
+    "cpu-offload-policy-compact": System(
+        'FSDP2 with CPUOffloadPolicy and NVMeOptimizer, "compact", in backward',
+        _cpu_offload_policy_and_ours,
+    ),
     "zero-infinity": System(
         "DeepSpeed ZeRO-3, states on the drive", functools.partial(_stock, "nvme")
     ),

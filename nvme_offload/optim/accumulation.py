@@ -112,7 +112,7 @@ class GradientSums:
             type(gradient) is not torch.Tensor
             or gradient.requires_grad
             or gradient.layout is not torch.strided
-            or (gradient.dtype, gradient.device) != (bucket.dtype, bucket.device)
+            or (gradient.dtype, gradient.device) != (bucket.dtype, bucket.home)
         ):
             return
         one = Sum(weakref.ref(weight), weakref.ref(self), _strides(weight, gradient))
@@ -172,7 +172,7 @@ class GradientSums:
         weight = _weight(one)
         bucket = weight.fragments[0].bucket
         whole = torch.empty_strided(
-            weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.device
+            weight.parameter.shape, one.strides, dtype=bucket.dtype, device=bucket.home
         )
         row = _row(whole, one.strides)
         if one.is_zero:
@@ -208,7 +208,7 @@ class GradientSums:
         if not summed:  # what there may be is of a gradient that somebody has replaced
             self._discard(bucket)
             return
-        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.home)
         if not all(one.is_zero for _, one in summed):
             self._bring(bucket, None, flat, self._use(bucket))
         self._discard(bucket)
@@ -377,11 +377,11 @@ class GradientSums:
 
     def _copies_of(self, bucket: Bucket) -> GradientCopies | None:
         """None where nothing is copied, since all is in host memory."""
-        if bucket.device.type == "cpu":
+        if bucket.home.type == "cpu":
             return None
-        if bucket.device not in self._devices:
-            self._devices[bucket.device] = GradientCopies(bucket.device)
-        return self._devices[bucket.device]
+        if bucket.home not in self._devices:
+            self._devices[bucket.home] = GradientCopies(bucket.home)
+        return self._devices[bucket.home]
 
     def _note(
         self,

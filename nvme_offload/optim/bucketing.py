@@ -27,8 +27,9 @@ _log = logging.getLogger(__name__)
 
 class Bucketing:
     """Makes buckets of the parameters of groups. *make* makes optimizers, which are called *name*,
-    with options; *prefix* is of the buckets' names. *declared*: it is the user's word that every
-    element is updated by itself. *gradients*: those of a bucket are a value, too.
+    with options; *prefix* is of the buckets' names. *declared*: the user
+    asserts that every element is updated separately. *gradients*: the gradients of a bucket are a
+    value, too. *place_updates* returns the device on which a parameter is updated.
 
     Raises: UsageError and UnsupportedError for parameters and optimizers that cannot be taken.
     """
@@ -43,8 +44,10 @@ class Bucketing:
         *,
         declared: bool,
         gradients: bool,
+        place_updates: Callable[[torch.Tensor], torch.device],
     ) -> None:
         self._name = name
+        self._place_updates = place_updates
         self._make = make
         self._format = state_format
         self._budget = budget
@@ -90,6 +93,7 @@ class Bucketing:
                     dtype,
                     self._format.update_dtype(dtype),
                     tensors[0].device,
+                    self._place_updates(kind[0].parameter),
                     kind[0].traits,
                     unit,
                 )
@@ -176,9 +180,14 @@ class Bucketing:
         have.
         """
         dimensions = sorted({max(parameter.dim(), 1) for parameter in parameters})
-        for (dtype, device, _), run in itertools.groupby(
+        for (dtype, _, device, _), run in itertools.groupby(
             parameters,
-            lambda parameter: (parameter.dtype, local(parameter).device, parameter.requires_grad),
+            lambda parameter: (
+                parameter.dtype,
+                local(parameter).device,
+                self._place_updates(parameter),
+                parameter.requires_grad,
+            ),
         ):
             # what is quantized has no gradients, ever
             if not dtype.is_floating_point and not dtype.is_complex:

@@ -58,6 +58,11 @@ class Weight:
         return self.fragments[0].states if self.fragments else {}
 
     @property
+    def visits_device(self) -> bool:
+        """Whether it is in host memory and updated on a GPU."""
+        return bool(self.fragments) and self.fragments[0].bucket.visits_device
+
+    @property
     def gradient(self) -> torch.Tensor | None:
         """That of the update that is queued, or the parameter's own."""
         return self.parameter.grad if self.awaited is None else self.awaited.values
@@ -229,14 +234,19 @@ class Fragment:
         whole = local(self.weight.parameter)
         self.strides = dense_strides(whole) if self.numel == whole.numel() else (1,)
 
-    def gradient(self, widened: torch.Tensor, *, copy: bool) -> torch.Tensor | None:
-        """What the shadow is to be given; put into *widened*, which has a place for each element of
-        the bucket, or none, where it has other bits. A *copy* where the update may have to be made
-        again: there are optimizers that compute in the gradient itself, such as Muon.
-        """
+    def of_gradient(self) -> torch.Tensor | None:
+        """The gradient of the elements, in the dtype and on the device of the parameter."""
         if (gradient := self.weight.gradient) is None:
             return None
-        part = self.of(local(gradient)) if self.summed is None else self.summed
+        return self.of(local(gradient)) if self.summed is None else self.summed
+
+    def in_update_dtype(
+        self, part: torch.Tensor, widened: torch.Tensor, *, copy: bool
+    ) -> torch.Tensor:
+        """The gradient *part* for the shadow. *widened* has a place for each element of the bucket,
+        or none; a gradient of another dtype is put there. A *copy* where the update may have to be
+        made again: some optimizers, such as Muon, compute in the gradient itself.
+        """
         if part.dtype == self.shadow.dtype or widened.numel() == 0:
             return part.to(self.shadow.dtype, copy=copy)
         return self.within(widened).copy_(part)
@@ -244,8 +254,11 @@ class Fragment:
 
 @dataclasses.dataclass(eq=False)
 class Bucket:
-    """*fragments* of one *dtype* on one *device*, which are updated in *update_dtype*; of one
-    parameter group or, where all parameters go together, of several.
+    """*fragments* of one *dtype*, which are updated in *update_dtype*; of one parameter group or,
+    where all parameters go together, of several.
+
+    *home*: the device of the parameters. *device*: where they are updated, a GPU also for
+    parameters in host memory if `update_device` chose it.
 
     *unit*: where fragments begin, in elements. *layout*: of the value *name*, None while there is
     none; behind it are *rest_bytes* for states that are not like their parameters. *room_bytes*:
@@ -256,6 +269,7 @@ class Bucket:
     name: str
     dtype: torch.dtype
     update_dtype: torch.dtype
+    home: torch.device
     device: torch.device
     traits: Traits
     unit: int = 1
@@ -265,6 +279,11 @@ class Bucket:
     rest_bytes: int = 0
     room_bytes: int = 0
     is_retained: bool = False
+
+    @property
+    def visits_device(self) -> bool:
+        """Whether weights and gradients are copied to `device` for an update, and weights back."""
+        return self.home != self.device
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ from .provisional import ProvisionalUpdates
 from .shown_state import ShownState, ShownStates
 from .stats import UpdateClock, UpdateStats
 from .update import Options, Updater
+from .update_device import UpdateDevice
 from .update_queue import Job, Step, UpdateQueue, anything_is_compiled
 
 _log = logging.getLogger(__name__)
@@ -101,6 +102,11 @@ class NVMeOptimizer(torch.optim.Optimizer):
         drive where they do not fit; the bits are those of accumulation in `.grad`, which has a
         placeholder. `step` uses the gradients up: call `zero_grad` before the next `backward`. Not
         together with *step_in_backward*, *overlap_step*, or DTensors.
+    update_device : {"auto", "gpu", "cpu"}
+        Where parameters in host memory are updated. "auto" is the GPU for those that FSDP2 computes
+        with on a GPU (CPUOffloadPolicy), if the GPU has 1 GiB free, and the CPU for all others.
+        "gpu" is the current CUDA device for all. *optimizer_class* on that device gives the
+        same bits. Weights and gradients are copied to the GPU for an update, and weights back.
     elementwise : bool
         Assert that every element is updated by itself, where the trial cannot see it.
     masters : bool
@@ -146,11 +152,13 @@ class NVMeOptimizer(torch.optim.Optimizer):
         step_in_backward: bool | Literal["local", "provisional"] = False,
         overlap_step: bool = False,
         accumulate: Literal["host"] | None = None,
+        update_device: Literal["auto", "gpu", "cpu"] = "auto",
         elementwise: bool = False,
         masters: bool = True,
         aio: AioConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        place_updates = UpdateDevice(update_device).of
         if step_in_backward not in (False, True, "local", "provisional"):
             raise UsageError(
                 f'step_in_backward must be False, True, "local" or "provisional", not {step_in_backward!r}'
@@ -183,6 +191,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._state_was_asked_for = False  # since it was looked at last
         self._has_begun = False  # the step that goes on, in a backward pass
         self._backward_begins = True  # there was none since the last step
+        self._draining_task = -1  # the backward pass at whose end weights are in host memory
         self._uses: dict[Weight, int] = {}  # in which order parameters are used
         self._late: list[tuple[int, str, Any, Any]] = []  # options that a queued step has changed
         self._told_alone = False  # that steps are not run under anything
@@ -233,6 +242,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 f"optimizer{next(_serial)}",
                 declared=elementwise,
                 gradients=accumulate is not None,
+                place_updates=place_updates,
             )
             if accumulate is not None:
                 self._sums = GradientSums(self._tier, self._lock, self._updater.drain)
@@ -999,7 +1009,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     ):
                         there[key] = weight.placeholders[key]
                     else:
-                        placeholder = StateOnDrive(self._source, weight, key, form, bucket.device)
+                        placeholder = StateOnDrive(self._source, weight, key, form, bucket.home)
                         there[key] = (
                             placeholder
                             if key in fragment.rest
@@ -1071,7 +1081,7 @@ class NVMeOptimizer(torch.optim.Optimizer):
                 with self._updater.reading(fragment.bucket) as find:
                     values = saved.in_a_row(find(fragment, key))
                     saved.in_a_row(whole)[fragment.start :][: values.numel()].copy_(values)
-            return whole.to(weight.fragments[0].bucket.device)
+            return whole.to(weight.fragments[0].bucket.home)
 
     def write_state(self, weight: Weight, key: Key, values: torch.Tensor) -> None:
         """Put a state on the drive, for the placeholder that `state` has of it.
@@ -1121,7 +1131,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         self._backward.check(weight.parameter)
         self._begin_backward()
         weight.settle_gradient()
-        await_copy(weight.parameter)
+        if self._provisional is not None or not weight.visits_device:
+            await_copy(weight.parameter)  # the CPU reads the gradient
         with self._lock:
             if self._provisional is not None:
                 self._provisional.complete(weight)
@@ -1135,12 +1146,16 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     if self._provisional is not None:
                         self._provisional.came_by(bucket)
                         if self._queue is None or self._queue.quiesce():
+                            if bucket.visits_device:
+                                self._drain_after_backward()
                             with self._clock.running():
                                 self._update_provisionally(bucket)
                         continue
                     if self._can_queue([bucket]):
                         self._queue_updates([bucket])
                     elif self._queue is None or self._queue.quiesce():
+                        if bucket.visits_device:
+                            self._drain_after_backward()
                         with self._clock.running():
                             self._update_now(bucket)
                     else:
@@ -1154,6 +1169,24 @@ class NVMeOptimizer(torch.optim.Optimizer):
                     self._left = self._leaves = True
                 else:
                     self._backward.spend(bucket)
+
+    def _drain_after_backward(self) -> None:
+        """Have this `backward` return when parameters in host memory have their new values there."""
+        task = torch._C._current_graph_task_id()
+        if task == self._draining_task:
+            return
+        self._draining_task = task
+        source = self._source
+
+        def drain() -> None:
+            optimizer = source()
+            if optimizer is not None:
+                with optimizer._lock:
+                    if optimizer._queue is None or optimizer._queue.quiesce():
+                        optimizer._updater.drain()
+
+        engine: Any = torch.autograd.Variable
+        engine._execution_engine.queue_callback(drain)
 
     # What `overlap_step` does.
 
@@ -1280,6 +1313,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
         with self._clock.running():
             if job.bucket is not None:
                 step.left.update(self._update(job.bucket, job.options, step.number - 1))
+                if job.bucket.visits_device:
+                    self._updater.drain()  # the CPU uses the parameters next
                 return
             self._updater.drain()
             self._tier.swapper.step()
@@ -1396,12 +1431,12 @@ def _check_unchanged(weight: Weight, *, anywhere: bool = False) -> None:
     *anywhere*. Raises: UsageError.
     """
     part, bucket = local(weight.parameter), weight.fragments[0].bucket
-    if (part.dtype, bucket.device if anywhere else part.device, part.numel()) != (
+    if (part.dtype, bucket.home if anywhere else part.device, part.numel()) != (
         bucket.dtype,
-        bucket.device,
+        bucket.home,
         weight.fragments[-1].stop,
     ):
-        was = f"{weight.fragments[-1].stop} elements, {bucket.dtype} on {bucket.device}"
+        was = f"{weight.fragments[-1].stop} elements, {bucket.dtype} on {bucket.home}"
         now = f"{part.numel()}, {part.dtype} on {part.device}"
         raise UsageError(
             f"a parameter of {was}, has become one of {now}: make the optimizer after the model has come to where it stays"

@@ -4,7 +4,9 @@ back.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +14,9 @@ import torch
 from ..errors import OutOfHostMemoryError
 from ..swap.device_copies import CopyStreams
 from ..swap.tier import Tier
+from .buckets import dense_strides
 
+_ALIGNED_BYTES = 256  # as the allocator of CUDA memory aligns tensors
 PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
 
 
@@ -31,6 +35,19 @@ class Stager(Protocol):
 
     def give_back(self, *, changed: bool) -> None:
         """The caller is done with what it has, if anything. Never waits for a drive."""
+
+    def bring(
+        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
+    ) -> list[torch.Tensor]:
+        """Both from host memory, on the stager's device until `give_back`; the gradients after the
+        event *written*. Called at most once before `give_back`, after `fetch` or `renew` if there
+        is a value.
+        """
+
+    def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy into the first tensor of each pair, in host memory, the second, on the device. The
+        first may be read after `drain`.
+        """
 
     def drain(self) -> None:
         """Return when everything that was given back is where it should be."""
@@ -63,6 +80,15 @@ class HostStager:
             self._tier.swapper.release(self._held, changed=changed)
             self._held = None
 
+    def bring(
+        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
+    ) -> list[torch.Tensor]:
+        """See `Stager`."""
+        return [*weights, *gradients]
+
+    def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `Stager`. Nothing is copied: both tensors of a pair are the same."""
+
     def drain(self) -> None:
         """See `Stager`."""
 
@@ -76,10 +102,13 @@ class _Return(NamedTuple):
 
 
 class _Place:
-    """Memory of the device that values pass through. *free*: when what was in it has left."""
+    """Memory of the device for one bucket: its value, and *weights* and gradients from host memory.
+    *free*: the event after which both may be overwritten.
+    """
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
         self.free: Any = None
 
 
@@ -98,6 +127,8 @@ class DeviceStager:
         self._returns: deque[_Return] = deque()
         # what the caller has: its name, its memory on the host, and the end of the copy from there
         self._held: tuple[str, torch.Tensor, Any] | None = None
+        self._has_weights = False  # since the last `give_back`
+        self._taken_back: Any = None  # the event after the last weights that were copied back
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
@@ -128,19 +159,58 @@ class DeviceStager:
     def give_back(self, *, changed: bool) -> None:
         """See `Stager`."""
         place = self._places[0]
-        if self._held is None or place.memory is None:
+        if self._held is None and not self._has_weights:
             return
-        (name, host, _), self._held = self._held, None
-        place.free = torch.cuda.current_stream(self._device).record_event()
-        if changed:
-            place.free = self._copies.start(host, place.memory[: host.numel()], after=place.free)
-        self._returns.append(_Return(name, changed, place.free))
+        stream = torch.cuda.current_stream(self._device)
+        held, self._held, self._has_weights = self._held, None, False
+        if held is None and self._taken_back is not None:
+            stream.wait_event(self._taken_back)
+        place.free = stream.record_event()
+        if held is not None and place.memory is not None:
+            name, host, _ = held
+            if changed:  # on the stream of `take_back`, so after it
+                source = place.memory[: host.numel()]
+                place.free = self._copies.start(host, source, after=place.free)
+            self._returns.append(_Return(name, changed, place.free))
         self._places.rotate(-1)
-        self._release(at_most=PLACES)
+
+    def bring(
+        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], written: Any
+    ) -> list[torch.Tensor]:
+        """See `Stager`."""
+        place, stream = self._places[0], torch.cuda.current_stream(self._device)
+        parts = [*weights, *gradients]
+        sizes = [-(-part.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for part in parts]
+        if place.weights is None or place.weights.numel() < sum(sizes):
+            torch.cuda.synchronize(self._device)  # as in `_place`
+            place.weights = None
+            place.weights = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            torch.cuda.synchronize(self._device)
+        self._has_weights = True
+        filled = None
+        brought: list[torch.Tensor] = []
+        for part, start in zip(parts, itertools.accumulate(sizes, initial=0), strict=False):
+            flat = place.weights[start : start + part.nbytes].view(part.dtype)
+            target = flat.as_strided(part.shape, dense_strides(part))
+            after = place.free if len(brought) < len(weights) else written
+            filled = self._copies.start(target, part, after=after)
+            brought.append(target)
+        if filled is not None:
+            stream.wait_event(filled)
+        return brought
+
+    def take_back(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `Stager`."""
+        made = torch.cuda.current_stream(self._device).record_event()
+        for target, source in pairs:
+            self._taken_back = self._copies.start(target, source, after=made)
 
     def drain(self) -> None:
         """See `Stager`."""
         self._release(at_most=0)
+        if self._taken_back is not None:
+            self._taken_back.synchronize()
+            self._taken_back = None
 
     def _obtain(self, ask: Any) -> torch.Tensor:
         while True:

@@ -64,6 +64,8 @@ class Updater:
         self._host = HostStager(tier)
         self._scratch = torch.empty(0)
         self._stagers: dict[torch.device, Stager] = {}
+        self._streams: dict[torch.device, Any] = {}  # for buckets that visit a device
+        self._written: Any = None  # the event after which their gradients are in host memory
 
     @property
     def wide(self) -> bool:
@@ -93,6 +95,10 @@ class Updater:
         """Have the bucket's bytes on its device, in use. Raises: as `TensorSwapper.swap_in`;
         nothing is changed by then, so that it may be tried again.
         """
+        with self._on_stream(bucket):
+            return self._open(bucket)
+
+    def _open(self, bucket: Bucket) -> torch.Tensor:
         stager = self._stager(bucket)
         if bucket.layout is not None:
             return stager.fetch(bucket.name, bucket.nbytes) if bucket.nbytes else _nothing(bucket)
@@ -114,8 +120,9 @@ class Updater:
         """
         first = bucket.inner is None
         self._format = wide_enough(self._format, self._name, options.values())
-        inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
-        self._stager(bucket).give_back(changed=True)
+        with self._on_stream(bucket):
+            inner, memory = self._bound(bucket, memory, options, seed, raw_step, steps=True)
+            self._stager(bucket).give_back(changed=True)
         if bucket.device.type == "cpu":
             # At first of the states that the inner optimizer has made, whose bytes are in the
             # bucket's value now; later of what it computes with.
@@ -135,8 +142,9 @@ class Updater:
         """Let the inner optimizer of the opened *bucket* do what *method* does, which may change
         parameters and states; as `step`.
         """
-        inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
-        self._stager(bucket).give_back(changed=True)
+        with self._on_stream(bucket):
+            inner, _ = self._bound(bucket, memory, options, 0, lambda _: method)
+            self._stager(bucket).give_back(changed=True)
         for fragment in bucket.fragments:
             fragment.weight.updated(always=True)
         return dict(zip(bucket.groups, inner.param_groups, strict=True))
@@ -145,8 +153,9 @@ class Updater:
         """Keep what the inner optimizer has before its first step, for one that has something by
         then.
         """
-        self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
-        self._stager(bucket).give_back(changed=True)
+        with self._on_stream(bucket):
+            self._bound(bucket, memory, options, 0, lambda inner: lambda _: None)
+            self._stager(bucket).give_back(changed=True)
 
     def close(self, bucket: Bucket) -> None:
         """Give an opened bucket back, unchanged."""
@@ -256,6 +265,22 @@ class Updater:
 
     # Inside.
 
+    def _on_stream(self, bucket: Bucket) -> contextlib.AbstractContextManager[None]:
+        """The stream for a bucket that visits a device, so that the model's computation does not
+        wait for its update. The update waits for the current stream only before it reads
+        gradients, which FSDP2 copies to host memory on that stream.
+        """
+        if not bucket.visits_device:
+            return contextlib.nullcontext()
+        self._written = torch.cuda.current_stream(bucket.device).record_event()
+        if bucket.device not in self._streams:
+            make: Any = torch.cuda.Stream
+            self._streams[bucket.device] = make(bucket.device)
+        there: contextlib.AbstractContextManager[None] = torch.cuda.stream(
+            self._streams[bucket.device]
+        )
+        return there
+
     def _stager(self, bucket: Bucket) -> Stager:
         stager = self._stagers.get(bucket.device)
         if stager is None:
@@ -278,19 +303,30 @@ class Updater:
     ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Let the inner optimizer *act* on what *memory* holds, and pack what comes of it."""
         assert bucket.layout is not None
-        weights = bucket.weights()
-        flats = [
+        own = bucket.weights()
+        own_flats = [
             fragment.in_memory_order(weight)
-            for fragment, weight in zip(bucket.fragments, weights, strict=True)
+            for fragment, weight in zip(bucket.fragments, own, strict=True)
         ]
+        gradients = [fragment.of_gradient() for fragment in bucket.fragments]
+        weights, flats = own, own_flats
+        if bucket.visits_device:
+            flats, gradients = self._brought(bucket, own_flats, gradients)
+            weights = [
+                flat.as_strided(fragment.shape, fragment.strides)
+                for fragment, flat in zip(bucket.fragments, flats, strict=True)
+            ]
         working = bucket.with_gaps(flats)
         widened, unpacked = self._room_beside(bucket, bucket.layout)
         master, states = self._format.unpack(bucket.layout, memory, working, unpacked)
-        for fragment, weight in zip(bucket.fragments, weights, strict=True):
+        for fragment, weight, gradient in zip(bucket.fragments, weights, gradients, strict=True):
             if master is not None:
                 self._follow(fragment, weight, fragment.within(master))
             fragment.shadow.data = weight if master is None else fragment.within(master)
-            fragment.shadow.grad = fragment.gradient(widened, copy=bucket.is_retained)
+            if gradient is not None:
+                fragment.shadow.grad = fragment.in_update_dtype(
+                    gradient, widened, copy=bucket.is_retained and not bucket.visits_device
+                )
             for key, leaf in fragment.leaves.items():
                 leaf.data = fragment.state(key, states, memory[bucket.layout.nbytes :])
         inner = self._inner(bucket, options)
@@ -303,12 +339,35 @@ class Updater:
             if self._widened_when == seed:
                 round_near(bucket.layout, states, self._far, seed, names)
         self._format.pack(bucket.layout, memory, working, master, states, seed, names)
-        if master is not None:
-            for fragment, weight, flat in zip(bucket.fragments, weights, flats, strict=True):
-                if weight.data_ptr() != flat.data_ptr():
-                    weight.copy_(flat.as_strided(fragment.shape, fragment.strides))
+        apart = [
+            (weight, flat.as_strided(fragment.shape, fragment.strides))
+            for fragment, weight, flat in zip(bucket.fragments, own, own_flats, strict=True)
+            if weight.data_ptr() != flat.data_ptr()
+        ]
+        if bucket.visits_device:
+            stager = self._stager(bucket)
+            stager.take_back(list(zip(own_flats, flats, strict=True)))
+            if apart:
+                stager.drain()
+        if master is not None or bucket.visits_device:
+            for weight, flat in apart:
+                weight.copy_(flat)
         self._unbind(bucket)
         return inner, memory
+
+    def _brought(
+        self,
+        bucket: Bucket,
+        flats: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Weights and gradients of a bucket that is updated elsewhere than where they are, there."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        brought = self._stager(bucket).bring(flats, given, self._written)
+        there = iter(brought[len(flats) :])
+        return brought[: len(flats)], [
+            None if gradient is None else next(there) for gradient in gradients
+        ]
 
     def _widen(
         self,

@@ -117,7 +117,7 @@ class UpdateQueue:
                 stream = self._stream(bucket.device)
                 for one in awaited:
                     one.home = home
-                    if one.values is not None:
+                    if one.values is not None and local(one.values).is_cuda:
                         local(one.values).record_stream(stream)
             self._put(Job(step, bucket, options, awaited, ready))
             if not self._module_hooks:
@@ -290,7 +290,11 @@ class UpdateQueue:
         try:
             with self._like_the_caller(job):
                 job.step.owner.run_job(job)
-                if job.ready is not None:
+                if (
+                    job.ready is not None
+                    and job.bucket is not None
+                    and job.bucket.home == job.bucket.device
+                ):
                     event = torch.cuda.current_stream().record_event()
         except BaseException as failure:
             error = failure

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +105,26 @@ def zero_redundancy() -> list[Any]:
 
 
 def sharded(
-    dtype: torch.dtype = torch.float32, optimizer_class: Any = torch.optim.AdamW, **policies: Any
+    dtype: torch.dtype = torch.float32,
+    optimizer_class: Any = torch.optim.AdamW,
+    in_memory: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **policies: Any,
 ) -> list[Any]:
+    """What differs under *policies* of `fully_shard`. The optimizer in memory has the policies
+    *in_memory* if given; `NVMeOptimizer` gets *options*.
+    """
     nets, optimizers = [], []
-    for make in (
-        functools.partial(Reference, optimizer_class=optimizer_class, lr=0.01),
-        functools.partial(ours, optimizer_class=optimizer_class),
+    for make, used in (
+        (
+            functools.partial(Reference, optimizer_class=optimizer_class, lr=0.01),
+            policies if in_memory is None else in_memory,
+        ),
+        (functools.partial(ours, optimizer_class=optimizer_class, **(options or {})), policies),
     ):
         net = model(dtype)
         for layer in (net[0], net[2], net[4], net):
-            fully_shard(layer, **policies)
+            fully_shard(layer, **used)
         train(net, optimizer := make(list(net.parameters())))
         nets.append(net)
         optimizers.append(optimizer)
@@ -173,7 +184,15 @@ def fsdp2_sgd() -> list[Any]:
 
 @case
 def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
-    return sharded(offload_policy=CPUOffloadPolicy()) if DEVICE == "cuda" else []
+    if DEVICE != "cuda":
+        return []
+    offloaded: Any = functools.partial(sharded, offload_policy=CPUOffloadPolicy())
+    return [
+        f"{dtype}: {item}"
+        for dtype in (torch.float32, torch.bfloat16)
+        for item in offloaded(dtype, options={"update_device": "cpu"})
+        + offloaded(dtype, in_memory={})  # updated on the GPU: the bits of parameters there
+    ]
 
 
 class Wrapped(torch.Tensor):

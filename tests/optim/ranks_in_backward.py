@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,17 +81,21 @@ def compared(
     during: During = at_once,
     loss: Callable[[nn.Module, int, torch.dtype], torch.Tensor] = loss_of,
     settings: bool | str = True,
+    in_memory: Callable[[], nn.Module] | None = None,
+    options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """What differs, or still has its gradient when backward() is over."""
+    """What differs, or still has its gradient when backward() is over. *in_memory* makes another
+    model for the optimizer in memory; `NVMeOptimizer` gets *options*.
+    """
     nets, found = [], []
     parts = 1 if during is at_once else PARTS
     for in_backward in (False, True):
-        net = make()
+        net = make() if in_backward or in_memory is None else in_memory()
         params = list(net.parameters())
         dtype = params[0].dtype
         optimizer = (
-            ours(params, step_in_backward=settings, **kwargs)
+            ours(params, step_in_backward=settings, **(options or {}), **kwargs)
             if in_backward
             else Reference(params, torch.optim.AdamW, lr=0.01, **kwargs)
         )
@@ -145,11 +149,12 @@ def fsdp2_with_parameters_on_the_cpu() -> list[Any]:
     if DEVICE != "cuda":
         return []
     make = functools.partial(sharded, offload_policy=CPUOffloadPolicy())
-    return (
-        compared(make)
-        + compared(make, summed_by_the_optimizer)
-        + compared(make, summed_by_the_model)
-    )
+    found = []
+    for during in (at_once, summed_by_the_optimizer, summed_by_the_model):
+        found += compared(make, during, options={"update_device": "cpu"})
+        # updated on the GPU: the bits of parameters that are there
+        found += compared(make, during, in_memory=sharded)
+    return found
 
 
 @case

@@ -123,16 +123,18 @@ def compared_over_ranks(
     after: After = nothing,
     keep: bool = False,
     limits: tuple[float, ...] = (),
+    in_memory: Callable[[], nn.Module] | None = None,
     **options: Any,
 ) -> list[Any]:
     """What differs between *make*'s model trained in memory and on the drive, whose updates are made
     when somebody waits for them, and not before. With *keep* a step adds to the gradients of the
-    one before; *limits* are those of the norm of a step's gradients, in turn.
+    one before; *limits* are those of the norm of a step's gradients, in turn. *in_memory* makes
+    another model to train in memory.
     """
     nets: list[Any] = []
     parameters = awaited = 0
     for overlapping in (False, True):
-        net = make()
+        net = make() if overlapping or in_memory is None else in_memory()
         params = list(net.parameters())
         dtype = params[0].dtype
         context: Any = late.only_when_awaited() if overlapping else contextlib.nullcontext()
@@ -186,9 +188,10 @@ def fsdp2_policies() -> list[Any]:
         mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
         found += compared_over_ranks(functools.partial(in_blocks, mesh=mesh))
     if DEVICE == "cuda":
-        found += compared_over_ranks(
-            functools.partial(in_blocks, offload_policy=CPUOffloadPolicy())
-        )
+        offloaded = functools.partial(in_blocks, offload_policy=CPUOffloadPolicy())
+        found += compared_over_ranks(offloaded, update_device="cpu")
+        # updated on the GPU: the bits of parameters that are there
+        found += compared_over_ranks(offloaded, in_memory=in_blocks)
     return found
 
 

@@ -268,8 +268,8 @@ def differing(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> l
         for index, (one, other) in enumerate(zip(ones, others, strict=True))
         if one.dtype != other.dtype
         or not torch.equal(
-            one.detach().cpu().reshape(-1).view(torch.uint8),
-            other.detach().cpu().reshape(-1).view(torch.uint8),
+            one.detach().cpu().contiguous().reshape(-1).view(torch.uint8),
+            other.detach().cpu().contiguous().reshape(-1).view(torch.uint8),
         )
     ]
 
