@@ -18,6 +18,10 @@ from .buckets import dense_strides
 
 _ALIGNED_BYTES = 256  # as the allocator of CUDA memory aligns tensors
 PLACES = 3  # on a GPU: one is filled, one is computed on, one is emptied
+# Bytes of values that stay in host memory and are on their way back there, beyond which the CPU
+# waits for the oldest: enough for the updates of several layers, so that autograd launches the
+# backward pass of the next layer meanwhile.
+_IN_FLIGHT_BYTES = 4 << 30
 
 
 class Stager(Protocol):
@@ -132,7 +136,7 @@ class DeviceStager:
 
     def fetch(self, name: str, nbytes: int) -> torch.Tensor:
         """See `Stager`."""
-        self._release(at_most=PLACES - 1)
+        self._release(at_most=self._most_in_flight(name, nbytes))
         host = self._obtain(lambda: self._tier.swapper.swap_in(name))
         memory = self._place(nbytes)
         filled = self._copies.start(memory, host[:nbytes], after=self._places[0].free)
@@ -211,6 +215,14 @@ class DeviceStager:
         if self._taken_back is not None:
             self._taken_back.synchronize()
             self._taken_back = None
+
+    def _most_in_flight(self, name: str, nbytes: int) -> int:
+        """How many values may be on their way back when *name* is fetched: few where it is not to
+        stay in host memory, since another value may need the memory.
+        """
+        if not self._tier.swapper.stays(name):
+            return PLACES - 1
+        return max(PLACES - 1, _IN_FLIGHT_BYTES // nbytes)
 
     def _obtain(self, ask: Any) -> torch.Tensor:
         while True:
