@@ -162,23 +162,12 @@ def test_what_is_slow_is_imported_where_it_is_used(path):
     assert [found for found in imports_in(path) if found.when_loaded and found.root in lazy] == []
 
 
-def test_the_architecture_has_every_part_and_its_lines():
-    """In its table of rooms, within a tenth."""
+def test_the_architecture_has_every_part():
+    """In its table of rooms."""
     page = (PACKAGE.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    told = {}
-    for names, lines in re.findall(
-        r"^\| ((?:`[^`]+`(?:, )?)+) \|.*\| ([\d,]+) \|$", page, re.MULTILINE
-    ):
-        parts = frozenset(re.findall(r"`(\w+)", names))
-        told[parts] = int(lines.replace(",", ""))
-    assert frozenset().union(*told) == {part_of(path) for path in MODULES} - {"__init__"}
-    for parts, lines in told.items():
-        found = sum(
-            len(path.read_text(encoding="utf-8").splitlines())
-            for path in MODULES
-            if part_of(path) in parts
-        )
-        assert lines == pytest.approx(found, rel=0.1), parts
+    rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|.*\|$", page, re.MULTILINE)
+    parts = {name for row in rows for name in re.findall(r"`(\w+)", row)}
+    assert {part_of(path) for path in MODULES} - {"__init__"} <= parts
 
 
 def test_no_part_imports_itself_by_way_of_others():
