@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..errors import OffloadError, UsageError
+from ..io.section import Section
 from ..units import format_bytes
-from .chunks import Chunk, Chunks
+from .chunks import Chunk, Chunks, Waiting
 from .copies import Copier, Copy, check_no_capture
 from .order import BackwardOrder
 from .saved import (
+    Held,
     Moved,
     Packed,
     Parts,
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..swap.tier import Tier
+
+_log = logging.getLogger(__name__)
 
 _HELD = 2  # copies of saved tensors in flight that the computation does not wait for
 # Tensors copied to a GPU ahead, if the next node needs no more.
@@ -90,6 +96,10 @@ class ActivationCache:
     `_HELD` tensors later, which frees the memory without polling. In backward, each unpacked tensor
     tells which come next: the swapper prefetches their chunks, and the first are copied to their
     device.
+
+    An exception in the middle of a call, such as KeyboardInterrupt, can leave the tables
+    inconsistent. The next call then starts with empty tables, and tensors that were saved before
+    are lost.
     """
 
     def __init__(self, tier: Tier, least_bytes: int, copier: Copier | None = None) -> None:
@@ -97,20 +107,11 @@ class ActivationCache:
         self._least_bytes = max(least_bytes, 1)
         self._lock = threading.RLock()  # guards all of the below
         self._copier = copier or Copier()
-        self._saving: deque[tuple[SavedBytes, Copy]] = (
-            deque()
-        )  # in flight, in the order of their start
+        # in flight, in the order of their start
+        self._saving: deque[tuple[SavedBytes, Copy]] = deque()
         self._restoring: deque[tuple[SavedBytes, Copy]] = deque()
-        # Numbers of saved tensors that no graph holds any more. Appended to without the lock.
-        self._dropped: deque[int] = deque()
-        self._values: dict[int, SavedBytes] = {}  # by the saved tensor's number
-        self._order = BackwardOrder()
-        self._storages = Storages()
-        self._on_device: set[SavedBytes] = set()  # those with `memory`
-        self._chunks = Chunks(tier, weakref.WeakMethod(self._finish_first))
-        # `Chunks.swapped_in` at the last prefetch.
-        self._prefetched_at = 0
         self._warned_too_large = False
+        self._warned_bypassing = False
         self._closed = False
         self._process_id = os.getpid()
         # Plain numbers, made an `ActivationStats` on request: a new dataclass for every tensor
@@ -118,16 +119,49 @@ class ActivationCache:
         self._counts = dict.fromkeys(
             ("saved_bytes", "shared_bytes", "kept_bytes", "alive_bytes"), 0
         )
+        self._room_waits, self._read_waits = Waiting(), Waiting()
         self._moved: dict[str, int] = {}
+        self._section = Section("save_on_nvme")
         # A copy in flight must not lose its host memory. Finalizers run in reverse order, so the
         # tier, which is older, is closed after this.
         self._wait_at_end = weakref.finalize(self, _wait_for_all, self._saving, self._restoring)
+        self._make_tables()
+
+    def _make_tables(self) -> None:
+        """Make empty tables."""
+        # Of saved tensors that no graph holds any more. Appended to without the lock.
+        self._dropped: deque[Held] = deque()
+        self._held: dict[int, Held] = {}  # by the saved tensor's number
+        self._values: dict[int, SavedBytes] = {}  # by the same number
+        self._order = BackwardOrder()
+        self._storages = Storages()
+        self._on_device: set[SavedBytes] = set()  # values with `memory`
+        self._chunks = Chunks(
+            self._tier, weakref.WeakMethod(self._finish_first), self._room_waits, self._read_waits
+        )
+        self._prefetched_at = 0  # `Chunks.swapped_in` at the last prefetch
+        self._counts["alive_bytes"] = 0
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Context that changes the tables. Where an exception such as KeyboardInterrupt has ended
+        an earlier one in the middle, it starts with empty tables.
+        """
+        with self._lock:
+            self._check_open()
+            if self._section.interrupted_by:
+                _wait_for_all(self._saving, self._restoring)
+                self._tier.reset()
+                self._chunks.abandon()
+                self._make_tables()
+                self._section.interrupted_by = ""
+            with self._section:
+                yield
 
     def begin(self) -> None:
         """A forward pass begins. Raises: UsageError when closed, or in a forked child process."""
         self._check_process()
-        with self._lock:
-            self._check_open()
+        with self._changing():
             self._collect()
             if not self._values and self._chunks.begin_step():
                 self._storages.begin_step()
@@ -154,11 +188,15 @@ class ActivationCache:
             return saved.restore(self.unpack)
         saved.check()
         self._check_process()
-        with self._lock:
-            self._check_open()
+        with self._changing():
             self._collect()
+            held = self._held.get(saved.number)
+            if held is None or held() is not saved:
+                raise UsageError(
+                    "save_on_nvme was interrupted after this tensor was saved, and has lost it: run the forward pass again"
+                )
             value = self._values[saved.number]
-            storage, offset = value.on_device() or self._restore(value)
+            storage, offset = value.on_device() or self._restore_needed(value)
             if value.filled is not None:
                 value.filled.precede(storage)
             if value.users == 1:
@@ -166,20 +204,44 @@ class ActivationCache:
             self._look_ahead(value, saved.number)
             return saved.restore(storage, offset)
 
+    def offloads(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor* is of the kind and size that `pack` offloads."""
+        local: Any = tensor
+        if is_distributed(tensor):
+            local = local._local_tensor
+        if is_weight(tensor) or not is_plain(local) or tensor.is_inference():
+            return False
+        begin, end = span(local)
+        return self._fits(end - begin)
+
+    def warn_bypassing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Log, once, that a checkpoint keeps *tensors* in memory, and their bytes."""
+        if self._warned_bypassing:
+            return
+        found = {id(tensor): tensor for tensor in tensors if self.offloads(tensor)}
+        if found:
+            self._warned_bypassing = True
+            _log.warning(
+                "%s or more that a checkpoint keeps from a closure, in objects, or with allow_cache_entry_mutation stay in memory until backward: "
+                "pass them to the checkpointed function as arguments",
+                format_bytes(sum(tensor.nbytes for tensor in found.values())),
+            )
+
     def release_device(self) -> None:
         """Free device memory held by copies in flight."""
         with self._lock:
-            self._collect()
-            for _, copy in self._saving:
-                copy.release_device()
+            if not self._section.interrupted_by:
+                for _, copy in self._saving:
+                    copy.release_device()
 
     def stats(self) -> ActivationStats:
         """The counters since this was made."""
         with self._lock:
-            if not self._closed:
-                self._collect()
-                moved = self._chunks.stats()
-            if not self._closed and moved is not None:
+            if not (self._closed or self._section.interrupted_by):
+                with self._changing():
+                    self._collect()
+            moved = None if self._closed else self._tier.counters()
+            if moved is not None:
                 self._moved = {
                     "bytes_written": moved.bytes_written,
                     "bytes_read": moved.bytes_read,
@@ -188,8 +250,8 @@ class ActivationCache:
                 }
             return ActivationStats(
                 **self._counts,
-                forward_wait_seconds=self._chunks.room_waits.seconds,
-                backward_wait_seconds=self._chunks.read_waits.seconds,
+                forward_wait_seconds=self._room_waits.seconds,
+                backward_wait_seconds=self._read_waits.seconds,
                 **self._moved,
             )
 
@@ -214,12 +276,11 @@ class ActivationCache:
         if not is_plain(tensor):
             return Stayed(tensor)
         begin, end = span(tensor)
-        with self._lock:
-            if not self._least_bytes <= end - begin <= self._tier.cap_bytes:
-                self._keep(end - begin)
-                return Stayed(tensor)
+        if not self._fits(end - begin):
+            self._keep(end - begin)
+            return Stayed(tensor)
+        with self._changing():
             check_no_capture(tensor)
-            self._check_open()
             self._collect()
             storage = tensor.untyped_storage()
             if self._storages.lasts(storage):
@@ -234,7 +295,13 @@ class ActivationCache:
             # at::sequence_number.
             number = self._order.save((threading.get_ident(), autograd._get_sequence_nr()))
             self._values[number] = value
-            return Moved(tensor, number, self._dropped)
+            saved = Moved(tensor, number)
+            held = self._held[number] = Held(saved, self._dropped.append)
+            held.number = number
+            return saved
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._least_bytes <= nbytes <= self._tier.cap_bytes
 
     def _save(
         self, storage: torch.UntypedStorage, counter: torch.Tensor, begin: int, end: int
@@ -268,12 +335,27 @@ class ActivationCache:
         self._counts["alive_bytes"] += end - begin
         return value
 
+    def _restore_needed(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
+        """`_restore` *value*, if need be in the device memory of tensors restored ahead."""
+        import torch
+
+        try:
+            return self._restore(value)
+        except torch.OutOfMemoryError:
+            if not self._on_device:
+                raise
+            while self._restoring:
+                self._finish(*self._restoring[0])
+            for other in list(self._on_device):
+                self._drop(other)
+            return self._restore(value)
+
     def _restore(self, value: SavedBytes) -> tuple[torch.UntypedStorage, int]:
         """Restore *value* on its device. It stays there until `_look_ahead` finds that it is not
         needed soon.
         """
         if value.copy is not None:
-            with self._chunks.read_waits:
+            with self._read_waits:
                 self._finish(value, value.copy)
         self._chunks.swap_in(value.chunk)
         try:
@@ -300,22 +382,26 @@ class ActivationCache:
         """Backward has unpacked *number*: prefetch what it needs next, and free on the devices what
         it does not need soon.
         """
+        import torch
+
         self._order.ask(number)
-        if self._prefetched_at != self._chunks.swapped_in:
-            self._prefetched_at = self._chunks.swapped_in
-            self._chunks.prefetch(self._next_chunks(asked.chunk, number))
         if self._on_device:
             near = {self._values[one] for one in self._order.after(number, _NEAR)}
             for value in self._on_device.difference(near):
                 self._drop(value)
-        if self._copier.overlaps(asked.device):
-            # A node unpacks all of its tensors before it computes. Only the next node's can be
-            # copied while it does.
-            for value in dict.fromkeys(
-                self._values[one] for one in self._order.next_node(number, _AHEAD)
-            ):
-                if value.on_device() is None and self._copier.overlaps(value.device):
-                    self._restore(value)
+        # What fails ahead of its use fails again, and is raised, when backward needs it.
+        with contextlib.suppress(OffloadError, torch.OutOfMemoryError):
+            if self._prefetched_at != self._chunks.swapped_in:
+                self._prefetched_at = self._chunks.swapped_in
+                self._chunks.prefetch(self._next_chunks(asked.chunk, number))
+            if self._copier.overlaps(asked.device):
+                # A node unpacks all of its tensors before it computes. Only the next node's can be
+                # copied while it does.
+                for value in dict.fromkeys(
+                    self._values[one] for one in self._order.next_node(number, _AHEAD)
+                ):
+                    if value.on_device() is None and self._copier.overlaps(value.device):
+                        self._restore(value)
 
     def _next_chunks(self, asked: Chunk, number: int) -> list[Chunk]:
         """The chunks that backward needs after *number*, the next one first."""
@@ -338,8 +424,9 @@ class ActivationCache:
     def _collect(self) -> None:
         """Process dropped tensors and finished copies."""
         while self._dropped:
-            number = self._dropped.popleft()
+            number = self._dropped.popleft().number
             self._order.forget(number)
+            del self._held[number]
             value = self._values.pop(number)
             value.users -= 1
             if value.users == 0:

@@ -15,7 +15,6 @@ from ..errors import OutOfHostMemoryError
 if TYPE_CHECKING:
     import torch
 
-    from ..swap.swapper import SwapperStats
     from ..swap.tier import Tier
 
 _CHUNK_BYTES = 4 << 20  # large enough that a drive reads it at full bandwidth
@@ -76,6 +75,7 @@ class Waiting:
 class Chunks:
     """Allocates chunks in the swapper of *tier*. Not thread-safe.
 
+    *room_waits* and *read_waits* count the time that a call waits for memory, and for a read.
     *end_copy* waits for one copy to or from a chunk and unpins it, or returns False when none is in
     flight. It is a weak reference, because its owner holds this object.
 
@@ -84,7 +84,13 @@ class Chunks:
     the same names in the same order, which the swapper learns.
     """
 
-    def __init__(self, tier: Tier, end_copy: weakref.WeakMethod[Callable[[], bool]]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        end_copy: weakref.WeakMethod[Callable[[], bool]],
+        room_waits: Waiting,
+        read_waits: Waiting,
+    ) -> None:
         self._tier = tier
         self._copies = end_copy
         self._chunk_bytes = min(_CHUNK_BYTES, tier.cap_bytes // _MEMORY_FRACTION)
@@ -95,8 +101,8 @@ class Chunks:
         self._alive_bytes = 0  # of chunks
         self._requested_bytes = 0  # requested from the tier
         self.swapped_in = 0  # chunks swapped in so far
-        self.room_waits = Waiting()
-        self.read_waits = Waiting()
+        self._room_waits = room_waits
+        self._read_waits = read_waits
 
     def reserve(self, nbytes: int) -> tuple[Chunk, int]:
         """Allocate *nbytes*: a chunk, pinned, and the offset in it. May wait for the drive. Raises:
@@ -122,7 +128,7 @@ class Chunks:
         `TensorSwapper.swap_in`.
         """
         if chunk.place is None:
-            with self.read_waits:
+            with self._read_waits:
                 chunk.place = self._with_room(lambda: self._tier.swapper.swap_in(chunk.name))
             chunk.changed = False
             self.swapped_in += 1
@@ -154,9 +160,10 @@ class Chunks:
         self._tier.swapper.step()
         return True
 
-    def stats(self) -> SwapperStats | None:
-        """The swapper's counters; None before anything was saved."""
-        return self._tier.swapper.stats() if self._requested_bytes else None
+    def abandon(self) -> None:
+        """Give back the memory that was requested. Nothing else may be called afterwards."""
+        requested, self._requested_bytes = self._requested_bytes, 0
+        self._tier.give_back(requested)
 
     def _release_unneeded(self, chunk: Chunk) -> None:
         """Release or discard *chunk* if nothing needs it."""
@@ -179,7 +186,7 @@ class Chunks:
             )
 
     def _create(self, nbytes: int) -> Chunk:
-        with self.room_waits:
+        with self._room_waits:
             more = self._alive_bytes + nbytes - self._requested_bytes
             if more > 0:
                 self._tier.require(more)

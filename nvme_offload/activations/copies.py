@@ -39,6 +39,11 @@ class Copy:
         self._ended.synchronize()
         self._device_memory = self._host_memory = None
 
+    def __del__(self) -> None:
+        # An exception may have dropped it before anything else could wait.
+        if self._device_memory is not None:
+            self._ended.synchronize()
+
     def release_device(self) -> None:
         """Free the GPU memory for kernels launched from here on: these wait for the copy, the
         caller does not.
@@ -96,9 +101,13 @@ class Copier:
 
         device_memory, host_memory = (target, source) if target.is_cuda else (source, target)
         computing: Any = torch.cuda.current_stream(device_memory.device)
-        # after what computes the source, or used the target's memory before
-        ended = self._streams.start(target, source, after=computing.record_event())
-        return Copy(device_memory, host_memory, computing, ended)
+        try:
+            # after what computes the source, or used the target's memory before
+            ended = self._streams.start(target, source, after=computing.record_event())
+            return Copy(device_memory, host_memory, computing, ended)
+        except BaseException:
+            torch.cuda.synchronize(device_memory.device)  # It may be in flight.
+            raise
 
 
 def check_no_capture(tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -153,15 +153,12 @@ class Parts:
 
 
 class Moved:
-    """A tensor whose bytes are offloaded. When the graph drops it, its *number* is appended to
-    *dropped*, in any thread.
-    """
+    """A tensor whose bytes are offloaded."""
 
-    __slots__ = ("_begin", "_dropped", "_like", "_size", "_stride", "_version", "number")
+    __slots__ = ("__weakref__", "_begin", "_like", "_size", "_stride", "_version", "number")
 
-    def __init__(self, tensor: torch.Tensor, number: int, dropped: deque[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int) -> None:
         self.number = number
-        self._dropped = dropped
         self._begin = tensor.storage_offset() * tensor.element_size()
         self._size = tensor.size()
         self._stride = tensor.stride()
@@ -169,10 +166,6 @@ class Moved:
         # shares its version counter, even without its memory
         self._like = tensor.detach()
         self._like.data = _without_memory(tensor.dtype, tensor.device)
-
-    def __del__(self) -> None:
-        # Takes no lock: the garbage collector may call this between any two instructions.
-        self._dropped.append(self.number)
 
     def check(self) -> None:
         """Raises: RuntimeError when the tensor was modified since it was saved."""
@@ -191,6 +184,16 @@ class Moved:
         restored = self._like.detach()
         restored.data = tensor.set_(storage, first, self._size, self._stride)
         return restored
+
+
+class Held(weakref.ref[Moved]):
+    """A weak reference to a saved tensor, with its *number*. Its callback is a method of a deque,
+    which takes no lock, and has no Python code that Ctrl-C could end.
+    """
+
+    __slots__ = ("number",)
+
+    number: int
 
 
 @functools.cache

@@ -1,0 +1,117 @@
+"""Ctrl-C and MemoryError at any line of a pass: the caller gets that exception, and the next pass of
+the same context works and leaves nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from activation_models import gradients, made, same
+from interrupts import Place, deadline, places, raising, sample
+from offloading import LateCopier, Make, left
+from torch import nn
+
+from nvme_offload import UsageError, save_on_nvme
+
+ENOUGH_SECONDS = 120.0  # for a step, on a busy machine
+
+
+def outcome(offload: save_on_nvme, place: Place, error: BaseException) -> str:
+    """What comes of a step in which *error* is raised at *place*: "exact", as the next pass is right
+    and leaves nothing, or what is wrong.
+    """
+    model, x = made("layers")
+    expected = gradients(model, x)
+    came: BaseException | None = None
+    with raising(place, error) as raised:
+        try:
+            found = gradients(model, x, offload)
+        except BaseException as caught:
+            came = caught.with_traceback(None)
+    if came is not None and came is not error:
+        return f"{came!r} in place of it"
+    if came is None and not same(found, expected):
+        return "other gradients"
+    if came is None and raised.where is not None:
+        return f"no exception from {raised.where}"
+    came = error.__context__ = error.__traceback__ = None
+    for _ in range(2):
+        if not same(gradients(model, x, offload), expected):
+            return "other gradients in the next pass"
+    gc.collect()
+    with offload:
+        pass
+    offload._cache._wait_at_end()
+    return "exact" if left(offload) == (0, 0, []) else f"left {left(offload)}"
+
+
+def outcomes(make: Make, late: bool, most: int) -> dict[str, str]:
+    """The `outcome` other than "exact" at *most* lines of a step, by place."""
+
+    def context() -> save_on_nvme:
+        offload = make(host_memory=(32 if late else 64) << 10)
+        if late:
+            offload._cache._copier = LateCopier(seed=1)
+        return offload
+
+    offload = context()
+    model, x = made("layers")
+    gradients(model, x, offload)
+    found = places(lambda: gradients(model, x, offload))
+    assert len(found) > 500
+    wrong = {}
+    for number, place in enumerate(sample(found, most)):
+        error = (KeyboardInterrupt(), MemoryError())[number % 2]
+        with deadline(ENOUGH_SECONDS):
+            said = outcome(offload, place, error)
+        if said != "exact":
+            wrong[f"{type(error).__name__} at {place}"] = said
+    return wrong
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_works_after_an_exception_at_some_line(late: bool, make: Make) -> None:
+    assert outcomes(make, late, 25) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_works_after_an_exception_at_any_line(late: bool, make: Make) -> None:
+    assert outcomes(make, late, 1000) == {}
+
+
+def test_a_graph_from_before_is_refused(make: Make) -> None:
+    model, x = made("layers")
+    offload = make()
+    with offload:
+        before = model(x).square().mean()
+    place = next(
+        place
+        for place in places(lambda: gradients(model, x, offload))
+        if place.file == "swap/schedule.py"
+    )
+    with raising(place, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        gradients(model, x, offload)
+    with pytest.raises(UsageError, match=r"was interrupted .* run the forward pass again"):
+        before.backward()
+    model.eval()
+    assert same(gradients(model, x, offload), gradients(model, x))
+
+
+def test_a_context_in_a_model_is_not_copied(make: Make) -> None:
+    model = nn.Linear(2, 2)
+    model.offload = make()
+    for refused in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            UsageError, match="cannot be pickled or copied: make one in each process"
+        ):
+            refused(model.offload)
+    with pytest.raises(UsageError, match="keep it out of the model"):
+        copy.deepcopy(model)
+    with model.offload:
+        loss = model(torch.ones(64, 2)).sum()
+    loss.backward()
