@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
 from ..errors import UsageError
 from ..swap.tier import Tier, engine_config, memory_size
 from ..units import parse_bytes
+from . import checkpointing
 from .cache import ActivationCache, ActivationStats
 
 if TYPE_CHECKING:
@@ -70,9 +71,17 @@ class save_on_nvme:
     less. A chunk is freed with the last of its tensors.
 
     Several graphs may be alive at once. Contexts may be nested; the innermost gets what is saved in
-    it. A checkpointed block (`torch.utils.checkpoint`) saves its inputs here. A compiled block
-    saves what its compiled backward needs, and restores all of it at once: so compile blocks, not
-    the whole model. All methods are thread-safe.
+    it. A compiled block saves the tensors that its compiled backward needs, and restores them
+    together: so compile blocks, not the whole model. All methods are thread-safe.
+
+    A block under `torch.utils.checkpoint` saves its inputs here. Without ``use_reentrant``, these
+    are the tensors among its arguments, positional and keyword, also in tuples, lists, dicts and
+    `functools.partial`, and the results that a policy of selective checkpointing keeps. Its other
+    inputs stay in memory, with one line in the log. In a checkpoint within another, and with
+    ``use_reentrant``, only positional tensors are saved.
+
+    After KeyboardInterrupt, MemoryError or another exception in the middle of saving or restoring a
+    tensor, graphs made before raise UsageError in their backward, and the next forward pass works.
 
     Lifetime: memory and drive space are freed by `close`, or when this object and every graph made
     in it are gone. Source: torch.autograd.graph.saved_tensors_hooks.
@@ -102,6 +111,7 @@ class save_on_nvme:
             ) from None
         tier = Tier(names, engine_config(names[0]) if aio is None else aio, host_memory=cap)
         self._cache = ActivationCache(tier, least)
+        checkpointing.install()
         # The hooks hold the cache, not this object: a graph that outlives it still works, and no
         # reference cycle keeps the memory.
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._cache.pack, self._cache.unpack)
@@ -140,6 +150,11 @@ class save_on_nvme:
         A graph that still needs saved tensors raises UsageError in its backward.
         """
         self._cache.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "save_on_nvme cannot be pickled or copied: make one in each process, and keep it out of the model that is copied or saved"
+        )
 
     def __repr__(self) -> str:
         return f"<save_on_nvme {self._cache!r}>"

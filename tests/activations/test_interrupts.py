@@ -21,8 +21,8 @@ ENOUGH_SECONDS = 120.0  # for a step, on a busy machine
 
 
 def outcome(offload: save_on_nvme, place: Place, error: BaseException) -> str:
-    """What comes of a step in which *error* is raised at *place*: "exact", as the next pass is right
-    and leaves nothing, or what is wrong.
+    """The outcome of a step with *error* raised at *place*: "exact" where the next pass is right
+    and leaves nothing; else the fault.
     """
     model, x = made("layers")
     expected = gradients(model, x)

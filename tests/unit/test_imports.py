@@ -79,7 +79,7 @@ ON_FIRST_USE = {f"zero3/{name}.py" for name in _ZERO3} | {
     f"optim/{path.name}" for path in (PACKAGE / "optim").glob("*.py")
 }
 ON_FIRST_USE |= {f"optimizer_states/{name}.py" for name in ("by_triton", "traits", "tree")}
-ON_FIRST_USE |= {"activations/context.py", "io/archive.py"}
+ON_FIRST_USE |= {"activations/checkpointing.py", "activations/context.py", "io/archive.py"}
 
 
 @dataclasses.dataclass(frozen=True)

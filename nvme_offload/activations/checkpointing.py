@@ -1,0 +1,274 @@
+"""Offloads the tensors that `torch.utils.checkpoint` keeps past the hooks on saved tensors.
+
+A non-reentrant checkpoint passes only the tensors among its positional arguments through the hooks.
+Two more kinds stay in memory until backward: tensors in keyword arguments, containers and
+`functools.partial`, which the recomputation has in a closure, and the results that a policy of
+`create_selective_checkpoint_contexts` selects, which a dict keeps. Source: torch/utils/checkpoint.py,
+`_checkpoint_without_reentrant_generator` and `_CachingTorchDispatchMode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from .cache import ActivationCache
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+# Both modules call the generator by a global name.
+_CALLERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_DEPTH = 8  # of containers in containers
+
+_untyped_checkpoint: Any = checkpoint
+_untyped_torch: Any = torch._C
+
+
+def install() -> None:
+    """Let checkpoints offload where the innermost hooks on saved tensors belong to a cache.
+    Elsewhere they run as before.
+    """
+    for name in _CALLERS:
+        module = sys.modules.get(name)
+        generator = getattr(module, _GENERATOR, None)
+        if generator is not None and not hasattr(generator, "offloads"):
+            setattr(module, _GENERATOR, _offloading(generator))
+
+
+def _offloading(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap *generator*, which runs before and after the forward pass of a checkpointed function."""
+    # The checkpointed function, the settings of the checkpoint; then the function's arguments.
+    settings = [
+        name
+        for name, one in inspect.signature(generator).parameters.items()
+        if one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    contexts_at = settings.index("context_fn")
+
+    @functools.wraps(generator)
+    def checkpointed(*given: Any, **keywords: Any) -> Any:
+        cache = _innermost_cache()
+        if cache is None or not torch.is_grad_enabled() or len(given) < len(settings):
+            return generator(*given, **keywords)
+        function, *own = given[: len(settings)]
+        # The generator itself saves the tensors that are positional arguments.
+        arguments = given[len(settings) :]
+        if own[contexts_at - 1] is not _untyped_checkpoint.noop_context_fn:
+            own[contexts_at - 1] = functools.partial(_contexts, cache, own[contexts_at - 1])
+        inputs = _Inputs(cache)
+        function, keywords = inputs.take((function, keywords))
+        arguments = tuple(
+            one if isinstance(one, torch.Tensor) else inputs.take(one) for one in arguments
+        )
+        others = [one for one in arguments if not isinstance(one, torch.Tensor)]
+        cache.warn_bypassing(_tensors((function, others, keywords)))
+        return generator(inputs.restoring(function), *own, *arguments, **keywords)
+
+    checkpointed.offloads = True  # type: ignore[attr-defined]
+    return checkpointed
+
+
+def _innermost_cache() -> ActivationCache | None:
+    """The cache that the innermost hooks on saved tensors belong to."""
+    hooks = _untyped_torch._autograd._top_saved_tensors_default_hooks(False)
+    owner = getattr(hooks[0], "__self__", None) if hooks else None
+    return owner if isinstance(owner, ActivationCache) else None
+
+
+class _Saved(torch.autograd.Function):
+    """A node outside of any graph, which passes a tensor through the hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+_save: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Saved.apply
+
+
+class _Inputs:
+    """The tensors that a checkpointed function has from elsewhere than its positional arguments.
+
+    In place of each is an empty tensor on the same device: the checkpoint looks at its devices to
+    decide which states of random number generators it keeps.
+    """
+
+    def __init__(self, cache: ActivationCache) -> None:
+        self._cache = cache
+        # By the address of the empty tensor: that, the tensor, and the node that saved it.
+        self._taken: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], Any]] = {}
+
+    def take(self, value: Any) -> Any:
+        """*value* without the tensors in it that can be offloaded."""
+        return _replace(value, self._save)
+
+    def restoring(self, function: Any) -> Any:
+        """*function*, with which `take` was called, with the tensors put back into it and into its
+        arguments.
+        """
+        if not self._taken:
+            return function
+
+        def restored(*arguments: Any, **keywords: Any) -> Any:
+            whole, arguments, keywords = _replace((function, arguments, keywords), self._restore)
+            return whole(*arguments, **keywords)
+
+        return restored
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._cache.offloads(tensor):
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        node = _save(torch.empty(0, requires_grad=True), tensor).grad_fn
+        self._taken[id(empty)] = (empty, weakref.ref(tensor), node)
+        return empty
+
+    def _restore(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._taken:
+            return tensor
+        _, original, node = self._taken[id(tensor)]
+        # The caller may have kept it, and even changed it, which the recomputation sees without us.
+        kept = original()
+        if kept is not None:
+            return kept
+        # The contexts of the recomputation are entered, and the drive's copies are no part of it.
+        with _disable_current_modes():
+            saved: torch.Tensor = node.saved_tensors[0]
+        return saved
+
+
+def _contexts(cache: ActivationCache, make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The contexts that *make* makes, of which selective checkpointing offloads to *cache*."""
+    forward, recomputation = make()
+    if isinstance(forward, _untyped_checkpoint._CachingTorchDispatchMode):
+        # By operator: the results of its calls.
+        storage = forward.storage
+        kind = {dict: _Results, list: _ListedResults}.get(storage.default_factory)
+        if kind is not None:
+            mutable = getattr(recomputation, "allow_cache_entry_mutation", False)
+            storage.default_factory = functools.partial(
+                kind, functools.partial(_offload, cache, mutable)
+            )
+    return forward, recomputation
+
+
+class _Results(dict[int, Any]):
+    """The results that selective checkpointing keeps of an operator, by number of the call."""
+
+    def __init__(self, offload: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._offload = offload
+
+    def __setitem__(self, number: int, result: Any) -> None:
+        super().__setitem__(number, self._offload(result))
+
+
+class _ListedResults(list[Any]):
+    """The same in releases of torch that keep a list."""
+
+    def __init__(self, offload: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._offload = offload
+
+    def append(self, result: Any) -> None:
+        super().append(self._offload(result))
+
+
+def _offload(cache: ActivationCache, mutable: bool, result: Any) -> Any:
+    """Offload the tensors of *result*, unless the caller may modify them in place."""
+
+    def one(part: Any) -> Any:
+        if not (
+            isinstance(part, _untyped_checkpoint._VersionWrapper)
+            and isinstance(part.val, torch.Tensor)
+            and cache.offloads(part.val)
+        ):
+            return part
+        if mutable:
+            cache.warn_bypassing([part.val])
+            return part
+        return _Offloaded(cache, part.val)
+
+    return tree_map(one, result)
+
+
+class _Offloaded:
+    """Takes the place of torch's `_VersionWrapper`."""
+
+    def __init__(self, cache: ActivationCache, tensor: torch.Tensor) -> None:
+        self._cache = cache
+        # This runs below autograd, where `detach` would not share the version counter. Source:
+        # `_detach_helper` there.
+        with _untyped_torch._SetExcludeDispatchKeyGuard(
+            _untyped_torch.DispatchKey.ADInplaceOrView, False
+        ):
+            self._packed = cache.pack(tensor)
+
+    def get_val(self, _: bool) -> torch.Tensor:
+        """The tensor. Raises: RuntimeError when it was modified since."""
+        return self._cache.unpack(self._packed)
+
+
+def _replace(value: Any, change: Callable[[torch.Tensor], Any], depth: int = _DEPTH) -> Any:
+    """*value*, with the result of *change* for each tensor in its tuples, lists, dicts and partials;
+    *value* itself if none differs.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    kind: Any = type(value)
+    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    if depth == 0 or not (named or kind in (tuple, list, dict, functools.partial)):
+        return value
+    if kind is functools.partial:
+        parts = (value.func, value.args, value.keywords)
+        changed = _replace(parts, change, depth)
+        return value if changed is parts else kind(changed[0], *changed[1], **changed[2])
+    before = list(value.values() if kind is dict else value)
+    after = [_replace(one, change, depth - 1) for one in before]
+    if all(map(operator.is_, before, after)):
+        return value
+    if kind is dict:
+        return dict(zip(value, after, strict=True))
+    return kind(*after) if named else kind(after)
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """The tensors that *value* holds, in containers, dataclasses, closures and defaults."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0:
+        for part in _parts(value):
+            yield from _tensors(part, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, tuple | list | set | frozenset):
+        return value
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, types.FunctionType):
+        return value.__defaults__, value.__kwdefaults__, *map(_content, value.__closure__ or ())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty so far
+        return None
