@@ -4,8 +4,10 @@ until then, every use of which waits for it.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +38,7 @@ class Awaited:
         self.left = 0
         self.event: Any = None
         self.home: Any = None
+        self._guards: list[Any] = []
 
     def hold(self) -> None:
         """From now on every use of the parameter, and of the gradient, waits."""
@@ -45,11 +48,15 @@ class Awaited:
                 own = tensor is self.weight.parameter
                 tensor.__dict__[_KEY] = self if own else weakref.ref(self)
                 tensor.__class__ = _WAITING[type(tensor)]
+                # torch.utils.swap_tensors refuses tensors with weak references. Otherwise it would
+                # have the pending update change the other tensor.
+                self._guards.append(weakref.ref(tensor))
 
     def restore(self) -> None:
         """Give both their own classes back. A gradient that is the parameter's no more has it when
         it is used.
         """
+        self._guards.clear()
         for tensor in self._tensors():
             if _awaited(tensor) is self:
                 _restore(tensor)
@@ -143,6 +150,36 @@ def _restore(tensor: Any) -> None:
 def _awaited(tensor: torch.Tensor) -> Any:
     found = tensor.__dict__.get(_KEY)
     return found() if isinstance(found, weakref.ref) else found
+
+
+def watch_entrances() -> None:
+    """Have functions wait that pass tensors to C++ without a call of `__torch_function__`."""
+    for place in [place for place in _ENTRANCES if place[0] in sys.modules]:
+        _ENTRANCES.remove(place)
+        module: Any = sys.modules[place[0]]
+        if hasattr(module, place[1]):
+            setattr(module, place[1], _waiting(getattr(module, place[1])))
+
+
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        for one in _leaves((args, kwargs)):
+            if isinstance(one, Waits):
+                use(one)
+        return function(*args, **kwargs)
+
+    return wait
+
+
+# Where torch.func takes the tensors of its arguments, and torch.distributed those of a collective.
+_ENTRANCES = {
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+    ("torch._functorch.vmap", "_add_batch_dim"),
+    ("torch.distributed.distributed_c10d", "_check_single_tensor"),
+    ("torch.distributed.distributed_c10d", "_check_tensor_list"),
+}
 
 
 def use_module(module: torch.nn.Module, _: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from ..errors import UsageError
 from ..io.waits import wait_for
 from ..optimizer_states import compiling
-from .awaited import Awaited, use_module
+from .awaited import Awaited, use_module, watch_entrances
 from .buckets import Bucket, Weight, is_distributed, local
 
 _queues: weakref.WeakSet[UpdateQueue] = weakref.WeakSet()
@@ -97,6 +97,7 @@ class UpdateQueue:
 
     def add(self, step: Step, bucket: Bucket, options: Mapping[int, Mapping[str, Any]]) -> None:
         """Queue the update of *bucket*, whose gradients are those of now."""
+        watch_entrances()
         with self.lock:
             awaited = []
             for weight in dict.fromkeys(fragment.weight for fragment in bucket.fragments):

@@ -554,6 +554,10 @@ class Scaled(torch.autograd.Function):
         return gradient * 2
 
 
+def cubed(weight):
+    return (weight**3).sum()
+
+
 LOOKS = {
     "detach": lambda net, _: net[0].weight.detach().clone(),
     "data": lambda net, _: net[2].weight.data.clone(),
@@ -580,6 +584,23 @@ LOOKS = {
     "functional": lambda net, _: torch.func.functional_call(
         net, dict(net.named_parameters()), batch(77)
     ).detach(),
+    "gradient of functional": lambda net, _: torch.cat(
+        [
+            one.reshape(-1)
+            for one in torch.func.grad(
+                lambda weights: torch.func.functional_call(net, weights, batch(77)).square().sum()
+            )(dict(net.named_parameters())).values()
+        ]
+    ).detach(),
+    "gradients of rows": lambda net, _: torch.func.vmap(torch.func.grad(cubed))(
+        net[4].weight
+    ).detach(),
+    "gradient": lambda net, _: torch.func.grad(cubed)(net[4].weight).detach(),
+    "vjp": lambda net, _: torch.func.vjp(cubed, net[4].weight)[0].detach(),
+    "jvp": lambda net, _: torch.func.jvp(cubed, (net[4].bias,), (torch.ones(3),))[1].detach(),
+    "jacrev": lambda net, _: torch.func.jacrev(cubed)(net[4].weight).detach(),
+    "hessian": lambda net, _: torch.func.hessian(cubed)(net[4].bias).detach(),
+    "functionalize": lambda net, _: torch.func.functionalize(cubed)(net[4].weight).detach(),
     "vmap": lambda net, _: torch.func.vmap(lambda row: row * 2)(net[4].weight).detach(),
     "function": lambda net, _: Scaled.apply(net[4].weight).detach(),
     "ops": lambda net, _: torch.ops.aten.mul.Tensor(net[4].weight, 2).detach(),
@@ -593,6 +614,43 @@ LOOKS = {
         [state["exp_avg_sq"].reshape(-1) for state in optimizer.state_dict()["state"].values()]
     ),
 }
+
+
+COLLECTIVES = {
+    "all_gather": lambda mine, out: torch.distributed.all_gather([out], mine),
+    "all_reduce": lambda mine, out: out.copy_(torch.distributed.all_reduce(mine) or mine),
+    "reduce_scatter": lambda mine, out: torch.distributed.reduce_scatter(out, [mine]),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.filterwarnings("ignore:You are using a Backend")
+@pytest.mark.usefixtures("only_when_awaited")
+def test_collectives_wait(tmp_path, name):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        seen = []
+        for net, optimizer in pair_of(tmp_path):
+            seen.append(torch.zeros_like(net[0].weight.data))
+            step_of(net, optimizer, 2)
+            with torch.no_grad():
+                COLLECTIVES[name](net[0].weight, seen[-1])
+        optimizer.close()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert differing(seen[1:], seen[:1]) == []
+
+
+@pytest.mark.usefixtures("only_when_awaited")
+def test_a_parameter_whose_update_is_pending_cannot_be_swapped(tmp_path):
+    (plain, reference), (ours, optimizer) = pair_of(tmp_path)
+    for net, one in ((plain, reference), (ours, optimizer)):
+        step_of(net, one, 2)
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(ours[4].bias, torch.nn.Parameter(torch.ones(3)))
+    assert differing(list(ours.parameters()), list(plain.parameters())) == []
+    optimizer.close()
 
 
 @pytest.mark.parametrize("swap", [False, True])
