@@ -25,6 +25,7 @@ from ..hardware.config import AioConfig
 from ..optimizer_states import state_format as format_called
 from ..optimizer_states import wide_enough
 from ..optimizer_states.tree import Key, replaced, top
+from ..swap.cores import use_share_of_cores
 from ..swap.tier import Tier, engine_config, memory_size
 from . import saved
 from .accumulation import GradientSums
@@ -251,6 +252,8 @@ class NVMeOptimizer(torch.optim.Optimizer):
             if self._overlap:
                 self._queue = UpdateQueue()
             self._admit(range(len(self.param_groups)))
+            if any(bucket.device.type == "cpu" for bucket in self._buckets):
+                use_share_of_cores()
             self._clock = UpdateClock(self._tier)
         except BaseException:
             self._tier.close()

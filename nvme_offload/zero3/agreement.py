@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..io.ranks import Ranks
+from ..swap.cores import launcher_chose_one_thread
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 _log = logging.getLogger(__name__)
@@ -55,20 +56,22 @@ def share_cores() -> None:
 
     Without OMP_NUM_THREADS torch has a thread for every core, in each rank. OpenMP's threads spin
     while they wait, so ranks with more threads than cores keep the cores from each other, and steps
-    take many times as long. What OMP_NUM_THREADS says stays; a warning says where it is far off.
+    take many times as long. A value of OMP_NUM_THREADS that the user chose stays; a warning says
+    where it is far off. A launcher's default of 1 is replaced.
 
-    Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone; torchrun and
-    accelerate set it to 1.
+    Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone.
     """
     here, cores = _machine(), frozenset(os.sched_getaffinity(0))
     ranks: list[tuple[str, Set[int]]] = of_all_ranks((here, cores))
     share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
     threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    if wish is None and threads > share:
+    by_launcher = launcher_chose_one_thread()
+    changes = threads < share if by_launcher else wish is None and threads > share
+    if changes:
         torch.set_num_threads(share)
     if dist.get_rank() != 0:
         return
-    if wish is None and threads > share:
+    if changes:
         _log.info("updates compute on %d threads in each rank, its share of the cores", share)
     elif threads > share:
         _log.warning(

@@ -36,7 +36,7 @@ deepspeed.comm.destroy_process_group()
 
 
 def threads(
-    tmp_path: Path, ranks: int, omp: int | None, nvme: bool = True
+    tmp_path: Path, ranks: int, omp: int | None, nvme: bool = True, launcher: str = ""
 ) -> tuple[list[list[int]], str]:
     """The threads of each rank before and after DeepSpeed was given a model, and rank 0's log; all
     ranks have the first two cores.
@@ -54,6 +54,7 @@ def threads(
     environment = {
         key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")
     } | {
+        **({launcher: "no"} if launcher else {}),
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -112,6 +113,15 @@ def test_each_rank_has_threads_for_its_share_of_the_cores(tmp_path, ranks, omp, 
     assert counts == [[omp or 2, after]] * ranks
     assert message in log
     assert ("the cores" in log) == bool(message)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"])
+def test_one_thread_of_a_launcher_becomes_the_share(tmp_path, launcher):
+    counts, log = threads(tmp_path, 1, 1, launcher=launcher)
+    assert counts == [[1, 2]]
+    assert "updates compute on 2 threads in each rank, its share of the cores" in log
+    assert "set OMP_NUM_THREADS" not in log
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

@@ -1,0 +1,34 @@
+"""Threads for updates on the CPU, where a launcher gave each process one."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from .tier import local_ranks
+
+_log = logging.getLogger(__name__)
+
+
+def launcher_chose_one_thread() -> bool:
+    """Whether OMP_NUM_THREADS=1 is a launcher's default and not the user's choice.
+
+    Source: torchrun sets it where several processes start without it, accelerate where
+    `--num_cpu_threads_per_process` is not given; both leave other variables in the environment.
+    """
+    return os.environ.get("OMP_NUM_THREADS") == "1" and any(
+        name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+    )
+
+
+def use_share_of_cores() -> None:
+    """Let torch compute on this rank's share of the cores if a launcher chose one thread."""
+    import torch
+
+    share = len(os.sched_getaffinity(0)) // local_ranks()
+    if launcher_chose_one_thread() and torch.get_num_threads() == 1 < share:
+        torch.set_num_threads(share)
+        _log.info(
+            "updates compute on %d threads, this rank's share of the cores, instead of the launcher's OMP_NUM_THREADS=1",
+            share,
+        )
