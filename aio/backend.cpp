@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <chrono>
 #include <ctime>
+#include <thread>
 
 #include "failure.h"
 
@@ -42,10 +43,7 @@ void WakeSignal::lower() noexcept {
 }
 
 void WakeSignal::wait() noexcept {
-  pollfd entry{descriptor_, POLLIN, 0};
-  while (::poll(&entry, 1, -1) < 0 && errno == EINTR) {
-  }
-  lower();
+  wait_until(std::chrono::steady_clock::now() + std::chrono::hours{1});
 }
 
 void WakeSignal::wait_until(std::chrono::steady_clock::time_point end) noexcept {
@@ -55,7 +53,10 @@ void WakeSignal::wait_until(std::chrono::steady_clock::time_point end) noexcept 
   const timespec limit{static_cast<std::time_t>(seconds.count()),
                        static_cast<long>(std::chrono::nanoseconds(left - seconds).count())};
   pollfd entry{descriptor_, POLLIN, 0};
-  ::ppoll(&entry, 1, &limit, nullptr);
+  // where a container refuses the call, do not spin
+  if (::ppoll(&entry, 1, &limit, nullptr) < 0 && errno != EINTR)
+    std::this_thread::sleep_for(
+        std::min<std::chrono::nanoseconds>(left, std::chrono::milliseconds{1}));
   lower();
 }
 

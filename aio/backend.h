@@ -41,6 +41,7 @@ class WakeSignal {
   void raise() noexcept;
   /// Lowers the flag. Never blocks.
   void lower() noexcept;
+  /// Waits until the flag is raised, and lowers it. May return early.
   void wait() noexcept;
   /// As wait(), but at most until *end*.
   void wait_until(std::chrono::steady_clock::time_point end) noexcept;

@@ -57,6 +57,11 @@ auto restarted(Call call) {
   return result;
 }
 
+/// Whether the filesystem lacks the system call, or a container refuses it.
+bool is_refusal(int error) {
+  return error == EPERM || error == EACCES || error == ENOSYS || error == EOPNOTSUPP;
+}
+
 /// Opens *path*, creating it where missing if it is to be written; *created* tells. O_NONBLOCK
 /// keeps a FIFO from blocking the open.
 int open_or_create(const std::string& path, Access access, bool& created) {
@@ -210,11 +215,12 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   if (nbytes == 0 || known_size_ == kUnlimited) return 0;
   const std::uint64_t end = offset + nbytes;
   struct stat status{};
-  struct statfs filesystem{};
-  if (::fstat(descriptor_, &status) != 0 || ::fstatfs(descriptor_, &filesystem) != 0) return errno;
+  if (::fstat(descriptor_, &status) != 0) return errno;
   const auto size = static_cast<std::uint64_t>(status.st_size);
   // Checked first: a failed fallocate keeps the blocks that it got beyond the end of the file, and
-  // so fills the drive.
+  // so fills the drive. Where a container refuses fstatfs, only fallocate checks.
+  struct statfs filesystem{};
+  if (::fstatfs(descriptor_, &filesystem) != 0) filesystem.f_blocks = 0;
   const auto free_blocks =
       static_cast<std::uint64_t>(::geteuid() == 0 ? filesystem.f_bfree : filesystem.f_bavail);
   struct rlimit largest{};
@@ -236,7 +242,7 @@ int File::reserve(std::uint64_t offset, std::uint64_t nbytes) noexcept {
   // In two steps: a failure does not leave a longer file.
   int error = allocate(FALLOC_FL_KEEP_SIZE, offset, nbytes);
   if (error == 0) error = allocate(0, end - 1, 1);
-  if (error == EOPNOTSUPP || error == ENOSYS) {
+  if (is_refusal(error)) {
     error = size < end && restarted([&] {
                             return ::ftruncate(descriptor_, static_cast<off_t>(end));
                           }) != 0
@@ -255,10 +261,6 @@ int File::write_through(std::uint64_t offset, std::uint64_t nbytes) noexcept {
       return ::sync_file_range(descriptor, static_cast<off64_t>(offset),
                                static_cast<off64_t>(nbytes), flags);
     });
-  };
-  // A container may refuse the call, and a filesystem lack it.
-  const auto is_refusal = [](int error) {
-    return error == EPERM || error == EACCES || error == ENOSYS || error == EOPNOTSUPP;
   };
   // Start before taking the lock, while others wait. A full drive may be reported here, and only
   // here: by a filesystem that allocates blocks at write-back.

@@ -21,6 +21,7 @@ constexpr std::uint32_t kDeferTaskrun = 1U << 13;  // IORING_SETUP_DEFER_TASKRUN
 constexpr std::uint32_t kGetEvents = 1U << 0;      // IORING_ENTER_GETEVENTS
 constexpr std::uint32_t kSparse = 1U << 0;         // IORING_RSRC_REGISTER_SPARSE
 constexpr long kRegisterFilesUpdate = 6;
+constexpr long kRegisterProbe = 8;
 constexpr long kRegisterEnableRings = 12;
 constexpr long kRegisterFiles2 = 13;
 constexpr off_t kRings = 0;               // IORING_OFF_SQ_RING
@@ -66,8 +67,19 @@ int Ring::set_up(std::uint32_t entries) {
   // With SINGLE_ISSUER and DEFER_TASKRUN, completions are processed when the worker asks for them
   // (Linux 6.1). The ring starts disabled, because its creator is not the thread that uses it.
   // Older kernels get a plain ring.
-  const int error = set_up(entries, kSingleIssuer | kDeferTaskrun | kDisabled);
-  return error == EINVAL ? set_up(entries, kDisabled) : error;
+  int error = set_up(entries, kSingleIssuer | kDeferTaskrun | kDisabled);
+  if (error == EINVAL) error = set_up(entries, kDisabled);
+  return error != 0 ? error : error_of_refused_calls();
+}
+
+/// The errno of a system call that a container refuses although it allows io_uring_setup, or 0.
+int Ring::error_of_refused_calls() const {
+  std::uint64_t no_operations[2] = {};
+  if (::syscall(kRegister, static_cast<long>(descriptor_), kRegisterProbe, no_operations, 0L) != 0)
+    return errno;
+  const long entered = ::syscall(kEnter, static_cast<long>(descriptor_), 0L, 0L, 0L, nullptr, 0L);
+  const bool refused = entered < 0 && (errno == EPERM || errno == EACCES || errno == ENOSYS);
+  return refused ? errno : 0;  // another error: the ring is not enabled yet
 }
 
 int Ring::set_up(std::uint32_t entries, std::uint32_t flags) {

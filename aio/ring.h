@@ -43,7 +43,7 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  /// Makes a ring for *entries* submissions. Returns 0 or an errno.
+  /// Makes a ring for *entries* submissions, and tries each system call. Returns 0 or an errno.
   [[nodiscard]] int set_up(std::uint32_t entries);
   /// Enables the ring, which then belongs to the calling thread. Returns 0 or an errno.
   [[nodiscard]] int enable();
@@ -79,6 +79,7 @@ class Ring {
 
  private:
   [[nodiscard]] int set_up(std::uint32_t entries, std::uint32_t flags);
+  [[nodiscard]] int error_of_refused_calls() const;
 
   int descriptor_ = -1;
   std::byte* rings_ = nullptr;

@@ -21,8 +21,8 @@ from pathlib import Path
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
 _partials: set[Path] = set()  # temporary files and directories of this process
-# renameat2 is missing in this kernel or filesystem
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+# renameat2 is missing in this kernel or filesystem, or a container refuses it
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def write_file(

@@ -118,7 +118,7 @@ def gpu_count(root: Path = Path("/")) -> int:
 
 def physical_bytes() -> int:
     """Memory of this machine in bytes, used or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _meminfo(Path("/"), "MemTotal") or _pages("SC_PHYS_PAGES")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -137,52 +137,80 @@ def available_bytes(root: Path = Path("/")) -> int:
 
     Notes
     -----
-    Inactive page cache of a group counts as available: the kernel reclaims it first. Source:
-    proc(5) for MemAvailable; memory.max, memory.current and memory.stat of cgroup v2, and their
-    names in v1.
+    Inactive page cache of a group counts as available: the kernel reclaims it first. Without /proc
+    the page cache does not count, and the mounted control group is taken, as in a container.
+    Source: proc(5) for MemAvailable; memory.max, memory.current and memory.stat of cgroup v2, and
+    their names in v1; sysconf(3).
     """
-    fields = dict(
-        line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    )
-    available = int(fields["MemAvailable"].split()[0]) * 1024
+    available = _meminfo(root, "MemAvailable")
+    if available is None:
+        available = _pages("SC_AVPHYS_PAGES")
     return max(min([available, *_left_in_groups(root)]), 0)
+
+
+def _meminfo(root: Path, name: str) -> int | None:
+    """A field of /proc/meminfo in bytes; None without /proc."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return int(dict(line.split(":") for line in lines)[name].split()[0]) * 1024
+
+
+def _pages(name: str) -> int:
+    """A number of pages that sysconf(3) knows, in bytes."""
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+
+
+def usable_cpus() -> frozenset[int]:
+    """The CPUs that this process may use; all CPUs of the machine where a container refuses the call.
+
+    Source: sched_getaffinity(2).
+    """
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except OSError:
+        return frozenset(range(os.cpu_count() or 1))
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Bytes left below the memory limit of each control group of this process, the outermost
     visible last.
     """
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            number, controllers, inside = line.split(":", 2)
-            if number == "0":  # v2, alone or in hybrid mode
-                top, names = (
-                    root / "sys/fs/cgroup",
-                    ("memory.max", "memory.current", "inactive_file"),
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = ["0::/", "1:memory:/"]
+    for line in lines:
+        number, controllers, inside = line.split(":", 2)
+        if number == "0":  # v2, alone or in hybrid mode
+            top, names = (
+                root / "sys/fs/cgroup",
+                ("memory.max", "memory.current", "inactive_file"),
+            )
+        elif "memory" in controllers.split(","):
+            top, names = (
+                root / "sys/fs/cgroup" / controllers,
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        group = Path(inside.strip("/"))
+        # In a container the path may be the host's, of which only the mounted group is visible,
+        # as the top.
+        for around in (group, *group.parents):
+            # ValueError: "max" is no limit
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit, used = (
+                    int((top / around / name).read_text(encoding="ascii")) for name in names[:2]
                 )
-            elif "memory" in controllers.split(","):
-                top, names = (
-                    root / "sys/fs/cgroup" / controllers,
-                    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                stat = dict(
+                    line.split()
+                    for line in (top / around / "memory.stat")
+                    .read_text(encoding="ascii")
+                    .splitlines()
                 )
-            else:
-                continue
-            group = Path(inside.strip("/"))
-            # In a container the path may be the host's, of which only the mounted group is visible,
-            # as the top.
-            for around in (group, *group.parents):
-                # ValueError: "max" is no limit
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    limit, used = (
-                        int((top / around / name).read_text(encoding="ascii")) for name in names[:2]
-                    )
-                    stat = dict(
-                        line.split()
-                        for line in (top / around / "memory.stat")
-                        .read_text(encoding="ascii")
-                        .splitlines()
-                    )
-                    yield limit - used + int(stat[names[2]])
+                yield limit - used + int(stat[names[2]])
 
 
 def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> float:
@@ -204,7 +232,7 @@ def copy_bytes_per_second(seconds: float = 0.2, threads: int | None = None) -> f
     -----
     Allocates 2 GiB, or a quarter of the available memory.
     """
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or len(usable_cpus())
     size = max(min(_PROBE_BYTES, available_bytes() // 4) // count // 2, 1 << 20)
     ready, moved = threading.Barrier(count), [0.0] * count
 

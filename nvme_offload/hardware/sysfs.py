@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from .machine import usable_cpus
+
 # PCI vendor id, and the class of display controllers
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
@@ -156,7 +158,10 @@ def blocks_for_ext4_itself(device: int, sys: Path = Path("/sys")) -> int:
     """Free blocks that ext4 on *device*, a `st_dev`, keeps from everybody, root too; 0 of other
     filesystems. Source: the kernel's Documentation/admin-guide/ext4, reserved_clusters.
     """
-    block = (sys / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    try:
+        block = (sys / f"dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    except OSError:  # a container refuses to follow it
+        return 0
     return number(read(sys / "fs/ext4" / block.name / "reserved_clusters")) or 0
 
 
@@ -164,9 +169,9 @@ def cpu_nodes(sys: Path) -> tuple[int, ...]:
     """The NUMA nodes of the CPUs that this process may use; () where there is one node only."""
     nodes = {
         int(place.name[4:]): _cpus(read(place / "cpulist") or "")
-        for place in (sys / "devices/system/node").glob("node[0-9]*")
+        for place in _below(sys / "devices/system/node", "node[0-9]*")
     }
-    usable = os.sched_getaffinity(0)
+    usable = usable_cpus()
     return (
         tuple(sorted(node for node, cpus in nodes.items() if cpus & usable))
         if len(nodes) > 1
@@ -176,10 +181,9 @@ def cpu_nodes(sys: Path) -> tuple[int, ...]:
 
 def gpu_nodes(sys: Path) -> tuple[int, ...]:
     """The NUMA nodes of the machine's NVIDIA GPUs."""
-    devices = list((sys / "bus/pci/devices").glob("*"))
     gpus = [
         device
-        for device in devices
+        for device in _below(sys / "bus/pci/devices", "*")
         if read(device / "vendor") == _NVIDIA
         and (read(device / "class") or "").startswith(_DISPLAY)
     ]
@@ -192,6 +196,14 @@ def gpu_nodes(sys: Path) -> tuple[int, ...]:
             }
         )
     )
+
+
+def _below(directory: Path, pattern: str) -> list[Path]:
+    """The entries of *directory*; none where it is missing, or a container hides it."""
+    try:
+        return list(directory.glob(pattern))
+    except OSError:
+        return []
 
 
 def _cpus(text: str) -> set[int]:

@@ -28,6 +28,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import IOFailure, NoSpaceError, OffloadError
+from ..hardware.drive import filesystem_space
 from ..units import format_bytes
 from .engine import Engine, File, Ticket
 
@@ -305,7 +306,7 @@ def as_failure(error: Exception, path: Path) -> Exception:
     if isinstance(error, OffloadError) or not isinstance(error, RuntimeError | OSError):
         return error
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
-    status = os.statvfs(folder)
+    status = filesystem_space(folder)
     code = (error.errno or errno.EIO) if isinstance(error, OSError) else None
     if status.f_bavail * status.f_frsize < _FULL_BYTES:
         code = errno.ENOSPC

@@ -56,7 +56,7 @@ class _Arena(Memory):
         try:
             cudart = cuda.cudart()
             if self._unregister is not None:  # registered with the size before it grew
-                cuda.synchronize()  # copies in flight use it
+                _synchronize_devices()  # copies in flight use it
                 self._unregister(self.address)
                 self._unregister = None
             result = cudart.cudaHostRegister(self.address, nbytes, _CUDA_HOST_REGISTER_DEFAULT)
@@ -382,6 +382,19 @@ class PinnedPool(Closing):
             raise UsageError(
                 "the pool belongs to the process that this one was forked from: make one here"
             )
+
+
+def _synchronize_devices() -> None:
+    """Wait for every GPU that this process uses. Others are left alone: a wait would start CUDA on
+    them, which takes memory there. Source: cuDevicePrimaryCtxGetState.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    is_used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: True)
+    for device in range(cuda.device_count()):
+        if is_used(device):
+            cuda.synchronize(device)
 
 
 def _clear_cuda_error() -> None:

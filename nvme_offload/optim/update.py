@@ -415,8 +415,11 @@ class Updater:
 
     @staticmethod
     def _resident() -> int:
-        with Path("/proc/self/statm").open("rb") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
+        try:
+            with Path("/proc/self/statm").open("rb") as file:
+                return int(file.read().split()[1]) * mmap.PAGESIZE
+        except OSError:  # without /proc
+            return 0
 
     def _scratch_of(self, elements: int) -> torch.Tensor:
         """On the CPU always the same memory, since fresh pages cost more than what is done with

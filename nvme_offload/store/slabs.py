@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..errors import IOFailure, NoSpaceError, known
 from ..hardware import sysfs
+from ..hardware.drive import filesystem_space
 from ..io.engine import Engine, File
 from ..io.extents import Extents
 from ..units import format_bytes
@@ -63,7 +64,7 @@ class Slabs:
     @property
     def available_bytes(self) -> int:
         """Bytes that the drive can still allocate for this user."""
-        status = os.statvfs(self.path)
+        status = filesystem_space(self.path)
         blocks = status.f_bavail
         if os.geteuid() == 0:  # whom the blocks that are reserved for root are for
             blocks = max(status.f_bfree - sysfs.blocks_for_ext4_itself(self.device), 0)

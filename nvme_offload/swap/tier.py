@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import NoSpaceError, OffloadError, UsageError, known
 from ..hardware import profile_shelf
 from ..hardware.config import AioConfig
-from ..hardware.drive import describe
+from ..hardware.drive import describe, filesystem_space
 from ..hardware.machine import available_bytes, gpu_count, physical_bytes
 from ..io.pool import PinnedPool
 from ..store.store import TensorStore
@@ -359,8 +359,8 @@ class Tier:
 
     def _free_bytes(self) -> int:
         return sum(
-            os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
-            for path in _one_of_each_filesystem(self.paths)
+            status.f_bavail * status.f_frsize
+            for status in map(filesystem_space, _one_of_each_filesystem(self.paths))
         )
 
 

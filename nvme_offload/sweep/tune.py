@@ -7,7 +7,6 @@ import datetime
 import errno
 import functools
 import math
-import os
 import platform
 import shlex
 import sys
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nvme_offload import __version__
 from nvme_offload.errors import IOFailure, NoSpaceError, UnsupportedError
-from nvme_offload.hardware.drive import Drive
+from nvme_offload.hardware.drive import Drive, filesystem_space
 from nvme_offload.hardware.drive import describe as describe_drive
 from nvme_offload.hardware.drive_warnings import warnings as drive_warnings
+from nvme_offload.hardware.machine import usable_cpus
 from nvme_offload.hardware.profile import (
     DEEPSPEED_DEFAULTS,
     PHASES,
@@ -219,7 +219,7 @@ def _search(
     thermometer: health.Thermometer,
 ) -> tuple[Search, Verdict]:
     control = dataclasses.replace(DEEPSPEED_DEFAULTS, backend=options.backend)
-    cpu_count = len(os.sched_getaffinity(0))
+    cpu_count = len(usable_cpus())
     carried = (
         LINK_TOLERANCE * found.link_bytes_per_second
         if found.link_bytes_per_second
@@ -389,7 +389,7 @@ def _sustained(
             f"{format_bytes(done)} of {format_bytes(options.sustained_bytes)} written, now at {speed / 1e9:.2f} GB/s",
         )
 
-    free = os.statvfs(found.path)
+    free = filesystem_space(found.path)
     file_bytes = min(options.sustained_bytes, free.f_bavail * free.f_frsize // 2)
     return write_on(
         Path(found.path), chosen, options.sustained_bytes, file_bytes, options.direct, report
@@ -410,7 +410,7 @@ def _engine_facts(rig: Rig | Ranks, begun: Begun, options: Options) -> dict[str,
         "direct": rig.direct,
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "cpu_count": len(os.sched_getaffinity(0)),
+        "cpu_count": len(usable_cpus()),
         "memory_copy_bytes_per_second": round(begun.copy_bytes_per_second),
     }
     if options.engine == "deepspeed":

@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ..hardware.machine import usable_cpus
 from ..io.ranks import Ranks
 from ..swap.cores import launcher_chose_one_thread
 
@@ -61,7 +62,7 @@ def share_cores() -> None:
 
     Source: DeepSpeed's launcher sets the variable with --bind_cores_to_rank alone.
     """
-    here, cores = _machine(), frozenset(os.sched_getaffinity(0))
+    here, cores = _machine(), usable_cpus()
     ranks: list[tuple[str, Set[int]]] = of_all_ranks((here, cores))
     share = cores_for_each(cores, [theirs for machine, theirs in ranks if machine == here])
     threads, wish = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")

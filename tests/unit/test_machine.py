@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_offload.hardware.machine import available_bytes
+from nvme_offload.hardware.machine import available_bytes, physical_bytes
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -46,6 +46,13 @@ def v1(root: Path, group: str, limit: int, usage: int, inactive_file: int = 0) -
 
 def test_no_groups(root):
     assert available_bytes(root) == 40 * GIB
+
+
+def test_without_proc_free_memory_counts_and_the_limit_of_the_mounted_group(root):
+    (root / "proc/meminfo").unlink()
+    assert 0 < available_bytes(root) < physical_bytes()
+    v2(root, "", GIB // 1024, 1000, 24)
+    assert available_bytes(root) == GIB // 1024 - 976
 
 
 def test_a_limit_of_v2(root):

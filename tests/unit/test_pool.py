@@ -588,12 +588,19 @@ def test_a_gpu_is_told_of_the_arena_until_the_last_tensor_is_gone(cuda, pin):
 
 def test_a_gpu_is_told_anew_of_a_pool_that_grows_once_its_copies_have_ended(cuda, monkeypatch):
     fake = cuda(0)
-    waits: list[dict[int, int]] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(dict(fake.registered)))
+    waits: list[tuple[int, dict[int, int]]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    # CUDA is not started on the second
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device != 1, False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "synchronize",
+        lambda device: waits.append((device, dict(fake.registered))),
+    )
     with PinnedPool(PAGE, reserve=8 * PAGE) as pool:
         tensor = pages(pool, 1)
         pool.grow(4 * PAGE)
-        assert waits == [{tensor.data_ptr(): PAGE}]
+        assert waits == [(device, {tensor.data_ptr(): PAGE}) for device in (0, 2)]
         assert fake.registered == {tensor.data_ptr(): 4 * PAGE}
         assert (pool.pinned, pool.pinned_bytes) == ("cuda", 4 * PAGE)
         fake.result = 2
